@@ -1,0 +1,23 @@
+"""Operators: one module each, with its schema, its reference in plain torch and the choice of backend.
+
+Importing this package is cheap. An operator's module imports torch, so it is imported by whoever needs the operator:
+
+    from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+
+Every operator module defines `backend() -> str`, a short phrase on what serves the operator in this process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+OPERATORS = ("attention", "no_repeat_ngram")
+"""The operators by name, which is also the name of their module in this package."""
+
+
+def backends() -> dict[str, str]:
+    """What serves each operator: `{"no_repeat_ngram": "C++ (csrc)", ...}`, or "torch reference" and the reason.
+
+    Imports torch and the operators.
+    """
+    return {name: import_module(f"{__name__}.{name}").backend() for name in OPERATORS}

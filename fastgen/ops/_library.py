@@ -1,0 +1,56 @@
+"""The compiled operators: libraries that setup.py builds from csrc and lays beside this file, one per kind of device.
+
+A library only adds kernels to operators that their modules in this package have defined. So an operator exists, and
+works on its reference, whether or not a library could be built, and a library is free of Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+_NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
+_SUFFIX = ".dll" if os.name == "nt" else ".so"
+
+
+@functools.cache
+def load(device: str) -> str:
+    """Loads the kernels for `device` ("CPU" or "CUDA") unless they are loaded; returns why not, or an empty string.
+
+    FASTGEN_NO_EXT=1 in the environment leaves them out.
+    """
+    if os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0"):
+        return "FASTGEN_NO_EXT is set"
+    path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
+    if not path.exists():
+        return "the extension was not built"
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        # A library made for another torch or platform. The reference is slower and right, so this is no reason to fail.
+        return f"{path.name} cannot be loaded: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+def load_kernels() -> None:
+    """Loads the kernels for every kind of device that this torch knows."""
+    for device in _devices():
+        load(device)
+
+
+def backend(operator: str) -> str:
+    """What serves `operator` ("fastgen::name"), by asking torch's dispatcher; for every kind of device it knows."""
+    phrases = []
+    for device in _devices():
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operator, device):
+            phrases.append(_NAMES[device])
+        else:
+            phrases.append(f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}")
+    return ", ".join(phrases)
+
+
+def _devices() -> list[str]:
+    return ["CPU"] if torch.version.cuda is None else ["CPU", "CUDA"]

@@ -1,0 +1,201 @@
+"""No-repeat n-gram: ban every token that would complete an n-gram which its row already has.
+
+The rule is the trigram blocking of Paulus et al., "A Deep Reinforced Model for Abstractive Summarization" (ICLR 2018,
+section 2.5), for any n. That it is worth an operator, one block of threads per row, in place and without going through
+host memory, was shown by Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021, section 4).
+
+The operator is `torch.ops.fastgen.no_repeat_ngram_`, defined here together with its reference, which serves every
+device that has no kernel of its own. Kernels: csrc/cpu/no_repeat_ngram.cpp and csrc/cuda/no_repeat_ngram.cu.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library
+
+_SCORE_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TOKEN_TYPES = (torch.int32, torch.int64)
+
+
+def no_repeat_ngram_(
+    scores: Tensor,
+    tokens: Tensor,
+    n: int,
+    lengths: Tensor | None = None,
+    *,
+    context: Tensor | None = None,
+    context_lengths: Tensor | None = None,
+) -> Tensor:
+    """Sets to -inf, in place, the score of every token that would complete an n-gram already in its row.
+
+    The last n - 1 tokens of a row and a next token form an n-gram. If the row has that n-gram already, the next token
+    is banned. With n = 1 every token of the row is banned; a row shorter than n bans nothing.
+
+    With `context`, the n-grams that must not be repeated are those of the context instead (the encoder's input, say),
+    while the n - 1 tokens still come from `tokens`. Several rows may share a context row, as beams share an input.
+
+    Nothing waits for the device and no control flow depends on data: on CUDA, the call can be captured in a graph, and
+    a graph that is replayed reads `tokens` and `lengths` as they are then.
+
+    Args:
+        scores: [rows, vocabulary], float32, float16, bfloat16 or float64, with any strides that do not make elements
+            share memory. Changed in place, and not differentiable.
+        tokens: [rows, length], int32 or int64, any strides (an expanded tensor too). Ids outside [0, vocabulary) take
+            part in n-grams like any other, and are skipped where they would be banned.
+        n: length of the n-grams, at least 1.
+        lengths: [rows], int32 or int64: how many tokens of each row count, from the first on; all by default. Values
+            outside [0, length] are clamped.
+        context: [context rows, context length], of the type of `tokens`; rows must be a multiple of context rows, and
+            row r looks at context row r // (rows // context rows).
+        context_lengths: [context rows], for `context` what `lengths` is for `tokens`.
+
+    Returns:
+        `scores` itself.
+
+    Raises:
+        RuntimeError: n, a shape, a type or a device is not as above, elements of `scores` share memory, or a gradient
+            would have to flow through `scores`. Nothing has been written then.
+    """
+    if scores.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("no_repeat_ngram_: is not differentiable; call it under torch.no_grad()")
+    return torch.ops.fastgen.no_repeat_ngram_.default(
+        scores, tokens, lengths, n, context=context, context_lengths=context_lengths
+    )
+
+
+def backend() -> str:
+    """Which implementation serves this operator."""
+    return _library.backend("fastgen::no_repeat_ngram_")
+
+
+def reference(
+    scores: Tensor,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    n: int,
+    *,
+    context: Tensor | None = None,
+    context_lengths: Tensor | None = None,
+) -> Tensor:
+    """The operator in plain torch, for any device. Arguments as in the schema."""
+    _check(scores, tokens, lengths, n, context, context_lengths)
+    rows, vocabulary = scores.shape
+    source = tokens if context is None else context
+    windows = source.shape[1] - n + 1
+    if scores.numel() == 0 or windows <= 0 or tokens.shape[1] < n - 1:
+        return scores
+
+    lengths = _full(tokens) if lengths is None else lengths.long().clamp(0, tokens.shape[1])
+    if context is None:
+        source_lengths = lengths
+    else:
+        source_lengths = _full(context) if context_lengths is None else context_lengths.long().clamp(0, source.shape[1])
+        copies = rows // source.shape[0]
+        source = source.repeat_interleave(copies, dim=0)
+        source_lengths = source_lengths.repeat_interleave(copies, dim=0)
+
+    first = (lengths - (n - 1)).unsqueeze(1)  # where the prefix of each row begins
+    banned = torch.arange(windows, device=scores.device) <= (source_lengths - n).unsqueeze(1)
+    banned &= first >= 0
+    for k in range(n - 1):
+        banned &= source[:, k : k + windows] == tokens.gather(1, (first + k).clamp(min=0))
+
+    # What is not to be banned goes to a spare column behind the vocabulary, so that every row writes equally many.
+    last = source[:, n - 1 :].long()
+    last = torch.where(banned & (last >= 0) & (last < vocabulary), last, vocabulary)
+    mask = scores.new_zeros((rows, vocabulary + 1), dtype=torch.bool).scatter_(1, last, True)
+    return scores.masked_fill_(mask[:, :vocabulary], -math.inf)
+
+
+def _full(tokens: Tensor) -> Tensor:
+    return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+
+
+def _fake(
+    scores: Tensor,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    n: int,
+    *,
+    context: Tensor | None = None,
+    context_lengths: Tensor | None = None,
+) -> Tensor:
+    _check(scores, tokens, lengths, n, context, context_lengths)
+    return scores
+
+
+def _check(
+    scores: Tensor,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    n: int,
+    context: Tensor | None,
+    context_lengths: Tensor | None,
+) -> None:
+    """Raises on what the operator does not take. Keep in step with `check` in csrc/no_repeat_ngram.h."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise RuntimeError(f"no_repeat_ngram_: {message}")
+
+    def require_lengths(name: str, lengths: Tensor | None, rows: int) -> None:
+        if lengths is not None:
+            require(
+                lengths.dim() == 1 and lengths.shape[0] == rows,
+                f"{name} must have one element for each of the {rows} rows",
+            )
+            require(lengths.dtype in _TOKEN_TYPES, f"{name} must be int32 or int64")
+
+    require(n >= 1, f"n must be at least 1, but is {n}")
+    require(scores.dim() == 2, f"scores must be [rows, vocabulary], but has {scores.dim()} dimensions")
+    require(scores.dtype in _SCORE_TYPES, "scores must be float32, float16, bfloat16 or float64")
+    require(not _overlaps_itself(scores), "elements of scores share memory (an expanded tensor?); pass a copy")
+    rows = scores.shape[0]
+    require(
+        tokens.dim() == 2 and tokens.shape[0] == rows,
+        f"tokens must be [rows, length] with the {rows} rows of scores",
+    )
+    require(tokens.dtype in _TOKEN_TYPES, "tokens must be int32 or int64")
+    require_lengths("lengths", lengths, rows)
+    require(context is not None or context_lengths is None, "context_lengths needs a context")
+    if context is not None:
+        require(context.dim() == 2, "context must be [context rows, length]")
+        require(context.dtype == tokens.dtype, "context must have the type of tokens")
+        require(
+            rows % context.shape[0] == 0 if context.shape[0] > 0 else rows == 0,
+            f"the {rows} rows of scores must be a multiple of the {context.shape[0]} rows of context",
+        )
+        require_lengths("context_lengths", context_lengths, context.shape[0])
+    require(
+        all(x is None or x.device == scores.device for x in (tokens, lengths, context, context_lengths)),
+        "all tensors must be on the device of scores",
+    )
+
+
+def _overlaps_itself(matrix: Tensor) -> bool:
+    # Two different elements share memory exactly if moving by some (rows, columns) within the bounds of the matrix moves
+    # by nothing in memory; the shortest such move is (column stride / g, row stride / g), g their common divisor.
+    if matrix.numel() < 2:
+        return False
+    row_stride, column_stride = matrix.stride()
+    divisor = math.gcd(row_stride, column_stride)
+    return divisor == 0 or (
+        column_stride // divisor < matrix.shape[0] and row_stride // divisor < matrix.shape[1]
+    )
+
+
+# The schema lives in Python, and the compiled libraries add kernels to it, so that it is there without them. The tag
+# tells torch.compile that what is returned is the argument that was changed; releases before it are not asked.
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define(
+    "no_repeat_ngram_(Tensor(a!) scores, Tensor tokens, Tensor? lengths, int n, *, "
+    "Tensor? context=None, Tensor? context_lengths=None) -> Tensor(a!)",
+    tags=tuple(getattr(torch.Tag, tag) for tag in ("inplace", "pt2_compliant_tag") if hasattr(torch.Tag, tag)),
+)
+_LIBRARY.impl("no_repeat_ngram_", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("fastgen::no_repeat_ngram_", _fake, lib=_LIBRARY)
+_library.load_kernels()

@@ -1,0 +1,144 @@
+"""Builds the compiled operators (fastgen/csrc). Everything else about the package is in pyproject.toml.
+
+The libraries are optional: where there is no torch, no compiler, or the build fails, one line says so, the package
+installs without them, and the operators run on their torch reference. They use the stable C interface of torch only and
+nothing of Python, so one build serves every Python version and every torch from MINIMUM_TORCH on.
+
+Environment variables:
+    FASTGEN_NO_EXT=1    do not build them
+    FASTGEN_CUDA_ARCH   what nvcc builds for (its -arch option); default: all-major
+    CXX, CUDA_HOME      the compiler, and the CUDA toolkit to use
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+MINIMUM_TORCH = (2, 10)
+WINDOWS = os.name == "nt"
+CSRC = Path("fastgen/csrc")
+
+
+def say(message: str) -> None:
+    print(f"fastgen: {message}", file=sys.stderr)
+
+
+def find_torch() -> Path | None:
+    """The directory of the installed torch, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+
+
+def cuda_major(nvcc: str) -> str | None:
+    found = re.search(r"release (\d+)\.", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    return found.group(1) if found else None
+
+
+def extensions() -> list[Extension]:
+    """One library per kind of device that can be built for here."""
+    reference = "the operators will run on their torch reference"
+    if os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0"):
+        say(f"FASTGEN_NO_EXT is set, so csrc is not built; {reference}")
+        return []
+    torch = find_torch()
+    if torch is None:
+        say(f"torch is not there at build time (pip needs --no-build-isolation), so csrc is not built; {reference}")
+        return []
+    about = runpy.run_path(str(torch / "version.py"))
+    if tuple(int(part) for part in about["__version__"].split(".")[:2]) < MINIMUM_TORCH:
+        say(f"torch {about['__version__']} is too old to build csrc for; {reference}")
+        return []
+
+    def extension(device: str, pattern: str, libraries: list[str], macros: list[tuple[str, str | None]]) -> Extension:
+        return Extension(
+            f"fastgen.ops.libfastgen_{device}",
+            sources=sorted(path.as_posix() for path in (CSRC / device).glob(pattern)),
+            depends=[path.as_posix() for path in CSRC.glob("*.h")] + ["setup.py"],
+            include_dirs=[str(torch / "include")],
+            library_dirs=[str(torch / "lib")],
+            libraries=libraries,
+            define_macros=[("TORCH_TARGET_VERSION", f"0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000"), *macros],
+            extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3"],
+            language="c++",
+            optional=True,
+        )
+
+    found = [extension("cpu", "*.cpp", ["torch_cpu"], [])]
+    if about.get("cuda"):
+        nvcc = find_nvcc()
+        if nvcc is None:
+            say("torch has CUDA but there is no nvcc, so the operators will run on their torch reference on CUDA")
+        elif cuda_major(nvcc) != about["cuda"].split(".")[0]:
+            say(f"torch was built with CUDA {about['cuda']}, of which nvcc is not; {reference} on CUDA")
+        else:
+            found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda", "cudart"], [("USE_CUDA", None)]))
+            found[-1].library_dirs.append(str(Path(nvcc).resolve().parent.parent / ("lib/x64" if WINDOWS else "lib64")))
+    return found
+
+
+class BuildLibraries(build_ext):
+    """Builds shared libraries that are loaded by path: no Python in their names, and no module initialisation."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + (".dll" if WINDOWS else ".so")
+
+    def get_export_symbols(self, extension: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, extension: Extension) -> None:
+        try:
+            super().build_extension(extension)
+        except Exception as error:  # whatever it was, the package is complete without the library
+            reason = " ".join(str(error).split()) or type(error).__name__
+            say(f"{extension.name} was not built ({reason}); the operators will run on their torch reference")
+
+    def build_extensions(self) -> None:
+        compile_with_host_compiler = self.compiler.compile
+
+        def compile(sources: list[str], *args, **kwargs) -> list[str]:
+            if sources[0].endswith(".cu"):
+                return self.compile_cuda(sources, *args, **kwargs)
+            return compile_with_host_compiler(sources, *args, **kwargs)
+
+        self.compiler.compile = compile
+        super().build_extensions()
+
+    def compile_cuda(self, sources: list[str], output_dir: str, macros, include_dirs, extra_postargs, **_) -> list[str]:
+        objects = []
+        for source in sources:
+            target = Path(output_dir, source).with_suffix(".obj" if WINDOWS else ".o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            command = [find_nvcc(), "-c", source, "-o", str(target), *extra_postargs]
+            command += ["-arch", os.environ.get("FASTGEN_CUDA_ARCH", "all-major")]
+            command += [f"-D{name}={value}" if value else f"-D{name}" for name, value in macros]
+            command += [option for path in include_dirs for option in ("-isystem", path)]
+            if not WINDOWS:
+                command += ["-Xcompiler", "-fPIC"]
+            subprocess.run(command, check=True)
+            objects.append(str(target))
+        return objects
+
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform)  # the libraries know nothing of Python
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel})
