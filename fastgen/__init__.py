@@ -1,0 +1,106 @@
+"""FastGen makes sequence generation in Hugging Face Transformers faster without changing the result.
+
+    import fastgen          # before or after transformers: that is all
+    model.generate(...)     # same tokens, a fraction of the time
+
+Importing it enables it, unless FASTGEN_DISABLE=1 is set. Nothing heavy is imported: the patches are applied when
+Transformers itself is imported. `python -m fastgen` prints what is patched and what serves each operator.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from fastgen import counters, patching, settings
+from fastgen._version import __version__
+from fastgen.counters import FallbackError
+from fastgen.optimizer import transformers as _transformers
+from fastgen.patching import PatchSet
+
+if TYPE_CHECKING:
+    from fastgen.comparison import Comparison
+    from fastgen.report import Status
+
+__all__ = [
+    "FallbackError",
+    "__version__",
+    "compare",
+    "disable",
+    "disabled",
+    "enable",
+    "reset_stats",
+    "stats",
+    "status",
+]
+
+_patches = PatchSet(_transformers.patches())
+
+
+def enable(*, strict: bool | None = None) -> None:
+    """Applies FastGen's patches, to the toolkits imported now and to those imported later. Calling it again is harmless.
+
+    Args:
+        strict: raise `FallbackError` where a call would fall back to the original code; unchanged if None. The default
+            is that of the environment variable FASTGEN_STRICT.
+    """
+    if strict is not None:
+        settings.change(strict=strict)
+    _patches.enable()
+
+
+def disable() -> None:
+    """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
+    _patches.disable()
+
+
+def disabled() -> AbstractContextManager[None]:
+    """A context manager: inside the block, calls made by this thread run the original code.
+
+    Other threads are not affected. The patches stay in place and pass the calls through.
+    """
+    return patching.suspended()
+
+
+def status() -> Status:
+    """Versions, every patch (applied, or not and why) and every operator (which backend). Prints as a table."""
+    from fastgen.report import collect
+
+    return collect(_patches)
+
+
+def stats() -> dict[str, Any]:
+    """What was accelerated and what fell back since the start or the last `reset_stats()`.
+
+    Returns:
+        {entry point: {"accelerated": calls, "fallback": {reason: calls}}}.
+    """
+    return counters.snapshot()
+
+
+def reset_stats() -> None:
+    """Sets the counts of `stats()` to zero."""
+    counters.reset()
+
+
+def compare(model: Any, inputs: Any, **generate_kwargs: Any) -> Comparison:
+    """Runs `model.generate` with the original code and with FastGen, and compares the results, the time and the memory.
+
+    Both runs start from the same random state, after a short warm-up of each.
+
+    Args:
+        model: a Transformers model.
+        inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), or a tensor that is passed
+            as its first argument.
+        **generate_kwargs: passed to `generate`.
+
+    Returns:
+        A `Comparison`: `identical`, `first_difference`, `speedup`, seconds and peak memory of both; prints as a table.
+    """
+    from fastgen.comparison import compare as run
+
+    return run(model, inputs, generate_kwargs)
+
+
+if not settings.current().disabled:
+    enable()

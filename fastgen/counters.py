@@ -1,0 +1,51 @@
+"""Counts of what was accelerated and what fell back, and why: the numbers behind `fastgen.stats()`."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from fastgen import settings
+
+
+class FallbackError(RuntimeError):
+    """Raised instead of falling back to the original code when FASTGEN_STRICT=1 or `enable(strict=True)` is set."""
+
+
+_lock = threading.Lock()
+_accelerated: Counter[str] = Counter()
+_fallbacks: dict[str, Counter[str]] = {}
+
+
+def count_accelerated(entry_point: str) -> None:
+    """One call of `entry_point` ran accelerated."""
+    with _lock:
+        _accelerated[entry_point] += 1
+
+
+def count_fallback(entry_point: str, reason: str) -> None:
+    """One call of `entry_point` goes to the original code because of `reason`.
+
+    Raises:
+        FallbackError: in strict mode, so that a test or a user can tell acceleration from fallback.
+    """
+    with _lock:
+        _fallbacks.setdefault(entry_point, Counter())[reason] += 1
+    if settings.current().strict:
+        raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
+
+
+def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
+    """{entry point: {"accelerated": calls, "fallback": {reason: calls}}} since the start or the last reset."""
+    with _lock:
+        return {
+            name: {"accelerated": _accelerated[name], "fallback": dict(_fallbacks.get(name, {}))}
+            for name in sorted({*_accelerated, *_fallbacks})
+        }
+
+
+def reset() -> None:
+    """Sets every count to zero."""
+    with _lock:
+        _accelerated.clear()
+        _fallbacks.clear()

@@ -1,0 +1,1 @@
+"""The decoding core: K/V with a shared prefix and the bookkeeping of beams. It knows no toolkit."""

@@ -1,0 +1,158 @@
+"""The K/V store of one layer: a prefix held once per input, and a suffix that grows in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.beams import Beams
+from fastgen.decoding.shared import SharedKV
+
+# Below this length sharing the prefix saves less than the second matrix product costs: it is repeated for every row.
+MIN_SHARED_PREFIX = 32
+
+
+class GrowingTensor:
+    """[rows, heads, length, dim], appended to along `length` without concatenation.
+
+    The memory is allocated ahead and doubled when it is full, so a tensor of length L has been copied O(1) times per
+    position instead of once per step.
+    """
+
+    def __init__(self, first: Tensor, room: int) -> None:
+        rows, heads, self.length, width = first.shape
+        self._data = first.new_empty(rows, heads, self.length + max(room, 1), width)
+        self._data[:, :, : self.length] = first
+
+    def view(self) -> Tensor:
+        """The filled part, a view: valid until the next `append` or `move`."""
+        return self._data[:, :, : self.length]
+
+    def append(self, new: Tensor) -> None:
+        """Adds [rows, heads, T, dim] behind what is there."""
+        end = self.length + new.shape[2]
+        if end > self._data.shape[2]:
+            rows, heads, capacity, width = self._data.shape
+            data = self._data.new_empty(rows, heads, max(end, 2 * capacity), width)
+            data[:, :, : self.length] = self.view()
+            self._data = data
+        self._data[:, :, self.length : end] = new
+        self.length = end
+
+    def move(self, rows: Tensor, sources: Tensor, start: int) -> None:
+        """Row `rows[i]` takes positions `start:` of what row `sources[i]` was before the call."""
+        part = self._data[:, :, start : self.length]
+        part[rows] = part.index_select(0, sources)
+
+
+class LayerKV:
+    """K and V of one attention layer through one call of `generate`.
+
+    First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
+    `branch` says that every input is continued by several sequences, and from then on `extend` takes
+    [batch * copies, heads, T, dim]. What `keys` and `values` return stands for [batch * copies, heads, length, dim]:
+
+    * a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay;
+    * a `SharedKV` otherwise, which never holds the repeated prefix.
+
+    Args:
+        room: suffix positions to allocate at first.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._beams: Beams | None = None
+        self._prefix: tuple[Tensor, Tensor] | None = None
+        self._suffix: tuple[GrowingTensor, GrowingTensor] | None = None
+        # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
+        self._repeated = 0
+        self._handles: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions stored, prefix and suffix together."""
+        prefix = self._prefix[0].shape[2] if self._prefix is not None else 0
+        return prefix + (self._suffix[0].length if self._suffix is not None else 0)
+
+    def branch(self, beams: Beams) -> None:
+        """From now on every input is continued by `beams.copies` sequences."""
+        self._beams = beams
+        self._handles = None
+        if self._prefix is None or beams.copies == 1:
+            return
+        if self._prefix[0].shape[2] < MIN_SHARED_PREFIX:
+            keys, values = (part.repeat_interleave(beams.copies, dim=0) for part in self._prefix)
+            self._prefix = keys, values
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds positions, and returns what stands for all of K and all of V."""
+        if self._beams is None:
+            if self._prefix is not None:
+                keys = torch.cat([self._prefix[0], keys], dim=2)
+                values = torch.cat([self._prefix[1], values], dim=2)
+            self._prefix = keys, values
+            return keys, values
+        if self._suffix is None:
+            self._store_in_suffix(keys, values)
+        else:
+            self._suffix[0].append(keys)
+            self._suffix[1].append(values)
+        self._handles = None
+        return self.read()
+
+    def _store_in_suffix(self, keys: Tensor, values: Tensor) -> None:
+        """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
+        if self._prefix is not None and not self._is_shared:
+            first, self._prefix = self._prefix, None
+            self._repeated = first[0].shape[2]
+            self._suffix = GrowingTensor(first[0], self._room), GrowingTensor(first[1], self._room)
+            self._suffix[0].append(keys)
+            self._suffix[1].append(values)
+        else:
+            room = max(self._room - keys.shape[2], 0)
+            self._suffix = GrowingTensor(keys, room), GrowingTensor(values, room)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether one row of the prefix stands for several sequences."""
+        return self._beams is not None and self._prefix is not None and self._prefix[0].shape[0] != self._beams.rows
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """What stands for K and V of all rows: plain tensors or `SharedKV`, [rows, heads, length, dim].
+
+        Raises:
+            ValueError: nothing has been stored yet.
+        """
+        if self._handles is None:
+            self._handles = self._view(0), self._view(1)
+        return self._handles
+
+    def _view(self, which: int) -> Tensor:
+        suffix = self._suffix[which].view() if self._suffix is not None else None
+        prefix = self._prefix[which] if self._prefix is not None else None
+        if prefix is None:
+            if suffix is None:
+                raise ValueError("this layer holds no keys and values yet")
+            return suffix
+        if self._beams is None or not self._is_shared:
+            return prefix
+        return SharedKV.of(prefix, suffix, self._beams.copies)
+
+    def reorder(self, index: Tensor) -> None:
+        """Row r continues the sequence of row `index[r]`. Moves the part of the suffix in which the two differ."""
+        if self._beams is None or self._suffix is None or self._beams.copies == 1:
+            return
+        grown = self._suffix[0].length - self._repeated
+        # Without a position of its own a row equals the other rows of its input.
+        move = self._beams.reorder(index, grown) if grown else None
+        if move is None:
+            return
+        self._handles = None
+        device = self._suffix[0].view().device
+        for part in self._suffix:
+            part.move(move.rows.to(device), move.sources.to(device), move.start + self._repeated)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        """K and V as ordinary contiguous tensors [rows, heads, length, dim], for who takes the cache over."""
+        keys, values = (part.materialize() if isinstance(part, SharedKV) else part for part in self.read())
+        return keys.contiguous(), values.contiguous()

@@ -1,0 +1,338 @@
+"""A tensor that stands for K or V of all sequences, without the repeated prefix ever being made.
+
+Models take what the cache returns and compute attention with it in their own way. `SharedKV` is handed to them in the
+place of the full tensor [rows, heads, length, dim]. It has that tensor's shape, dtype and device. The operations that
+attention is made of (transposing, folding heads into rows, repeating K/V heads for grouped queries, the matrix products,
+`scaled_dot_product_attention`) are computed on the two parts; the model's own scaling, masks, biases, soft-caps and sinks
+stay the model's own code. Whatever else touches a `SharedKV` gets the full tensor: correct, only slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fastgen.ops.attention import shared_prefix_attention, shared_prefix_context, shared_prefix_scores
+
+# Passed through without building the full tensor: they ask about it, not for its contents.
+_METADATA = frozenset(
+    {
+        Tensor.shape.__get__,
+        Tensor.dtype.__get__,
+        Tensor.device.__get__,
+        Tensor.ndim.__get__,
+        Tensor.requires_grad.__get__,
+        Tensor.is_cuda.__get__,
+        Tensor.is_cpu.__get__,
+        Tensor.is_mps.__get__,
+        Tensor.is_xpu.__get__,
+        Tensor.is_quantized.__get__,
+        Tensor.is_nested.__get__,
+        Tensor.layout.__get__,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The stored tensors, and the view of them that a `SharedKV` stands for.
+
+    Attributes:
+        prefix: [batch, kv heads, N, dim].
+        suffix: [rows, kv heads, T, dim] or None.
+        copies: rows per input.
+        group: every kv head is repeated this many times (grouped-query attention).
+        ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
+        folded: heads are folded into rows: [rows * heads, length, dim].
+        transposed: the last two dimensions are swapped.
+    """
+
+    prefix: Tensor
+    suffix: Tensor | None
+    copies: int
+    group: int = 1
+    ungrouped: bool = False
+    folded: bool = False
+    transposed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.prefix.shape[0] * self.copies
+
+    @property
+    def kv_heads(self) -> int:
+        return self.prefix.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.prefix.shape[2] + (self.suffix.shape[2] if self.suffix is not None else 0)
+
+    def shape(self) -> tuple[int, ...]:
+        last = (self.length, self.prefix.shape[3])
+        if self.transposed:
+            last = last[::-1]
+        if self.ungrouped:
+            return (self.rows, self.kv_heads, self.group, *last)
+        heads = self.kv_heads * self.group
+        return (self.rows * heads, *last) if self.folded else (self.rows, heads, *last)
+
+
+class SharedKV(torch.Tensor):
+    """K or V of all rows, stored as a prefix per input and a suffix per row. See the module's docstring.
+
+    Valid until the store that made it changes: within one forward pass.
+    """
+
+    _parts: _Parts
+    _full: Tensor | None
+
+    @staticmethod
+    def of(prefix: Tensor, suffix: Tensor | None, copies: int) -> SharedKV:
+        """The tensor [batch * copies, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`."""
+        return SharedKV._make(_Parts(prefix, suffix, copies))
+
+    @staticmethod
+    def _make(parts: _Parts) -> SharedKV:
+        prefix = parts.prefix
+        made = Tensor._make_wrapper_subclass(SharedKV, parts.shape(), dtype=prefix.dtype, device=prefix.device)
+        made._parts, made._full = parts, None
+        return made
+
+    def materialize(self) -> Tensor:
+        """The ordinary tensor that this one stands for."""
+        if self._full is None:
+            parts = self._parts
+            full = parts.prefix.repeat_interleave(parts.copies, dim=0)
+            if parts.suffix is not None:
+                full = torch.cat([full, parts.suffix], dim=2)
+            if parts.ungrouped:
+                full = full.unsqueeze(2).expand(-1, -1, parts.group, -1, -1)
+            elif parts.group > 1:
+                full = full.repeat_interleave(parts.group, dim=1)
+            if parts.folded:
+                full = full.flatten(0, 1)
+            self._full = full.transpose(-1, -2) if parts.transposed else full
+        return self._full
+
+    def __repr__(self) -> str:  # the default would print the contents
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"SharedKV(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            kwargs = kwargs or {}
+            if func not in _METADATA and (rule := _RULES.get(func)) is not None:
+                try:
+                    result = rule(*args, **kwargs)
+                except _Unsupported:
+                    result = NotImplemented
+                if result is not NotImplemented:
+                    return result
+            # Down to __torch_dispatch__, where the full tensor takes the place of this one.
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(
+            argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, SharedKV)
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        ):
+            _refuse_write(func)
+        args, kwargs = tree_map_only(SharedKV, SharedKV.materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Unsupported(Exception):
+    """A rule does not know this use: the full tensor is used instead."""
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _Unsupported
+
+
+def _parts_of(value: Any) -> _Parts:
+    _require(isinstance(value, SharedKV))
+    return value._parts
+
+
+def _refuse_write(tensor: Any, *args: Any) -> Any:
+    # The write would go to a temporary full tensor and be lost. Raising hands the whole call to the original code.
+    raise RuntimeError("the model writes to cached keys or values in place")
+
+
+# ---- views: nothing is computed, only what the tensor stands for changes
+
+
+def _same(tensor: Any, *args: Any, **kwargs: Any) -> SharedKV:
+    """`contiguous`, and casts to the dtype and device that the tensor has anyway."""
+    parts = _parts_of(tensor)
+    for value in (*args, *kwargs.values()):
+        _require(value in (parts.prefix.dtype, parts.prefix.device))
+    return tensor
+
+
+def _transpose(tensor: Any, dim0: int, dim1: int) -> SharedKV:
+    parts = _parts_of(tensor)
+    rank = len(parts.shape())
+    _require({dim0 % rank, dim1 % rank} == {rank - 2, rank - 1})
+    return SharedKV._make(replace(parts, transposed=not parts.transposed))
+
+
+def _permute(tensor: Any, *dims: Any) -> SharedKV:
+    parts = _parts_of(tensor)
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    rank = len(parts.shape())
+    swapped = [*range(rank - 2), rank - 1, rank - 2]
+    _require([dim % rank for dim in order] == swapped)
+    return SharedKV._make(replace(parts, transposed=not parts.transposed))
+
+
+def _reshape(tensor: Any, *shape: Any) -> SharedKV:
+    """Folding heads into rows and back, and the last step of repeating K/V heads."""
+    parts = _parts_of(tensor)
+    wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if -1 in wanted:
+        known = 1
+        for size in wanted:
+            known *= size if size != -1 else 1
+        total = 1
+        for size in parts.shape():
+            total *= size
+        _require(known > 0 and total % known == 0)
+        wanted[wanted.index(-1)] = total // known
+    _require(not parts.transposed)
+    for folded in (False, True):
+        view = replace(parts, ungrouped=False, folded=folded)
+        if list(view.shape()) == wanted:
+            return SharedKV._make(view)
+    raise _Unsupported
+
+
+def _index(tensor: Any, index: Any) -> SharedKV:
+    """`keys[:, :, None, :, :]`, the first step of repeating K/V heads for grouped queries."""
+    parts = _parts_of(tensor)
+    everything = slice(None)
+    _require(isinstance(index, tuple) and 3 <= len(index) <= 5 and not parts.folded and not parts.ungrouped)
+    _require(parts.group == 1 and not parts.transposed and index[2] is None)
+    _require(all(isinstance(part, slice) and part == everything for part in (*index[:2], *index[3:])))
+    return SharedKV._make(replace(parts, ungrouped=True))
+
+
+def _expand(tensor: Any, *sizes: Any) -> SharedKV:
+    parts = _parts_of(tensor)
+    wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    shape = parts.shape()
+    if parts.ungrouped and parts.group == 1:
+        _require(len(wanted) == 5)
+        group = wanted[2]
+        rest = [(size, have) for place, (size, have) in enumerate(zip(wanted, shape, strict=True)) if place != 2]
+        _require(group > 0 and all(size in (-1, have) for size, have in rest))
+        return SharedKV._make(replace(parts, group=group))
+    _require(len(wanted) == len(shape) and all(size in (-1, have) for size, have in zip(wanted, shape, strict=True)))
+    return tensor
+
+
+# ---- products: what attention does with K and V
+
+
+def _product(left: Any, right: Any) -> Tensor:
+    """`left @ right`, where right is K transposed (giving scores) or V (giving the context)."""
+    parts = _parts_of(right)
+    _require(type(left) is Tensor and left.dtype == parts.prefix.dtype and not parts.ungrouped)
+    rank = 3 if parts.folded else 4
+    _require(left.dim() == rank)
+    heads = parts.kv_heads * parts.group
+    rows = left.shape[0] // heads if parts.folded else left.shape[0]
+    x = left.reshape(rows, heads, *left.shape[-2:]) if parts.folded else left
+    inner = right._parts.prefix.shape[3] if parts.transposed else parts.length
+    _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
+    compute = shared_prefix_scores if parts.transposed else shared_prefix_context
+    result = compute(x, parts.prefix, parts.suffix)
+    return result.flatten(0, 1) if parts.folded else result
+
+
+def _matmul(input: Any, other: Any) -> Tensor:
+    return _product(input, other)
+
+
+def _bmm(input: Any, mat2: Any) -> Tensor:
+    return _product(input, mat2)
+
+
+def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = _product(batch1, batch2)
+    return torch.add(input if beta == 1 else input * beta, product, alpha=alpha)
+
+
+def _einsum(equation: str, *operands: Any) -> Tensor:
+    """An einsum that spells a batched matrix product, such as "bntc,bncs->bnts"."""
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    _require(isinstance(equation, str) and len(operands) == 2)
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    _require(len(left) == len(right) == len(output) == len(set(left)) == len(set(right)) and len(left) >= 3)
+    _require(left[:-2] == right[:-2] == output[:-2] and left[-1] == right[-2])
+    _require(output[-2:] == left[-2] + right[-1] and left[-2] != right[-1])
+    return _product(*operands)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` with K and V shared."""
+    keys, values = _parts_of(key), _parts_of(value)
+    _require(type(query) is Tensor and query.dim() == 4 and query.dtype == keys.prefix.dtype)
+    _require(not is_causal and dropout_p == 0.0)
+    for parts in (keys, values):
+        _require(not (parts.transposed or parts.folded or parts.ungrouped))
+    heads = keys.kv_heads * keys.group
+    _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
+    _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+    return shared_prefix_attention(
+        query, keys.prefix, values.prefix, keys.suffix, values.suffix, mask=attn_mask, scale=scale
+    )
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: _refuse_write,
+    Tensor.contiguous: _same,
+    Tensor.to: _same,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.permute: _permute,
+    Tensor.reshape: _reshape,
+    Tensor.view: _reshape,
+    Tensor.__getitem__: _index,
+    Tensor.expand: _expand,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch.baddbmm: _baddbmm,
+    Tensor.baddbmm: _baddbmm,
+    torch.einsum: _einsum,
+    F.scaled_dot_product_attention: _attention,
+}

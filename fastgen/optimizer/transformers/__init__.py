@@ -1,0 +1,72 @@
+"""Hugging Face Transformers: the functions that are hooked.
+
+Four hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
+`_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V store
+into the cache; the two n-gram processors use FastGen's operator. Loops, processors and criteria stay the library's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from fastgen.patching import Patch
+
+# The releases that the equivalence tests run against; others are used when their functions look the same.
+TESTED_VERSIONS = ("5.4", "5.23")
+
+_PREFILL_PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"]
+_GENERATE_PARAMETERS = {"self", "inputs", "generation_config", "streamer", "assistant_model", "custom_generate", "kwargs"}
+
+
+def _check_prefill(original: Any) -> str | None:
+    found = list(inspect.signature(original).parameters)
+    if found != _PREFILL_PARAMETERS:
+        return f"GenerationMixin._prefill takes ({', '.join(found)}), expected ({', '.join(_PREFILL_PARAMETERS)})"
+    return None
+
+
+def _check_generate(original: Any) -> str | None:
+    missing = _GENERATE_PARAMETERS - set(inspect.signature(original).parameters)
+    return f"GenerationMixin.generate has no parameter {', '.join(sorted(missing))}" if missing else None
+
+
+def _check_processor(attributes: set[str]) -> Any:
+    """The processor's __call__ must take (input_ids, scores), and its __init__ set what the replacement reads."""
+
+    def check(original: Any) -> str | None:
+        found = list(inspect.signature(original).parameters)
+        if found != ["self", "input_ids", "scores"]:
+            return f"{original.__qualname__} takes ({', '.join(found)}), expected (self, input_ids, scores)"
+        names = set(original.__code__.co_names)
+        return None if attributes <= names else f"{original.__qualname__} does not use {', '.join(attributes - names)}"
+
+    return check
+
+
+def patches() -> list[Patch]:
+    """Every patch that FastGen applies to Transformers."""
+    generation = "transformers.generation.utils"
+    processors = "transformers.generation.logits_process"
+    adapters = __name__
+    return [
+        Patch(generation, "GenerationMixin.generate", f"{adapters}.generate:generate", _check_generate),
+        Patch(generation, "GenerationMixin._prefill", f"{adapters}.prefill:prefill", _check_prefill),
+        Patch(
+            processors,
+            "NoRepeatNGramLogitsProcessor.__call__",
+            f"{adapters}.logits:no_repeat_ngram",
+            _check_processor({"ngram_size"}),
+        ),
+        Patch(
+            processors,
+            "EncoderNoRepeatNGramLogitsProcessor.__init__",
+            f"{adapters}.logits:remember_encoder_tokens",
+        ),
+        Patch(
+            processors,
+            "EncoderNoRepeatNGramLogitsProcessor.__call__",
+            f"{adapters}.logits:encoder_no_repeat_ngram",
+            _check_processor({"ngram_size", "batch_size"}),
+        ),
+    ]

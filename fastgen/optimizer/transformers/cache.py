@@ -1,0 +1,169 @@
+"""FastGen's K/V store inside the library's own cache object."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from fastgen.decoding.beams import Beams
+from fastgen.decoding.kv import LayerKV
+
+DynamicSlidingWindowLayer = getattr(cache_utils, "DynamicSlidingWindowLayer", None)
+
+
+class SharedLayer(CacheLayerMixin):
+    """One layer of a `Cache`, backed by a `LayerKV`.
+
+    A sliding-window layer keeps all positions: the masks that the models build from `get_mask_sizes` leave out what lies
+    behind the window, so that the result is the same.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, room: int, is_sliding: bool = False) -> None:
+        # `keys` and `values`, which the base class sets, are computed here: do not let it.
+        self.kv = LayerKV(room)
+        self.is_sliding = is_sliding
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.kv.length > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self.kv.read()[0] if self.kv.length else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self.kv.read()[1] if self.kv.length else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
+        """Nothing to prepare: the store takes its shape from the first K/V."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv.extend(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        # An int up to transformers 5.x; earlier releases passed the positions of the queries.
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.kv.length + length, 0
+
+    def get_seq_length(self) -> int:
+        return self.kv.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name up to transformers 5.x
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.kv.reorder(beam_idx)
+
+
+class StoreInCache:
+    """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
+
+    The cache object stays the one the library or the user made. Only `layers` is exchanged, so nothing is lost when the
+    call is given up half-way: `restore` puts everything back as it was.
+    """
+
+    def __init__(self, cache: Cache, copies: int, room: int) -> None:
+        """
+        Args:
+            cache: as accepted by `unsupported`.
+            copies: sequences per input. A cache that holds something has one row per sequence, equal among the
+                sequences of an input.
+            room: positions that will be generated, at least.
+        """
+        self.cache = cache
+        self._saved: list[tuple[DynamicCache, list[Any], Any]] = []
+        for part in _parts(cache):
+            self._saved.append((part, part.layers, part.layer_class_to_replicate))
+            part.layers = [self._shared(layer, copies, room) for layer in part.layers]
+            if part.layer_class_to_replicate is not None:
+                part.layer_class_to_replicate = partial(SharedLayer, room)
+
+    @staticmethod
+    def _shared(layer: Any, copies: int, room: int) -> SharedLayer:
+        shared = SharedLayer(room, is_sliding=layer.is_sliding)
+        if layer.get_seq_length():
+            shared.update(layer.keys[::copies].contiguous(), layer.values[::copies].contiguous())
+        return shared
+
+    def branch(self, beams: Beams) -> None:
+        """The prompt is stored: from now on every input has `beams.copies` rows."""
+        for part in _parts(self.cache):
+            for layer in part.layers:
+                layer.kv.branch(beams)
+            if part.layer_class_to_replicate is not None and not part.layers:
+                # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
+                raise RuntimeError("the model did not fill the cache in its first forward pass")
+
+    def restore(self) -> None:
+        """The library's own layers again, as they were before the call."""
+        for part, layers, replicate in self._saved:
+            part.layers, part.layer_class_to_replicate = layers, replicate
+
+    def hand_over(self) -> None:
+        """The library's own layers again, filled with what was stored: the cache goes to the user."""
+        for part, layers, replicate in self._saved:
+            shared = part.layers
+            part.layers, part.layer_class_to_replicate = layers, replicate
+            for index, layer in enumerate(shared):
+                if index == len(layers):
+                    layers.append(replicate())
+                if layer.kv.length:
+                    _fill(layers[index], *layer.kv.materialize())
+
+
+def _fill(layer: DynamicLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    if layer.get_seq_length():
+        layer.keys, layer.values = keys, values
+    else:
+        layer.update(keys, values)
+
+
+def _parts(cache: Cache) -> list[DynamicCache]:
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def unsupported(cache: Any, copies: int) -> str | None:
+    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can."""
+    if type(cache) not in (DynamicCache, EncoderDecoderCache):
+        return f"the cache is a {type(cache).__name__}"
+    for part in _parts(cache):
+        if type(part) is not DynamicCache:
+            return f"the cache contains a {type(part).__name__}"
+        if part.offloading:
+            return "the cache is offloaded"
+        if part.layer_class_to_replicate not in (None, DynamicLayer):
+            return f"the cache makes layers of type {part.layer_class_to_replicate.__name__}"
+        for layer in part.layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return f"the cache has layers of type {type(layer).__name__}"
+            if getattr(layer, "record_past", False):
+                return "the cache records its past states"
+            if layer.get_seq_length() == 0:
+                continue
+            if type(layer) is DynamicSlidingWindowLayer:
+                return "the cache passed in has a sliding window"
+            if not (rows_agree(layer.keys, copies) and rows_agree(layer.values, copies)):
+                return "the cache passed in differs between the sequences of an input"
+    return None
+
+
+def rows_agree(tensor: torch.Tensor, copies: int) -> bool:
+    """Whether the rows of `tensor`, `copies` per input, are the same for every input."""
+    if tensor.shape[0] % copies:
+        return False
+    rows = tensor.unflatten(0, (-1, copies))
+    return copies == 1 or bool((rows[:, 1:] == rows[:, :1]).all())

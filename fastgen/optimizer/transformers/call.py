@@ -1,0 +1,74 @@
+"""One call of `generate` while it runs: what the hooks know of each other."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from fastgen import counters
+
+if TYPE_CHECKING:
+    from fastgen.optimizer.transformers.cache import StoreInCache
+
+ENTRY_POINT = "transformers.generate"
+
+
+class Declined(Exception):
+    """This call is not supported; the message says why. Nothing has been changed yet."""
+
+
+class Call:
+    """State of one `generate` call, found by the inner hooks through a context variable: threads do not meet.
+
+    Attributes:
+        scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
+            changed in place.
+        store: FastGen's K/V store, once the call is accelerated.
+    """
+
+    _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
+
+    def __init__(self, model: Any, scores_are_private: bool) -> None:
+        self.model = model
+        self.scores_are_private = scores_are_private
+        self.store: StoreInCache | None = None
+        self.declined = False
+        self._returns_cache = False
+        self._token: Any = None
+
+    @classmethod
+    def current(cls, model: Any = None) -> Call | None:
+        """The innermost call that runs in this thread; with a model, only if it is a call of that model."""
+        call = cls._active.get()
+        return call if call is not None and model in (None, call.model) else None
+
+    def __enter__(self) -> Call:
+        self._token = Call._active.set(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        Call._active.reset(self._token)
+
+    def decline(self, reason: str) -> None:
+        """This call goes on with the original code."""
+        self.declined = True
+        counters.count_fallback(ENTRY_POINT, reason)
+
+    def accelerate(self, store: StoreInCache, returns_cache: bool) -> None:
+        """This call goes on with FastGen's store in its cache."""
+        self.store, self._returns_cache = store, returns_cache
+
+    def finish(self) -> None:
+        """The call is done: the cache gets the library's own layers back."""
+        if self.store is None:
+            return
+        if self._returns_cache:
+            self.store.hand_over()
+        else:
+            self.store.restore()
+        counters.count_accelerated(ENTRY_POINT)
+
+    def abandon(self) -> None:
+        """The call failed: everything back as it was before."""
+        if self.store is not None:
+            self.store.restore()

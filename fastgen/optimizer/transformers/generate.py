@@ -1,0 +1,194 @@
+"""The hook around `GenerationMixin.generate`: opens a call, and repeats it with the original code if it fails."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import wrapt
+
+from fastgen import counters, patching
+from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
+from fastgen.optimizer.transformers.prefill import model_unsupported
+
+# Arguments of `generate` that are code of the user's. What they raise is theirs, and is passed on.
+_USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+
+
+def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin.generate`."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    arguments = _by_name(args, kwargs)
+    reason = _unsupported(model, arguments)
+    if reason is not None:
+        counters.count_fallback(ENTRY_POINT, reason)
+        with patching.suspended():  # an assistant's own calls are part of this one
+            return wrapped(*args, **kwargs)
+    attempt = _Attempt(model, arguments)
+    with Call(model, _scores_are_private(model, arguments)) as call:
+        try:
+            result = wrapped(**attempt.arguments)
+        except Exception as error:
+            call.abandon()
+            if not attempt.may_be_ours(call, error):
+                raise
+            failure = error
+        else:
+            call.finish()
+            return result
+    return attempt.repeat(wrapped, failure)
+
+
+# The order in which `generate` takes positional arguments, for those that FastGen reads.
+_POSITIONAL = (
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+)
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of the call as keywords."""
+    return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+
+
+def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
+    """Why this call is not accelerated, as far as can be told before it starts; None when it may be."""
+    for name, what in (
+        ("assistant_model", "assisted decoding"),
+        ("custom_generate", "a custom decoding loop"),
+        ("synced_gpus", "a model sharded over processes"),
+    ):
+        if arguments.get(name):
+            return what
+    if _has_foreign_hooks(model):
+        return "forward hooks are registered on the model"
+    return model_unsupported(model)
+
+
+def _has_foreign_hooks(model: Any) -> bool:
+    """Whether somebody watches or changes the forward pass of a module, whose first batch would be smaller than usual.
+
+    The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
+    """
+    for module in model.modules():
+        if not (module._forward_hooks or module._forward_pre_hooks):
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith(("transformers.", "accelerate.", "torch.")):
+                return True
+    return False
+
+
+def _scores_are_private(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether processors may change the scores in place: nobody outside the library's loop can have kept them."""
+    config = arguments.get("generation_config") or model.generation_config
+    wants_logits = arguments.get("output_logits", getattr(config, "output_logits", False))
+    return not (arguments.get("logits_processor") or wants_logits)
+
+
+class _Attempt:
+    """An accelerated call, and all that is needed to do it over with the original code."""
+
+    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        self._model = model
+        self._original = arguments
+        self._random_state = _RandomState(model.device)
+        # `generate` repeats the tensors of a given encoder output in place.
+        encoder_outputs = arguments.get("encoder_outputs")
+        self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None
+        self.arguments = dict(arguments)
+        self._streamer = None
+        if arguments.get("streamer") is not None:
+            self._streamer = self.arguments["streamer"] = _Streamer(arguments["streamer"])
+
+    def may_be_ours(self, call: Call, error: Exception) -> bool:
+        """Whether the original code might not have raised `error`."""
+        if call.store is None or isinstance(error, (counters.FallbackError, torch.OutOfMemoryError)):
+            # Not accelerated yet; or out of memory, of which the original code needs more.
+            return False
+        return not _raised_by(error, [self._original.get(name) for name in _USER_CODE])
+
+    def repeat(self, wrapped: Any, failure: Exception) -> Any:
+        """The call with the original code, from the same random state; what was streamed already is not streamed again."""
+        reason = f"{type(failure).__name__} in the accelerated call: {failure}"
+        counters.count_fallback(ENTRY_POINT, reason)
+        warnings.warn(
+            f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        self._random_state.restore()
+        arguments = dict(self._original)
+        if self._encoder_outputs is not None:
+            for name, value in self._encoder_outputs.items():
+                arguments["encoder_outputs"][name] = value
+        if self._streamer is not None:
+            self._streamer.rewind()
+            arguments["streamer"] = self._streamer
+        with patching.suspended():
+            return wrapped(**arguments)
+
+
+class _Streamer(wrapt.ObjectProxy):
+    """A streamer that, after `rewind`, leaves out as many `put`s as were made before."""
+
+    def __init__(self, streamer: Any) -> None:
+        super().__init__(streamer)
+        self._self_done = 0
+        self._self_skip = 0
+
+    def put(self, value: Any) -> None:
+        if self._self_skip:
+            self._self_skip -= 1
+            return
+        self.__wrapped__.put(value)
+        self._self_done += 1
+
+    def rewind(self) -> None:
+        self._self_skip = self._self_done
+
+
+class _RandomState:
+    """The state of torch's generators that `generate` draws from: the CPU's and that of the model's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._module = getattr(torch, device.type, None) if device.type != "cpu" else None
+        self._device = device
+        self._state = self._module.get_rng_state(device) if self._module is not None else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._module is not None:
+            self._module.set_rng_state(self._state, self._device)
+
+
+def _raised_by(error: Exception, suspects: list[Any]) -> bool:
+    """Whether code of one of the objects is on the stack of `error`."""
+    codes, objects = set(), set()
+    for suspect in suspects:
+        for part in suspect if isinstance(suspect, (list, tuple)) else [suspect]:
+            if part is None:
+                continue
+            objects.add(id(part))
+            function = getattr(part, "__func__", part)
+            if hasattr(function, "__code__"):
+                codes.add(function.__code__)
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code in codes or id(frame.f_locals.get("self")) in objects:
+            return True
+        traceback = traceback.tb_next
+    return False

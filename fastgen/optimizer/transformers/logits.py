@@ -1,0 +1,76 @@
+"""The n-gram logits processors on FastGen's operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastgen import counters, patching
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.optimizer.transformers.call import Call
+
+_ENTRY_POINT = "transformers.no_repeat_ngram"
+_ENCODER_TOKENS = "_fastgen_encoder_tokens"
+
+
+def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Wrapper of `NoRepeatNGramLogitsProcessor.__call__(input_ids, scores)`."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    input_ids, scores = _arguments(*args, **kwargs)
+    reason = _unsupported(input_ids, scores)
+    if reason is not None:
+        counters.count_fallback(_ENTRY_POINT, reason)
+        return wrapped(*args, **kwargs)
+    counters.count_accelerated(_ENTRY_POINT)
+    return no_repeat_ngram_(_writable(scores), input_ids, processor.ngram_size)
+
+
+def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens, of which the original keeps a table."""
+    wrapped(*args, **kwargs)
+    tokens = kwargs.get("encoder_input_ids", args[-1] if args else None)
+    if isinstance(tokens, torch.Tensor):
+        setattr(processor, _ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
+
+
+def encoder_no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__call__(input_ids, scores)`."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    input_ids, scores = _arguments(*args, **kwargs)
+    encoder_tokens = getattr(processor, _ENCODER_TOKENS, None)
+    if encoder_tokens is None:
+        reason: str | None = "the processor was made before FastGen was enabled"
+    else:
+        reason = _unsupported(input_ids, scores) or _unsupported(encoder_tokens, scores)
+        if reason is None and (encoder_tokens.min() < 0 or encoder_tokens.max() >= scores.shape[1]):
+            reason = "the input has tokens outside the vocabulary of the scores"
+    if reason is not None:
+        counters.count_fallback(_ENTRY_POINT, reason)
+        return wrapped(*args, **kwargs)
+    counters.count_accelerated(_ENTRY_POINT)
+    return no_repeat_ngram_(
+        _writable(scores), input_ids, processor.ngram_size, context=encoder_tokens.to(input_ids.dtype)
+    )
+
+
+def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return input_ids, scores
+
+
+def _unsupported(tokens: torch.Tensor, scores: torch.Tensor) -> str | None:
+    if tokens.dtype not in (torch.int32, torch.int64):
+        return f"tokens of type {tokens.dtype}"
+    if tokens.device != scores.device:
+        return "tokens and scores on different devices"
+    if not (tokens.dim() == scores.dim() == 2 and tokens.numel() and scores.shape[0] % tokens.shape[0] == 0):
+        return f"tokens of shape {tuple(tokens.shape)} for scores of shape {tuple(scores.shape)}"
+    return None
+
+
+def _writable(scores: torch.Tensor) -> torch.Tensor:
+    """The scores themselves where nobody else holds them, a copy otherwise: a processor must not change its input."""
+    call = Call.current()
+    return scores if call is not None and call.scores_are_private else scores.clone()

@@ -1,0 +1,160 @@
+"""The hook around `GenerationMixin._prefill`: the prompt runs once per input, whatever the number of sequences.
+
+The library repeats every input `num_beams` (or `num_return_sequences`) times before the first forward pass. Here the
+repetition is undone for that pass, the cache gets FastGen's K/V store, and the logits of the pass are repeated instead.
+Everything that could keep a call from being accelerated is looked at before anything is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import ModelOutput
+
+from fastgen.decoding.beams import Beams
+from fastgen.optimizer.transformers import cache as caches
+from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.call import Call, Declined
+
+_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
+# Allocated at first for the positions to come; doubled when full.
+_MAX_FIRST_ROOM = 256
+# What the decoding loops read of the outputs of the first pass, one row per sequence.
+_PER_SEQUENCE_OUTPUTS = (
+    "attentions",
+    "cross_attentions",
+    "decoder_attentions",
+    "hidden_states",
+    "decoder_hidden_states",
+)
+
+
+def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)`."""
+    call = Call.current(model)
+    if call is None:
+        return wrapped(*args, **kwargs)
+    return _prefill(call, wrapped, *args, **kwargs)
+
+
+def _prefill(
+    call: Call,
+    wrapped: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    is_first_iteration: bool = True,
+) -> Any:
+    copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+    try:
+        _check_config(generation_config, model_kwargs)
+        one_row_ids = _undo_repeat("input_ids", input_ids, copies)
+        one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
+        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies)
+        if reason is not None:
+            raise Declined(reason)
+    except Declined as declined:
+        call.decline(str(declined))
+        return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    to_generate = generation_config.max_length - input_ids.shape[1]
+    store = StoreInCache(model_kwargs["past_key_values"], copies, room=min(max(to_generate, 1), _MAX_FIRST_ROOM))
+    call.accelerate(store, returns_cache=_cache_is_visible(generation_config, store.cache))
+    outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
+    if outputs.get("past_key_values") is not store.cache:
+        raise RuntimeError("the model returned another cache than the one it was given")
+    store.branch(Beams(one_row_ids.shape[0], copies))
+    _repeat_outputs(outputs, one_row_ids.shape[0], copies)
+    return outputs
+
+
+def _check_config(config: Any, model_kwargs: dict[str, Any]) -> None:
+    mode = config.get_generation_mode()
+    if mode not in _MODES:
+        raise Declined(f"generation mode {mode.value}")
+    if config.is_assistant:
+        raise Declined("the model assists another one")
+    if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
+        raise Declined("no K/V cache (use_cache=False, or a model without one)")
+
+
+def _cache_is_visible(config: Any, cache: Any) -> bool:
+    """Whether the user sees the cache after the call: it is part of the result, or it was theirs to begin with."""
+    return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
+
+
+def _undo_repeat(name: str, value: Any, copies: int) -> Any:
+    """One row per input of what has been repeated `copies` times.
+
+    That the rows of an input are the same is looked at, not assumed: models may expand their inputs in ways of their own.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values" or copies == 1:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or not caches.rows_agree(value, copies):
+            raise Declined(f"{name} is not one row per sequence, equal for the sequences of an input")
+        return value[::copies].contiguous()
+    if isinstance(value, ModelOutput):
+        # The library repeats the tensors of the encoder output, not the tuples of hidden states in it.
+        fields = {
+            key: _undo_repeat(f"{name}.{key}", part, copies) if isinstance(part, torch.Tensor) else part
+            for key, part in value.items()
+        }
+        return type(value)(**fields)
+    if isinstance(value, dict) and not value:
+        return value
+    raise Declined(f"{name} is a {type(value).__name__}")
+
+
+def _repeat_outputs(outputs: Any, batch: int, copies: int) -> None:
+    """The outputs of the first pass, one row per sequence, as the decoding loop expects them."""
+    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
+    outputs.logits = _repeat(outputs.logits[:, -1:], batch, copies)
+    for name in _PER_SEQUENCE_OUTPUTS:
+        if outputs.get(name) is not None:
+            outputs[name] = _repeat(outputs[name], batch, copies)
+
+
+def _repeat(value: Any, batch: int, copies: int) -> Any:
+    if copies == 1 or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_repeat(part, batch, copies) for part in value)
+    if value.shape[0] != batch:
+        raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
+    return value.repeat_interleave(copies, dim=0)
+
+
+def model_unsupported(model: Any) -> str | None:
+    """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
+    kind = type(model)
+    for method in ("_sample", "_beam_search"):
+        if getattr(kind, method) is not getattr(GenerationMixin, method):
+            return f"{kind.__name__} has a decoding loop of its own ({method})"
+    if hasattr(model, "_reorder_cache"):
+        return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
+    if getattr(model, "_is_stateful", False):
+        return f"{kind.__name__} keeps state other than K/V"
+    if not kind.forward.__module__.startswith("transformers."):
+        return f"the forward pass of {kind.__name__} is not the library's own"
+    if "forward" in vars(model) and not hasattr(model, "_old_forward"):
+        return "the forward pass has been replaced on this model (torch.compile?)"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "the model is compiled"
+    if model.training:
+        return "the model is in training mode"
+    config = model.config.get_text_config(decoder=True)
+    if config is not model.config and not model.config.is_encoder_decoder:
+        return f"{kind.__name__} takes more than text"
+    implementation = config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        return f"attention implementation {implementation}"
+    return None

@@ -1,0 +1,143 @@
+"""What a patch is: a wrapper around one function of another library, applied when that library is imported.
+
+A patch names its target, the wrapper, and a condition that looks at the target before anything is changed. It is applied
+as soon as the target's module is imported (before or after FastGen), and `remove` puts the original object back, the
+very same one. The wrapping itself is done by wrapt, so signatures, docstrings and introspection stay those of the target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+_MISSING = object()
+
+_enabled = False
+_suspended: ContextVar[bool] = ContextVar("fastgen_suspended", default=False)
+
+
+def is_active() -> bool:
+    """Whether wrappers may accelerate: FastGen is enabled, and this thread is not inside `suspended`."""
+    return _enabled and not _suspended.get()
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Inside this block wrappers pass every call of this thread through to the original code."""
+    token = _suspended.set(True)
+    try:
+        yield
+    finally:
+        _suspended.reset(token)
+
+
+@dataclass(eq=False)
+class Patch:
+    """One function of another library, wrapped.
+
+    Attributes:
+        module: dotted name of the module that holds the target. The patch waits until it is imported.
+        target: path of the target inside the module, such as "GenerationMixin.generate".
+        wrapper: "package.module:function", imported only when the patch is applied, so that importing FastGen stays
+            light. It has wrapt's signature (wrapped, instance, args, kwargs).
+        condition: called with the target before it is wrapped; returns why the patch must not be applied, or None.
+        state: "waiting for import", "applied", "removed" or "not applied: <reason>".
+    """
+
+    module: str
+    target: str
+    wrapper: str
+    condition: Callable[[Any], str | None] = lambda target: None
+    state: str = "waiting for import"
+    _owner: Any = field(default=None, repr=False)
+    _original: Any = field(default=_MISSING, repr=False)
+    _installed: Any = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.target}"
+
+    def apply(self) -> None:
+        """Wraps the target, or records in `state` why not. Does nothing when it is applied already."""
+        if self._installed is not None:
+            return
+        *path, attribute = self.target.split(".")
+        owner: Any = sys.modules[self.module]
+        for part in path:
+            owner = getattr(owner, part, None)
+        original = vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
+        if original is _MISSING:
+            self.state = f"not applied: {self.name} does not exist in this version"
+            return
+        reason = self.condition(original)
+        if reason is not None:
+            self.state = f"not applied: {reason}"
+            return
+        module, _, function = self.wrapper.partition(":")
+        self._installed = wrapt.FunctionWrapper(original, getattr(importlib.import_module(module), function))
+        self._owner, self._original = owner, original
+        setattr(owner, attribute, self._installed)
+        self.state = "applied"
+
+    def remove(self) -> None:
+        """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""
+        if self._installed is None:
+            self.state = "removed"
+            return
+        attribute = self.target.rpartition(".")[2]
+        if vars(self._owner).get(attribute) is self._installed:
+            setattr(self._owner, attribute, self._original)
+            self.state = "removed"
+        else:
+            # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).
+            self.state = "removed (left in place: another library has wrapped it since)"
+        self._owner, self._original, self._installed = None, _MISSING, None
+
+
+class PatchSet:
+    """All patches of FastGen, switched on and off together."""
+
+    def __init__(self, patches: list[Patch]) -> None:
+        self.patches = patches
+        self._hooked: set[str] = set()
+        self._lock = threading.RLock()
+
+    def enable(self) -> None:
+        """Applies every patch whose target is imported, and the others when theirs is."""
+        global _enabled
+        with self._lock:
+            _enabled = True
+            for patch in self.patches:
+                if patch.state == "removed":
+                    patch.state = "waiting for import"
+                if patch.module not in self._hooked:
+                    self._hooked.add(patch.module)
+                    # Called at once for a module that is imported already.
+                    wrapt.register_post_import_hook(self._on_import, patch.module)
+            for module in {patch.module for patch in self.patches if patch.module in sys.modules}:
+                self._on_import(sys.modules[module])
+
+    def disable(self) -> None:
+        """Restores the original objects exactly."""
+        global _enabled
+        with self._lock:
+            _enabled = False
+            for patch in reversed(self.patches):
+                patch.remove()
+
+    def _on_import(self, module: Any) -> None:
+        with self._lock:
+            if not _enabled:
+                return
+            for patch in self.patches:
+                if patch.module == module.__name__:
+                    patch.apply()
