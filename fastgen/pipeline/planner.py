@@ -1,0 +1,166 @@
+"""Which records share a batch.
+
+Records are taken in windows, in input order. Within a window they are sorted by length and cut into batches, so that a
+batch holds rows of nearly one length and little of it is padding. The plan depends on the lengths and the settings
+alone, never on timing or on what ran out of memory: the same command plans the same batches, which is what makes a
+seeded run repeatable and an interrupted run resumable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.readers import BadRecord, Record
+
+WINDOW_BATCHES = 64
+# A window is held in memory and, where the output is a stream, delays it: large batches get fewer of them.
+WINDOW_RECORDS = 8192
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A record and its token ids."""
+
+    record: Record
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of records: where it starts, how many there are, those that are skipped, and into how many batches."""
+
+    index: int
+    start: int
+    count: int
+    batches: int
+    bad: list[BadRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Records that go through the model together, longest first."""
+
+    window: int
+    index: int
+    rows: list[Prepared]
+
+    @property
+    def width(self) -> int:
+        """The length that every row is padded to."""
+        return len(self.rows[0].ids)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How batches are cut."""
+
+    batch_size: int
+    max_tokens: int | None = None
+    equal_lengths: bool = False
+    """Only rows of one length share a batch: for options whose effect depends on padding."""
+
+    @property
+    def window_records(self) -> int:
+        """Records in a window: a multiple of the batch size where that leaves a window of bearable size."""
+        return max(self.batch_size, min(WINDOW_BATCHES * self.batch_size, WINDOW_RECORDS))
+
+
+def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
+    """Batches of indices into `lengths`, longest rows first.
+
+    A batch holds at most `batch_size` rows and, padded to its longest row, at most `max_tokens` tokens; a row that is
+    longer than that alone has a batch of its own.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    # Longest first: what does not fit in memory shows at once, and ties keep the input order.
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        batch = batches[-1] if batches else None
+        fits = (
+            batch is not None
+            and len(batch) < rules.batch_size
+            and (rules.max_tokens is None or (len(batch) + 1) * width <= rules.max_tokens)
+            and (not rules.equal_lengths or lengths[index] == width)
+        )
+        if batch is not None and fits:
+            batch.append(index)
+        else:
+            batches.append([index])
+            width = lengths[index]
+    return batches
+
+
+class Resumed:
+    """What an earlier run has already done. The empty one stands for a run from the beginning."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, Window] = {}
+        self.done: dict[int, set[int]] = {}
+
+    def complete(self, window: int) -> Window | None:
+        """The window if all of it is done."""
+        known = self.windows.get(window)
+        return known if known and len(self.done.get(window, ())) == known.batches else None
+
+
+def plan(
+    records: Iterable[Record | BadRecord],
+    prepare: Callable[[Sequence[Record]], list[Prepared | BadRecord]],
+    rules: Rules,
+    resumed: Resumed,
+    on_bad: Callable[[BadRecord], None] = lambda bad: None,
+) -> Iterator[Window | Batch]:
+    """Windows, each followed by those of its batches that are still to be done.
+
+    `on_bad` hears of every skipped record as it is met; it may raise to stop the run.
+    """
+    stream = iter(records)
+    for index in itertools.count():
+        chunk = list(itertools.islice(stream, rules.window_records))
+        if not chunk:
+            return
+        known = resumed.complete(index)
+        if known is not None:
+            # Nothing is left of this window: it need not even be tokenised.
+            _check_same(known.start == chunk[0].position and known.count == len(chunk))
+            continue
+        prepared: list[Prepared] = []
+        bad = [record for record in chunk if isinstance(record, BadRecord)]
+        for result in prepare([record for record in chunk if isinstance(record, Record)]):
+            if isinstance(result, BadRecord):
+                bad.append(result)
+            else:
+                prepared.append(result)
+        bad.sort(key=lambda record: record.position)
+        batches = cut([len(row.ids) for row in prepared], rules)
+        window = Window(index, chunk[0].position, len(chunk), len(batches), bad)
+        if index in resumed.windows:
+            _check_same(resumed.windows[index] == window)
+        else:
+            yield window
+        for record in bad:
+            on_bad(record)
+        done = resumed.done.get(index, set())
+        for number, rows in enumerate(batches):
+            if number not in done:
+                yield Batch(index, number, [prepared[row] for row in rows])
+
+
+def _check_same(same: bool) -> None:
+    if not same:
+        raise SetupError("cannot resume: the input is not the one that the interrupted run read")
+
+
+def split_rows(rows: list[Prepared], parts: int) -> list[list[Prepared]]:
+    """Rows cut into consecutive parts of nearly equal size, so that neighbours in length stay together."""
+    size, more = divmod(len(rows), parts)
+    pieces = []
+    start = 0
+    for part in range(parts):
+        end = start + size + (part < more)
+        pieces.append(rows[start:end])
+        start = end
+    return [piece for piece in pieces if piece]

@@ -1,0 +1,288 @@
+"""A run from end to end: check everything that can be checked, load the model, work, and sum up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import SetupError, StrictError, one_line
+from fastgen.pipeline.metrics import check_metrics
+from fastgen.pipeline.planner import Resumed, Rules, plan
+from fastgen.pipeline.postprocess import PostProcessor, Work
+from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.readers import BadRecord, Inputs
+from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_writable, write_json
+
+
+@dataclass
+class RunReport:
+    """What a run did. Counts are of the whole output; rates and seconds are of this run, which may have resumed one."""
+
+    samples: int
+    skipped: int
+    tokens: int
+    """Generated tokens, of all returned sequences."""
+    metrics: dict[str, float]
+    metrics_samples: int
+    seconds: dict[str, float]
+    """`load`: imports and model; `generate`: from the first record read to the last batch out of the model;
+    `model`: spent in `generate` calls; `waiting_for_input` and `waiting_for_output`: the model stage had nothing
+    to do, or could not hand over what it had done; `finish`: from then until the output was in place."""
+    samples_per_second: float
+    tokens_per_second: float
+    waiting_for_input_share: float
+    waiting_for_output_share: float
+    resumed_samples: int
+    batches: int
+    batch_size: int
+    max_tokens: int | None
+    out_of_memory: int
+    """How many batches did not fit in memory and were split."""
+    peak_memory_bytes: int | None
+    """The largest resident set of the process, worker processes not counted."""
+    peak_device_memory_bytes: int | None
+    model: str
+    device: str
+    dtype: str
+    errors_file: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    fastgen: dict[str, Any] = field(default_factory=dict)
+    """What `fastgen.stats()` counted, under `stats`."""
+
+
+def generate_dataset(
+    model: str | os.PathLike[str] | Any,
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> RunReport:
+    """Run a model over a data set and write its outputs, in input order.
+
+    `model` is a directory or hub name, or a model in memory with its `tokenizer`. `options` are the fields of
+    `Settings`; `generation` holds options of `generate`:
+
+        generate_dataset("facebook/bart-large-cnn", "articles.jsonl", "summaries.jsonl", input_column="article",
+                         generation={"num_beams": 4, "no_repeat_ngram_size": 3}, batch_size=16)
+
+    Detokenising and metrics start worker processes, so a script that asks for them needs the usual
+    `if __name__ == "__main__":` (or `workers=0`). Raises `SetupError` where something given cannot work and
+    `StrictError` for the first bad record under `strict`; after a KeyboardInterrupt, `resume=True` continues.
+    """
+    in_memory = not isinstance(model, str | os.PathLike)
+    name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
+    settings = Settings(model=name, input=os.fspath(input), output=os.fspath(output), **options)
+    if in_memory and tokenizer is None:
+        raise SetupError("a model in memory needs its tokenizer")
+    return run(settings, model if in_memory else None, tokenizer)
+
+
+def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunReport:
+    """Do what the settings say."""
+    start = time.perf_counter()
+    metrics = resolve_metrics(settings)
+    settings = dataclasses.replace(settings, metrics=metrics)
+    detokenizer = None if settings.detokenizer in (None, "none") else settings.detokenizer
+    work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", metrics)
+    check_metrics(metrics)
+    work.check()
+    check_writable(settings.score_path)
+    check_writable(settings.report)
+    if not settings.to_stdout:
+        FileOutput.check_free(settings)
+    inputs = Inputs(settings)
+    post = PostProcessor(work, settings.workers)
+    try:
+        return _run(settings, inputs, post, start, model, tokenizer)
+    finally:
+        post.close()
+
+
+def _run(
+    settings: Settings, inputs: Inputs, post: PostProcessor, start: float, model: Any, tokenizer: Any
+) -> RunReport:
+    from fastgen.pipeline.model import ModelStage, automatic_batch, depends_on_padding, load, prepare
+    from fastgen.pipeline.stages import Stages
+    from fastgen.pipeline.tokens import Decoder, Encoder
+
+    loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
+    output: Output = (
+        StreamOutput(settings) if settings.to_stdout else FileOutput(settings, _identity(settings, inputs, loaded))
+    )
+    try:
+        decided = output.journal.plan if isinstance(output, FileOutput) else None
+        resumed = output.journal.resumed if isinstance(output, FileOutput) else Resumed()
+        fresh = decided is None
+        if decided is None:
+            rows, tokens = automatic_batch(loaded) if settings.batch_size == "auto" else (settings.batch_size, None)
+            decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
+        if isinstance(output, FileOutput):
+            output.journal.begin(decided)
+        rules = Rules(decided["batch_size"], decided["max_tokens"], depends_on_padding(loaded))
+        already = _already_done(output)
+
+        def on_bad(bad: BadRecord) -> None:
+            if settings.strict:
+                raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
+
+        progress = Progress(inputs.total, already, settings.quiet)
+        stage = ModelStage(loaded, settings)
+        _reset_device_peak(loaded.device)
+        loading = time.perf_counter() - start
+        stages = Stages(
+            plan(inputs, Encoder(loaded, settings), rules, resumed, on_bad),
+            stage,
+            Decoder(loaded, settings),
+            post,
+            output,
+            progress,
+            on_bad,
+        )
+        try:
+            timing = stages.run()
+        except SetupError:
+            if fresh and stages.timing.samples == 0:
+                output.drop()
+            raise
+        finally:
+            progress.close()
+        finishing = time.perf_counter()
+        totals = Totals(settings.metrics)
+        output.finish(totals)
+        finish = time.perf_counter() - finishing + timing.draining
+    finally:
+        output.close()
+    share = 1 / timing.wall if timing.wall else 0.0
+    scores = totals.metrics.scores()
+    report = RunReport(
+        samples=totals.samples,
+        skipped=totals.skipped,
+        tokens=totals.tokens,
+        metrics=scores,
+        metrics_samples=totals.metrics.samples,
+        seconds={
+            "load": loading,
+            "generate": timing.wall,
+            "model": stage.seconds,
+            "waiting_for_input": timing.waiting_for_input,
+            "waiting_for_output": timing.waiting_for_output,
+            "finish": finish,
+        },
+        samples_per_second=timing.samples * share,
+        tokens_per_second=timing.tokens * share,
+        waiting_for_input_share=timing.waiting_for_input * share,
+        waiting_for_output_share=timing.waiting_for_output * share,
+        resumed_samples=already,
+        batches=timing.batches,
+        batch_size=rules.batch_size,
+        max_tokens=rules.max_tokens,
+        out_of_memory=stage.out_of_memory,
+        peak_memory_bytes=_peak_memory(),
+        peak_device_memory_bytes=_peak_device_memory(loaded.device),
+        model=settings.model,
+        device=str(loaded.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
+        versions=_versions(),
+        fastgen=_fastgen(),
+    )
+    if settings.score_path:
+        write_json(settings.score_path, scores | {"samples": totals.metrics.samples, "skipped": totals.skipped})
+    if settings.report:
+        write_json(settings.report, dataclasses.asdict(report))
+    return report
+
+
+def resolve_metrics(settings: Settings) -> tuple[str, ...]:
+    """The metrics asked for; with references alone, those that the example script of the task computes."""
+    if settings.metrics or not (settings.reference or settings.reference_column):
+        return settings.metrics
+    if settings.task.startswith("translation"):
+        return ("bleu",)
+    return ("rouge",) if settings.task.startswith("summarization") else ("bleu", "rouge")
+
+
+# What cannot change the output: a run may be resumed with other values of these. FastGen itself is one of them,
+# because it does not change results.
+_FREE = {
+    "model", "input", "output", "generation", "generation_config", "reference", "limit", "input_column", "id_column",
+    "reference_column", "report", "score_path", "resume", "overwrite", "strict", "quiet", "workers", "device",
+    "trust_remote_code",
+}  # fmt: skip
+
+
+def _identity(settings: Settings, inputs: Inputs, loaded: Any) -> dict[str, Any]:
+    """Everything that decides what the output is."""
+    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
+    path = Path(settings.model)
+    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin")) if path.is_dir() else []
+    return {
+        "model": os.path.realpath(path) if path.exists() else settings.model,
+        "weights": {file.name: file.stat().st_size for file in files},
+        "generation": loaded.identity,
+        "output_format": settings.resolved_output_format,
+        "device": loaded.device.type,
+        **{name: value for name, value in own.items() if name != "output_format"},
+        **inputs.identity(),
+    }
+
+
+def _already_done(output: Output) -> int:
+    if not isinstance(output, FileOutput):
+        return 0
+    resumed = output.journal.resumed
+    if not resumed.windows:
+        return 0
+    return output.journal.count()
+
+
+def _reset_device_peak(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak_device_memory(device: Any) -> int | None:
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(device))
+
+
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    import torch
+    import transformers
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _fastgen() -> dict[str, Any]:
+    import fastgen
+
+    try:
+        stats: Any = fastgen.stats()
+        stats = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else stats
+        return {"stats": json.loads(json.dumps(stats, default=str))}
+    except Exception as error:  # a report is not worth failing a finished run for
+        return {"stats": None, "reason": one_line(error)}

@@ -1,0 +1,105 @@
+"""From text to token ids before the model, and back after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from fastgen.pipeline.errors import one_line
+from fastgen.pipeline.journal import Result
+from fastgen.pipeline.model import Generated, LoadedModel, end_ids, token_count
+from fastgen.pipeline.planner import Prepared
+from fastgen.pipeline.readers import BadRecord, Problem, Record
+from fastgen.pipeline.settings import Settings
+
+
+class Encoder:
+    """Turns records into token ids, and those that the model has no room for into bad records."""
+
+    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
+        self._tokenizer = loaded.tokenizer
+        self._prefix = loaded.prefix
+        self._positions = loaded.positions
+        truncate_to = settings.max_source_length
+        if settings.truncation and loaded.positions is not None:
+            truncate_to = min(truncate_to or loaded.positions, loaded.positions)
+        self._options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+        if truncate_to is not None:
+            self._options |= {"truncation": True, "max_length": truncate_to}
+            if not loaded.encoder_decoder:
+                # What a prompt ends with is what the model continues.
+                self._tokenizer.truncation_side = "left"
+
+    def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
+        if not records:
+            return []
+        try:
+            encoded: list[Any] = self._encode([record.text for record in records])
+        except Exception:
+            # One text that the tokenizer does not take must not cost the others.
+            encoded = [self._encode_alone(record.text) for record in records]
+        return [self._checked(record, ids) for record, ids in zip(records, encoded, strict=True)]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return list(self._tokenizer([self._prefix + text for text in texts], **self._options)["input_ids"])
+
+    def _encode_alone(self, text: str) -> list[int] | Problem:
+        try:
+            return self._encode([text])[0]
+        except Exception as error:
+            return Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}")
+
+    def _checked(self, record: Record, ids: list[int] | Problem) -> Prepared | BadRecord:
+        if isinstance(ids, Problem):
+            problem = ids
+        elif not ids:
+            problem = Problem("empty", "the text has no tokens")
+        elif self._positions is not None and len(ids) > self._positions:
+            problem = Problem("too-long", f"{len(ids)} tokens, but the model has room for {self._positions}")
+        else:
+            return Prepared(record, ids)
+        return BadRecord(record.position, record.line, record.id, problem)
+
+
+class Decoder:
+    """Turns what the model returned into texts and the rest of a result."""
+
+    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
+        # A tokenizer is not made for two threads; the other one is encoding at the same time.
+        self._tokenizer = copy.deepcopy(loaded.tokenizer)
+        self._ends = end_ids(loaded.generation)
+        self._pad_id = loaded.pad_id
+        self._include_prompt = settings.include_prompt and not loaded.encoder_decoder
+        self._token_ids = settings.token_ids
+        self._to_text = settings.to_text
+
+    def __call__(self, generated: Generated) -> list[tuple[Result, list[str], str | None]]:
+        """For every row that succeeded: its result so far, its texts, best first, and its reference."""
+        rows: list[tuple[Result, list[list[int]], str | None]] = []
+        for piece in generated.pieces:
+            each = len(piece.sequences) // len(piece.rows)
+            for number, row in enumerate(piece.rows):
+                found = piece.sequences[number * each : (number + 1) * each]
+                written = [self._written(sequence[piece.prompt_width :]) for sequence in found]
+                scores = piece.scores[number] if piece.scores else None
+                shown = [row.ids + ids for ids in written] if self._include_prompt else written
+                rows.append((self._result(row, written, scores), shown, row.record.reference))
+        flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
+        texts = iter(flat)
+        return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
+
+    def _written(self, sequence: Any) -> list[int]:
+        ids = [int(token) for token in sequence]
+        return ids[: token_count(ids, self._ends, self._pad_id)]
+
+    def _result(self, row: Prepared, written: list[list[int]], scores: list[float] | None) -> Result:
+        record = row.record
+        result: Result = {"position": record.position, "line": record.line, "id": record.id}
+        if not self._to_text:
+            result |= {"input": record.text, "scores": scores, "input_tokens": len(row.ids)}
+            if record.reference is not None:
+                result["reference"] = record.reference
+            if self._token_ids:
+                result["token_ids"] = written
+        return result | {"output_tokens": [len(ids) for ids in written]}

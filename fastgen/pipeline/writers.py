@@ -1,0 +1,283 @@
+"""The output formats, and the two ways in which an output comes about.
+
+- `.txt`: the best output of every record, one line each. Line n belongs to record n: a line break within an output
+  becomes a space, and a skipped record leaves an empty line.
+- `.jsonl`: an object a record: `id`, `input`, `text` (the best output), `sequences` (all of them), `scores` (one for
+  each sequence: the library's own for beam search, otherwise the summed log-probability of its tokens; null where the
+  decoding mode has none), `input_tokens`, `output_tokens` (one for each sequence), `reference` and `token_ids` where
+  asked for. A skipped record is left out; its id is missing here and found in the error file.
+- `.parquet`: the same as columns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.journal import Collector, Journal, Result, bad_result, encode, sync
+from fastgen.pipeline.metrics import MetricTotals
+from fastgen.pipeline.planner import Window
+from fastgen.pipeline.readers import CHUNK
+from fastgen.pipeline.settings import Settings
+
+# Everything that some program or other takes for the end of a line.
+_LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+_PARQUET_ROWS = 8192
+
+
+def text_line(result: Result) -> bytes:
+    """A record as a line of a .txt output."""
+    return (_LINE_BREAK.sub(" ", result.get("text", "")) + "\n").encode("utf-8", "replace")
+
+
+def json_line(result: Result) -> bytes:
+    """A record as a line of a .jsonl output; nothing for a skipped one."""
+    return b"" if "error" in result else encode(_fields(result))
+
+
+def error_line(result: Result) -> bytes:
+    """A skipped record as a line of the error file."""
+    return encode({name: result[name] for name in ("line", "position", "id", "error", "message")})
+
+
+def _fields(result: Result) -> dict[str, Any]:
+    names = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
+    return {name: result[name] for name in names if name in result}
+
+
+def _write_lines(path: Path, results: Iterable[Result], line: Callable[[Result], bytes]) -> None:
+    with open(path, "wb", buffering=CHUNK) as handle:
+        for result in results:
+            handle.write(line(result))
+
+
+def _write_parquet(path: Path, results: Iterable[Result], numbered: bool) -> None:
+    """`numbered` says that every id is an integer; other ids are written as text."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = []
+    writer: Any = None
+
+    def flush() -> None:
+        nonlocal writer
+        if writer is None:
+            writer = parquet.ParquetWriter(path, _parquet_schema(rows, numbered))
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema=writer.schema))
+        rows.clear()
+
+    try:
+        for result in results:
+            if "error" not in result:
+                row = _fields(result)
+                rows.append(row if numbered else row | {"id": None if row["id"] is None else str(row["id"])})
+            if len(rows) >= _PARQUET_ROWS:
+                flush()
+        if rows or writer is None:
+            flush()
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _parquet_schema(rows: list[dict[str, Any]], numbered: bool) -> Any:
+    import pyarrow
+
+    types = {
+        "id": pyarrow.int64() if numbered else pyarrow.string(),
+        "input": pyarrow.string(),
+        "text": pyarrow.string(),
+        "sequences": pyarrow.list_(pyarrow.string()),
+        "scores": pyarrow.list_(pyarrow.float64()),
+        "input_tokens": pyarrow.int64(),
+        "output_tokens": pyarrow.list_(pyarrow.int64()),
+        "reference": pyarrow.string(),
+        "token_ids": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
+    }
+    present = set(rows[0]) if rows else set(types) - {"reference", "token_ids"}
+    return pyarrow.schema([(name, kind) for name, kind in types.items() if name in present])
+
+
+class Totals:
+    """What a finished output amounts to."""
+
+    def __init__(self, metrics: tuple[str, ...]) -> None:
+        self.samples = 0
+        self.skipped = 0
+        self.tokens = 0
+        self.metrics = MetricTotals(metrics)
+
+    def add(self, result: Result) -> None:
+        """Count one record."""
+        if "error" in result:
+            self.skipped += 1
+            return
+        self.samples += 1
+        self.tokens += sum(result["output_tokens"])
+        if result.get("statistics") is not None:
+            self.metrics.add(result["statistics"])
+
+
+class FileOutput:
+    """An output file: kept as a journal while the run goes on, written and put in place at its end."""
+
+    def __init__(self, settings: Settings, identity: dict[str, Any]) -> None:
+        self._settings = settings
+        self._path = Path(settings.output)
+        self._errors: BinaryIO | None = None
+        self.check_free(settings)
+        self.journal = Journal(settings.partial_path, identity, resume=settings.resume)
+        try:
+            self._copy_errors()
+        except BaseException:
+            self.journal.close()
+            raise
+
+    @staticmethod
+    def check_free(settings: Settings) -> None:
+        """A SetupError where the output cannot be written or would replace something unasked."""
+        path = Path(settings.output)
+        if path.is_dir():
+            raise SetupError(f"cannot write {path}: it is a directory")
+        if not path.parent.is_dir():
+            raise SetupError(f"cannot write {path}: the directory {path.parent} does not exist")
+        if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            raise SetupError(f"cannot write {path}: permission denied")
+        partial = settings.partial_path
+        if path.exists() and not settings.overwrite:
+            raise SetupError(f"{path} exists already (--overwrite replaces it)")
+        if partial.exists() and not (settings.resume or settings.overwrite):
+            raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
+
+    def _copy_errors(self) -> None:
+        """Start the error file with what an interrupted run has reported; without errors there is no file."""
+        self._settings.errors_path.unlink(missing_ok=True)
+        if self.journal.plan is not None:
+            for result in self.journal.errors():
+                self._report(result)
+
+    def _report(self, result: Result) -> None:
+        if self._errors is None:
+            # Unbuffered: whoever watches a long run sees its errors as they come.
+            self._errors = open(self._settings.errors_path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._errors.write(error_line(result))
+
+    def window(self, window: Window) -> None:
+        """Take note of a window and its skipped records."""
+        self.journal.window(window)
+        for bad in window.bad:
+            self._report(bad_result(bad))
+
+    def batch(self, window: int, index: int, results: list[Result]) -> None:
+        """Take the results of a batch."""
+        self.journal.batch(window, index, results)
+        for result in results:
+            if "error" in result:
+                self._report(result)
+
+    def finish(self, totals: Totals) -> None:
+        """Write the output from the journal and put it in place; then the journal has served its purpose."""
+        form = self._settings.resolved_output_format
+        # The suffix stays last, for formats that are told by it.
+        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        failed: list[Result] = []
+
+        def counted() -> Iterable[Result]:
+            for result in self.journal.results():
+                totals.add(result)
+                if "error" in result:
+                    failed.append(result)
+                yield result
+
+        try:
+            if form == "parquet":
+                numbered = all(type(result["id"]) is int for result in self.journal.results())
+                _write_parquet(unfinished, counted(), numbered)
+            else:
+                _write_lines(unfinished, counted(), text_line if form == "txt" else json_line)
+            sync(unfinished)
+            os.replace(unfinished, self._path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise PipelineError(f"cannot write {self._path}: {one_line(error)}") from error
+        if failed:
+            # In input order now, whatever the order in which they were met.
+            _write_lines(self._settings.errors_path, failed, error_line)
+        self.journal.remove()
+
+    def drop(self) -> None:
+        """Remove what a run has left that did not get anywhere."""
+        self.close()
+        self.journal.remove()
+        self._settings.errors_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Release the files; what is in the journal stays for a later run."""
+        self.journal.close()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+
+class StreamOutput:
+    """Standard output: written window by window in input order, not resumable. Errors go to standard error."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._line = text_line if settings.resolved_output_format == "txt" else json_line
+        self._collector = Collector()
+        self._totals = Totals(settings.metrics)
+        self._stream: Any = getattr(sys.stdout, "buffer", None)
+
+    def _write(self, results: list[Result]) -> None:
+        for result in results:
+            self._totals.add(result)
+            if "error" in result:
+                print(f"line {result['line']} skipped: {result['message']}", file=sys.stderr)
+            line = self._line(result)
+            if self._stream is not None:
+                self._stream.write(line)
+            else:
+                sys.stdout.write(line.decode("utf-8"))
+        if results:
+            (self._stream or sys.stdout).flush()
+
+    def window(self, window: Window) -> None:
+        """Take note of a window and its skipped records."""
+        self._write(self._collector.open(window))
+
+    def batch(self, window: int, index: int, results: list[Result]) -> None:
+        """Take the results of a batch."""
+        self._write(self._collector.add(results))
+
+    def finish(self, totals: Totals) -> None:
+        """Hand over the counts."""
+        totals.__dict__.update(self._totals.__dict__)
+
+    def drop(self) -> None:
+        """Nothing can be taken back from a stream."""
+
+    def close(self) -> None:
+        """Leave the stream to its owner."""
+
+
+Output = FileOutput | StreamOutput
+
+
+def check_writable(path: str | None) -> None:
+    """A SetupError where a file that is written at the end of the run could not be."""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise SetupError(f"cannot write {path}: the directory does not exist or is not writable")
+
+
+def write_json(path: str, value: Any) -> None:
+    """A JSON file for people and programs."""
+    Path(path).write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Command lines of FastGen. They parse, call the library and print; nothing else lives here."""
