@@ -50,14 +50,14 @@ class Patch:
         wrapper: "package.module:function", imported only when the patch is applied, so that importing FastGen stays
             light. It has wrapt's signature (wrapped, instance, args, kwargs).
         condition: called with the target before it is wrapped; returns why the patch must not be applied, or None.
-        state: "waiting for import", "applied", "removed" or "not applied: <reason>".
+        state: "not enabled", "waiting for import", "applied" or "not applied: <reason>".
     """
 
     module: str
     target: str
     wrapper: str
     condition: Callable[[Any], str | None] = lambda target: None
-    state: str = "waiting for import"
+    state: str = "not enabled"
     _owner: Any = field(default=None, repr=False)
     _original: Any = field(default=_MISSING, repr=False)
     _installed: Any = field(default=None, repr=False)
@@ -91,15 +91,15 @@ class Patch:
     def remove(self) -> None:
         """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""
         if self._installed is None:
-            self.state = "removed"
+            self.state = "not enabled"
             return
         attribute = self.target.rpartition(".")[2]
         if vars(self._owner).get(attribute) is self._installed:
             setattr(self._owner, attribute, self._original)
-            self.state = "removed"
+            self.state = "not enabled"
         else:
             # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).
-            self.state = "removed (left in place: another library has wrapped it since)"
+            self.state = "not enabled (left in place: another library has wrapped it since)"
         self._owner, self._original, self._installed = None, _MISSING, None
 
 
@@ -117,7 +117,7 @@ class PatchSet:
         with self._lock:
             _enabled = True
             for patch in self.patches:
-                if patch.state == "removed":
+                if patch.module not in sys.modules:
                     patch.state = "waiting for import"
                 if patch.module not in self._hooked:
                     self._hooked.add(patch.module)

@@ -104,11 +104,13 @@ def reference(
     for k in range(n - 1):
         banned &= source[:, k : k + windows] == tokens.gather(1, (first + k).clamp(min=0))
 
-    # What is not to be banned goes to a spare column behind the vocabulary, so that every row writes equally many.
+    # Every window writes, so that nothing depends on how many match; those that ban nothing repeat what their row has
+    # written anyway: -inf to one of its banned tokens, or, where nothing is banned, the score of token 0 to token 0.
     last = source[:, n - 1 :].long()
-    last = torch.where(banned & (last >= 0) & (last < vocabulary), last, vocabulary)
-    mask = scores.new_zeros((rows, vocabulary + 1), dtype=torch.bool).scatter_(1, last, True)
-    return scores.masked_fill_(mask[:, :vocabulary], -math.inf)
+    last = torch.where(banned & (last >= 0) & (last < vocabulary), last, -1)
+    spare = last.amax(dim=1, keepdim=True)
+    value = torch.where(spare >= 0, -math.inf, scores[:, :1])
+    return scores.scatter_(1, torch.where(last >= 0, last, spare.clamp(min=0)), value.expand_as(last))
 
 
 def _full(tokens: Tensor) -> Tensor:

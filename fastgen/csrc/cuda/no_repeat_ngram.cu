@@ -38,9 +38,9 @@ __global__ void no_repeat_ngram_kernel(fastgen::Problem<word_t, token_t> problem
 
 Tensor no_repeat_ngram_cuda(Tensor scores, Tensor tokens, std::optional<Tensor> lengths, int64_t n,
                             std::optional<Tensor> context, std::optional<Tensor> context_lengths) {
-  const int32_t device = scores.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  fastgen::solve(scores, tokens, lengths, n, context, context_lengths, [device](const auto& problem) {
+  fastgen::solve(scores, tokens, lengths, n, context, context_lengths, [&scores](const auto& problem) {
+    const int32_t device = scores.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     const int64_t windows = problem.source.lengths.full - problem.n + 1;

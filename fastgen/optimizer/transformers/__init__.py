@@ -8,6 +8,7 @@ into the cache; the two n-gram processors use FastGen's operator. Loops, process
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 from fastgen.patching import Patch
@@ -32,16 +33,22 @@ def _check_generate(original: Any) -> str | None:
 
 
 def _check_processor(attributes: set[str]) -> Any:
-    """The processor's __call__ must take (input_ids, scores), and its __init__ set what the replacement reads."""
+    """The processor's __call__ must take (input_ids, scores), and use the attributes that the replacement reads."""
 
     def check(original: Any) -> str | None:
         found = list(inspect.signature(original).parameters)
         if found != ["self", "input_ids", "scores"]:
             return f"{original.__qualname__} takes ({', '.join(found)}), expected (self, input_ids, scores)"
-        names = set(original.__code__.co_names)
-        return None if attributes <= names else f"{original.__qualname__} does not use {', '.join(attributes - names)}"
+        missing = attributes - _names(original.__code__)
+        return f"{original.__qualname__} does not use {', '.join(sorted(missing))}" if missing else None
 
     return check
+
+
+def _names(code: CodeType) -> set[str]:
+    """The attributes and globals that a function reads, comprehensions inside it included."""
+    nested = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*nested)
 
 
 def patches() -> list[Patch]:

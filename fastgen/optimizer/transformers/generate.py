@@ -9,6 +9,7 @@ import torch
 import wrapt
 
 from fastgen import counters, patching
+from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
 from fastgen.optimizer.transformers.prefill import model_unsupported
 
@@ -103,7 +104,7 @@ class _Attempt:
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
         self._model = model
         self._original = arguments
-        self._random_state = _RandomState(model.device)
+        self._random_state = RandomState(model.device)
         # `generate` repeats the tensors of a given encoder output in place.
         encoder_outputs = arguments.get("encoder_outputs")
         self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None
@@ -157,21 +158,6 @@ class _Streamer(wrapt.ObjectProxy):
 
     def rewind(self) -> None:
         self._self_skip = self._self_done
-
-
-class _RandomState:
-    """The state of torch's generators that `generate` draws from: the CPU's and that of the model's device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
-        self._module = getattr(torch, device.type, None) if device.type != "cpu" else None
-        self._device = device
-        self._state = self._module.get_rng_state(device) if self._module is not None else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._module is not None:
-            self._module.set_rng_state(self._state, self._device)
 
 
 def _raised_by(error: Exception, suspects: list[Any]) -> bool:

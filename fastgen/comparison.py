@@ -1,0 +1,165 @@
+"""`fastgen.compare`: the promise, checked on the user's own model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastgen import counters, patching
+from fastgen.decoding.randomness import RandomState
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run of `generate`.
+
+    Attributes:
+        seconds: wall time of the call, without the warm-up.
+        peak_memory: bytes in use at the most during the call beyond what was in use before it: device memory on CUDA,
+            resident memory of the process elsewhere; None where the system does not tell.
+    """
+
+    seconds: float
+    peak_memory: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `fastgen.compare`. `print` gives a table.
+
+    Attributes:
+        identical: whether both runs gave the same token ids.
+        first_difference: (row, position) of the first token that differs, or None. A position behind the end of one of
+            the results means that they have different lengths; (-1, -1), that they have different numbers of rows.
+        original: the run with the original code.
+        fastgen: the run with FastGen.
+        accelerated: whether FastGen accelerated the call; if not, both runs were the original code.
+        fallback: why it was not accelerated, or None.
+    """
+
+    identical: bool
+    first_difference: tuple[int, int] | None
+    original: Side
+    fastgen: Side
+    accelerated: bool
+    fallback: str | None
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster FastGen was."""
+        return self.original.seconds / self.fastgen.seconds
+
+    def __str__(self) -> str:
+        rows = [("", "original", "fastgen", "ratio")]
+        rows.append(("seconds", *(f"{s.seconds:.3f}" for s in (self.original, self.fastgen)), f"{self.speedup:.2f}x"))
+        before, after = self.original.peak_memory, self.fastgen.peak_memory
+        if before is not None and after is not None:
+            share = f"{after / before:.2f}" if before else "-"
+            rows.append(("peak memory", *(f"{size / 2**20:.1f} MiB" for size in (before, after)), share))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.identical:
+            lines.append("tokens: identical")
+        else:
+            assert self.first_difference is not None
+            lines.append("tokens: DIFFERENT, first at row {}, position {}".format(*self.first_difference))
+        lines.append("accelerated: " + ("yes" if self.accelerated else f"no ({self.fallback})"))
+        return "\n".join(lines)
+
+
+def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Comparison:
+    """See `fastgen.compare`."""
+    arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **generate_kwargs}
+    random_state = RandomState(model.device)
+    sides, tokens = [], []
+    for context in (patching.suspended, contextlib.nullcontext):
+        with context():
+            _warm_up(model, arguments)
+            random_state.restore()
+            before = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
+            side, result = _measured(model, arguments)
+            after = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
+        sides.append(side)
+        tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
+    difference = _first_difference(*tokens)
+    accelerated = after["accelerated"] > before["accelerated"]
+    reasons = [reason for reason, calls in after["fallback"].items() if calls > before["fallback"].get(reason, 0)]
+    return Comparison(
+        identical=difference is None,
+        first_difference=difference,
+        original=sides[0],
+        fastgen=sides[1],
+        accelerated=accelerated,
+        fallback=None if accelerated else "; ".join(reasons) or "FastGen is disabled",
+    )
+
+
+_ENTRY_POINT = "transformers.generate"
+_NOTHING: dict[str, Any] = {"accelerated": 0, "fallback": {}}
+
+
+def _warm_up(model: Any, arguments: dict[str, Any]) -> None:
+    """Two tokens: the first call of a process pays for threads, kernels and memory that later ones find ready."""
+    lengths = ("max_length", "min_length", "min_new_tokens", "streamer")
+    short = {name: value for name, value in copy.deepcopy(arguments).items() if name not in lengths}
+    model.generate(**{**short, "max_new_tokens": 2})
+
+
+def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Side, Any]:
+    arguments = copy.deepcopy(arguments)  # a cache passed in is changed by the call
+    memory = _PeakMemory(model.device)
+    start = time.perf_counter()
+    result = model.generate(**arguments)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return Side(time.perf_counter() - start, memory.growth()), result
+
+
+class _PeakMemory:
+    """The most memory in use since this object was made, beyond what was in use then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before: int | None = torch.cuda.memory_allocated(device)
+            return
+        try:
+            # What earlier calls freed goes back to the system first, or it would hide what this one needs.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
+            self._before = self._resident("VmRSS")
+        except (OSError, AttributeError):
+            self._before = None  # not Linux with glibc
+
+    def growth(self) -> int | None:
+        if self._before is None:
+            return None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return max(self._resident("VmHWM") - self._before, 0)
+
+    @staticmethod
+    def _resident(name: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"no {name} in /proc/self/status")
+
+
+def _first_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
+    if first.shape[0] != second.shape[0]:
+        return -1, -1
+    common = min(first.shape[1], second.shape[1])
+    different = (first[:, :common] != second[:, :common]).nonzero()
+    if len(different):
+        return int(different[0][0]), int(different[0][1])
+    return None if first.shape == second.shape else (0, common)
