@@ -147,8 +147,7 @@ class SharedKV(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and any(
-            argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, SharedKV)
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            isinstance(argument, SharedKV) for argument in _written(func._schema, args, kwargs)
         ):
             _refuse_write(func)
         args, kwargs = tree_map_only(SharedKV, SharedKV.materialize, (args, kwargs))
@@ -167,6 +166,13 @@ def _require(condition: bool) -> None:
 def _parts_of(value: Any) -> _Parts:
     _require(isinstance(value, SharedKV))
     return value._parts
+
+
+def _written(schema: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments that an operator changes in place."""
+    values = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [values[name] for name in written if name in values]
 
 
 def _refuse_write(tensor: Any, *args: Any) -> Any:

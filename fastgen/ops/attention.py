@@ -124,8 +124,9 @@ def shared_prefix_attention(
             scores = scores.masked_fill_(mask.logical_not(), float("-inf"))
         else:
             scores = scores.add_(mask)
-    # Half-precision scores are normalised in float32, as every fused kernel does.
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    # Half-precision scores are normalised in float32, as fused kernels do.
+    normalised = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=normalised).to(query.dtype)
     if mask is not None:
         # A row that may attend to nothing has no weights; fused kernels return zeros for it, and so do we.
         weights = weights.nan_to_num_(nan=0.0)

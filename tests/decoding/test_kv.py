@@ -1,0 +1,91 @@
+"""The K/V store of a layer, against concatenating and indexing full tensors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.decoding import kv
+from fastgen.decoding.beams import Beams
+from fastgen.decoding.kv import GrowingTensor, LayerKV
+from fastgen.decoding.shared import SharedKV
+
+
+@given(
+    rows=st.integers(1, 4),
+    first=st.integers(0, 3),
+    room=st.integers(0, 4),
+    appended=st.lists(st.integers(1, 5), max_size=6),
+)
+@settings(max_examples=100, deadline=None)
+def test_growing_tensor_equals_concatenation(rows, first, room, appended):
+    full = torch.randn(rows, 2, first, 3)
+    growing = GrowingTensor(full, room)
+    for count in appended:
+        new = torch.randn(rows, 2, count, 3)
+        growing.append(new)
+        full = torch.cat([full, new], dim=2)
+    assert torch.equal(growing.view(), full) and growing.length == full.shape[2]
+
+
+def test_growing_tensor_does_not_reallocate_within_its_room():
+    growing = GrowingTensor(torch.zeros(2, 1, 1, 4), room=8)
+    before = growing.view().data_ptr()
+    for _ in range(8):
+        growing.append(torch.ones(2, 1, 1, 4))
+    assert growing.view().data_ptr() == before
+
+
+@given(
+    batch=st.integers(1, 3),
+    copies=st.integers(1, 4),
+    chunks=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    room=st.integers(1, 3),
+    steps=st.integers(0, 7),
+    shared=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_layer_equals_repeating_concatenating_and_indexing(batch, copies, chunks, room, steps, shared, seed):
+    torch.manual_seed(seed)
+    layer, beams = LayerKV(room), Beams(batch, copies)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
+        patch.setattr(kv, "MIN_SHARED_BYTES", 0)
+        full = [torch.zeros(batch, 2, 0, 3), torch.zeros(batch, 2, 0, 5)]
+        for count in chunks:
+            new = torch.randn(batch, 2, count, 3), torch.randn(batch, 2, count, 5)
+            full = [torch.cat([old, part], dim=2) for old, part in zip(full, new, strict=True)]
+            for have, want in zip(layer.extend(*new), full, strict=True):
+                assert torch.equal(have, want)
+        layer.branch(beams)
+        full = [part.repeat_interleave(copies, dim=0) for part in full]
+        for _ in range(steps):
+            new = torch.randn(batch * copies, 2, 1, 3), torch.randn(batch * copies, 2, 1, 5)
+            full = [torch.cat([old, part], dim=2) for old, part in zip(full, new, strict=True)]
+            for have, want in zip(layer.extend(*new), full, strict=True):
+                assert isinstance(have, SharedKV) == (shared and copies > 1)
+                assert have.shape == want.shape and torch.equal(have + 0, want)
+            index = torch.randint(copies, (batch, copies)) + torch.arange(batch).unsqueeze(1) * copies
+            layer.reorder(index.view(-1))
+            full = [part[index.view(-1)] for part in full]
+        assert layer.length == sum(chunks) + steps
+        for have, want in zip(layer.materialize(), full, strict=True):
+            assert torch.equal(have, want) and have.is_contiguous()
+
+
+def test_the_prefix_is_stored_once_and_never_moves():
+    layer, beams = LayerKV(4), Beams(2, 4)
+    keys = torch.randn(2, 8, 1024, 16)
+    layer.extend(keys, keys.clone())
+    layer.branch(beams)
+    shared = layer.read()[0]
+    assert isinstance(shared, SharedKV) and shared.shape == (8, 8, 1024, 16)
+    assert shared._parts.prefix.data_ptr() == keys.data_ptr()
+    layer.reorder(torch.tensor([1, 1, 1, 1, 5, 5, 5, 5]))
+    assert layer.read()[0]._parts.prefix.data_ptr() == keys.data_ptr()
+
+
+def test_reading_an_empty_layer_is_an_error():
+    with pytest.raises(ValueError, match="no keys"):
+        LayerKV(1).read()

@@ -1,0 +1,171 @@
+"""`SharedKV` behaves like the full tensor, and the operations of attention never build the full tensor."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastgen.decoding.shared import SharedKV
+
+BATCH, COPIES, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
+ROWS, LENGTH = BATCH * COPIES, PREFIX + SUFFIX
+
+
+@pytest.fixture(params=[True, False], ids=["with suffix", "prefix only"])
+def pair(request, device):
+    """(SharedKV, the full tensor it stands for) for K and for V."""
+
+    def make():
+        prefix = torch.randn(BATCH, HEADS, PREFIX, DIM, device=device)
+        suffix = torch.randn(ROWS, HEADS, SUFFIX, DIM, device=device) if request.param else None
+        full = prefix.repeat_interleave(COPIES, dim=0)
+        return SharedKV.of(prefix, suffix, COPIES), full if suffix is None else torch.cat([full, suffix], dim=2)
+
+    return make(), make()
+
+
+@pytest.fixture
+def never_full(monkeypatch):
+    def refuse(self):
+        raise AssertionError("the full tensor was built")
+
+    monkeypatch.setattr(SharedKV, "materialize", refuse)
+
+
+def repeat_kv(x, group):
+    rows, heads, length, dim = x.shape
+    return x[:, :, None, :, :].expand(rows, heads, group, length, dim).reshape(rows, heads * group, length, dim)
+
+
+def test_metadata_is_that_of_the_full_tensor(pair, never_full):
+    (keys, full), _ = pair
+    assert keys.shape == full.shape and keys.size(-2) == full.size(-2) and keys.dim() == 4
+    assert (keys.dtype, keys.device, keys.numel(), len(keys)) == (full.dtype, full.device, full.numel(), len(full))
+    assert keys.is_cuda == full.is_cuda and not keys.requires_grad
+    assert "SharedKV" in repr(keys)
+
+
+def scaled_dot_product(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def eager(q, k, v, mask):
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+    return torch.matmul((scores + mask).softmax(-1), v)
+
+
+def operators(q, k, v, mask):
+    return (q @ k.mT.contiguous().transpose(-1, -2).transpose(-2, -1) + mask).softmax(-1) @ v.contiguous()
+
+
+def folded(q, k, v, mask):
+    shape = (q.shape[0] * q.shape[1], -1, q.shape[3])
+    scores = torch.bmm(q.reshape(*shape), k.reshape(*shape).transpose(1, 2))
+    weights = (scores.view(*q.shape[:2], 1, -1) + mask).softmax(-1).flatten(0, 1)
+    return torch.bmm(weights, v.view(*shape)).view(q.shape)
+
+
+def alibi(q, k, v, mask):
+    shape = (q.shape[0] * q.shape[1], -1, q.shape[3])
+    bias = torch.ones(shape[0], 1, k.shape[2], device=q.device)
+    scores = bias.baddbmm(batch1=q.reshape(shape), batch2=k.reshape(shape).transpose(-1, -2), beta=0.5, alpha=0.2)
+    weights = (scores.view(*q.shape[:2], 1, -1) + mask).softmax(-1).flatten(0, 1)
+    return torch.bmm(weights, v.reshape(shape)).view(q.shape)
+
+
+def einsum(q, k, v, mask):
+    scores = torch.einsum("bsij,bsjk->bsik", q, k.transpose(2, 3))
+    return torch.einsum("bsij,bsjk->bsik", (scores + mask).softmax(-1), v)
+
+
+def permuted(q, k, v, mask):
+    return (torch.matmul(q, k.permute(0, 1, 3, 2)) + mask).softmax(-1).matmul(v.to(torch.float32))
+
+
+WAYS = [scaled_dot_product, eager, operators, folded, alibi, einsum, permuted]
+
+
+@pytest.mark.parametrize("attention", [way for way in WAYS if way is not operators])
+def test_attention_is_computed_on_the_parts(attention, pair, never_full, device):
+    (keys, full_keys), (values, full_values) = pair
+    query = torch.randn(ROWS, HEADS, 1, DIM, device=device)
+    mask = torch.randn(ROWS, 1, 1, full_keys.shape[2], device=device)
+    result = attention(query, keys, values, mask)
+    torch.testing.assert_close(result, attention(query, full_keys, full_values, mask))
+    assert type(result) is torch.Tensor
+
+
+@pytest.mark.parametrize("attention", WAYS)
+def test_whatever_else_is_done_gives_the_result_of_the_full_tensor(attention, pair, device):
+    (keys, full_keys), (values, full_values) = pair
+    query = torch.randn(ROWS, HEADS, 1, DIM, device=device)
+    mask = torch.randn(ROWS, 1, 1, full_keys.shape[2], device=device)
+    torch.testing.assert_close(
+        attention(query, keys, values, mask), attention(query, full_keys, full_values, mask)
+    )
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_grouped_queries(group, pair, never_full, device):
+    (keys, full_keys), (values, full_values) = pair
+    query = torch.randn(ROWS, HEADS * group, 1, DIM, device=device)
+    expected = F.scaled_dot_product_attention(query, full_keys, full_values, enable_gqa=True)
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, keys, values, enable_gqa=True), expected)
+    repeated = repeat_kv(keys, group), repeat_kv(values, group)
+    torch.testing.assert_close(F.scaled_dot_product_attention(query, *repeated), expected)
+    weights = (torch.matmul(query, repeated[0].transpose(2, 3)) * DIM**-0.5).softmax(-1)
+    torch.testing.assert_close(torch.matmul(weights, repeated[1]), expected)
+
+
+def test_any_other_operation_sees_the_full_tensor(pair):
+    (keys, full), _ = pair
+    for operation in (
+        lambda x: x * 2,
+        lambda x: x[:, :, 2:5],
+        lambda x: x[1],
+        lambda x: torch.cat([x, x], dim=2),
+        lambda x: x.transpose(1, 2),
+        lambda x: x.permute(2, 0, 1, 3),
+        lambda x: x.to(torch.float64),
+        lambda x: x.reshape(-1),
+        lambda x: x.expand(2, *x.shape),
+        lambda x: torch.einsum("bhid,bhjd->bhij", x, x),
+        lambda x: torch.matmul(x, x.transpose(-1, -2)),
+        lambda x: x.unsqueeze(1),
+        lambda x: torch.stack([x, x]),
+        lambda x: x.clone(),
+        lambda x: x.sum(),
+        lambda x: repeat_kv(x, 2).flatten(),
+    ):
+        result = operation(keys)
+        torch.testing.assert_close(result, operation(full))
+        assert type(result) is torch.Tensor
+
+
+def test_causal_attention_and_foreign_shapes_use_the_full_tensor(pair, device):
+    (keys, full_keys), (values, full_values) = pair
+    query = torch.randn(ROWS, HEADS, 3, DIM, device=device)
+    torch.testing.assert_close(
+        F.scaled_dot_product_attention(query, keys, values, is_causal=True),
+        F.scaled_dot_product_attention(query, full_keys, full_values, is_causal=True),
+    )
+    torch.testing.assert_close(
+        F.scaled_dot_product_attention(query, keys, full_values),
+        F.scaled_dot_product_attention(query, full_keys, full_values),
+    )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.zero_(),
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: torch.add(torch.ones(()), 1, out=x),
+        lambda x: x.copy_(torch.zeros(())),
+    ],
+    ids=["mul_", "zero_", "setitem", "out", "copy_"],
+)
+def test_writing_is_refused_rather_than_lost(write, pair):
+    (keys, _), _ = pair
+    with pytest.raises(RuntimeError):
+        write(keys)

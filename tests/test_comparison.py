@@ -1,0 +1,80 @@
+"""`fastgen.compare` and `fastgen.status` as a user sees them."""
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.comparison import Comparison, Side, _first_difference
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation.utils")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    fastgen.enable(strict=False)
+
+
+def test_identical_and_accelerated(model):
+    prompt = torch.randint(3, 60, (2, 12))
+    result = fastgen.compare(model, prompt, num_beams=3, max_new_tokens=10)
+    assert result.identical and result.accelerated and result.first_difference is None
+    assert result.original.seconds > 0 and result.speedup > 0
+    text = str(result)
+    assert "tokens: identical" in text and "accelerated: yes" in text and "seconds" in text
+
+
+def test_mapping_of_inputs_sampling_and_dict_results(model):
+    prompt = torch.randint(3, 60, (2, 12))
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    state = torch.get_rng_state()
+    result = fastgen.compare(
+        model, inputs, do_sample=True, num_return_sequences=3, max_new_tokens=10, return_dict_in_generate=True
+    )
+    assert result.identical and result.accelerated
+    torch.set_rng_state(state)
+
+
+def test_a_fallback_is_reported(model):
+    result = fastgen.compare(model, torch.randint(3, 60, (1, 5)), use_cache=False, max_new_tokens=4)
+    assert result.identical and not result.accelerated
+    assert result.fallback is not None and "use_cache" in result.fallback and "accelerated: no (" in str(result)
+
+
+def test_disabled_is_reported(model):
+    with fastgen.disabled():
+        result = fastgen.compare(model, torch.randint(3, 60, (1, 5)), max_new_tokens=4)
+    assert not result.accelerated and result.fallback == "FastGen is disabled"
+
+
+def test_first_difference():
+    a = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert _first_difference(a, a.clone()) is None
+    b = a.clone()
+    b[1, 2] = 0
+    assert _first_difference(a, b) == (1, 2)
+    assert _first_difference(a, a[:, :2]) == (0, 2)
+    assert _first_difference(a, a[:1]) == (-1, -1)
+    side = Side(1.0, None)
+    assert "DIFFERENT, first at row 1, position 2" in str(Comparison(False, (1, 2), side, side, True, None))
+
+
+def test_status_names_versions_patches_and_operators():
+    status = fastgen.status()
+    assert status.enabled and status.versions["torch"] == torch.__version__
+    assert status.versions["transformers"] == transformers.__version__
+    states = status.patches
+    assert states["transformers.generation.utils.GenerationMixin.generate"] == "applied"
+    assert set(states.values()) == {"applied"}
+    assert status.operators["attention"] and status.operators["no_repeat_ngram"]
+    text = str(status)
+    assert "FastGen" in text and "patches:" in text and "operators:" in text
