@@ -1,0 +1,75 @@
+# `make demo` and `make test` set up what they need. Nothing but Python 3.11 (or later), a C++ compiler and make is
+# assumed, and without the compiler all works on the torch reference of the operators.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
+
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint format test-versions bench bench-quick wheel clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: .venv/.built ## make the virtual environment .venv and build the operators
+
+demo: setup ## generate for 500 real sources, unpatched and patched, and compare
+	$(BIN)/python examples/demo.py
+
+test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## all benchmarks; the results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+bench-quick: setup ## small benchmarks, in under five minutes
+	$(BIN)/python -m benchmarks --quick
+
+wheel: setup ## build a wheel into dist
+	rm -rf build
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
+
+clean: ## remove everything that was built or installed
+	rm -rf .venv .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fastgen fastgen_cli tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -f fastgen/ops/libfastgen_*
+
+# The extension is built in place by a step of its own, so that a change of its sources re-makes no more than it.
+.venv/.dependencies: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt setuptools torch
+	FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[transformers,cli,dev,bench]'
+	touch $@
+
+.venv/.built: .venv/.dependencies setup.py $(shell find fastgen/csrc -type f)
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+# Each release of transformers brings its own hub client and tokenizers, so these are not held to the constraints.
+VERSION_TESTS := $(TRANSFORMERS_VERSIONS:%=test-version-%)
+.PHONY: $(VERSION_TESTS)
+
+test-versions: $(VERSION_TESTS) ## run the equivalence grid against other releases of transformers
+
+$(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
+	.venvs/$*/bin/python -m pytest tests/equivalence $(PYTEST_ARGS)
+
+.venvs/%/.dependencies: constraints.txt pyproject.toml
+	$(PYTHON) -m venv --clear .venvs/$*
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venvs/$*/constraints.txt
+	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools torch
+	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' transformers==$*
+	touch $@
+
+.PRECIOUS: .venvs/%/.dependencies

@@ -1,0 +1,35 @@
+"""What every test has: a device to run on (`pytest --device cuda`), fixed seeds, and no time limits on generated cases."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A shared or cold machine makes any single case slow; that is not a failure. CI tries the same cases each time.
+settings.register_profile("fastgen", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("fastgen")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device that the tests run on: cpu (default), cuda, cuda:1, ...")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device named by --device. The run stops if it was asked for and is not there."""
+    device = torch.device(request.config.getoption("--device"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        pytest.exit(f"--device {device}: torch {torch.__version__} sees no CUDA device", returncode=4)
+    return device
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """The seed that every test starts from."""
+    random.seed(0)
+    torch.manual_seed(0)
+    return 0

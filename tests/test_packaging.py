@@ -1,0 +1,171 @@
+"""What users install: wheels from the tree, with and without a compiler, in environments of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fastgen._version
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("fastgen", "fastgen_cli")
+PARTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", *PACKAGES)
+TRY_OPERATOR = """
+import sys, fastgen
+from importlib.metadata import version
+assert version("fastgen") == {version!r}, version("fastgen")
+assert "site-packages" in fastgen.__file__, fastgen.__file__
+from fastgen import ops
+import torch
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+scores = torch.zeros(1, 4)
+assert torch.ops.fastgen.no_repeat_ngram_(scores, torch.tensor([[1, 2, 1]]), None, 2) is scores
+assert scores.isinf().tolist() == [[False, False, True, False]]
+print(ops.backends()["no_repeat_ngram"])
+"""
+
+
+def run(*command: str | Path, **changes: str) -> str:
+    """The output of `command`, run outside the tree so that nothing is found there by accident."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FASTGEN_"))}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=Path(sys.prefix),
+        env=environment | changes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+def has_compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "c++").split()[0]) is not None
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A clean copy of what packaging reads, so that neither build output nor a concurrent build gets in the way."""
+    tree = tmp_path_factory.mktemp("tree")
+    for part in PARTS:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, tree / part, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info"))
+        elif source.exists():
+            shutil.copy(source, tree)
+    return tree
+
+
+def build_wheel(tree: Path, target: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel that pip makes from a tree, and what the build had to say."""
+    pip = (sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-index", "-w", target)
+    shutil.rmtree(tree / "build", ignore_errors=True)
+    output = run(*pip, tree, **environment)
+    (wheel,) = target.glob("fastgen-*.whl")
+    return wheel, output
+
+
+def environment_with(wheel: Path, path: Path) -> Path:
+    """The Python of a new environment that has the wheel, and sees the dependencies of the one that runs the tests."""
+    venv.create(path, symlinks=True)
+    python = path / "bin" / "python"
+    (site,) = path.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:  # what pip does with a wheel, in a fraction of the time
+        archive.extractall(site)
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    (site / "dependencies.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory) -> Path:
+    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))[0]
+
+
+def test_wheel_contains_everything(tree, wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    missing = [
+        path.relative_to(tree).as_posix()
+        for package in PACKAGES
+        for path in (tree / package).rglob("*")
+        if path.is_file() and "csrc" not in path.parts and path.relative_to(tree).as_posix() not in names
+    ]
+    assert not missing
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if "csrc" in name or name.startswith("tests")]
+    if has_compiler():
+        assert "fastgen/ops/libfastgen_cpu.so" in names
+        assert "-py3-none-linux" in wheel.name or sys.platform != "linux"
+
+
+def test_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):
+    python = environment_with(wheel, tmp_path / "venv")
+    backend = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__)).splitlines()[-1]
+    assert backend.startswith("C++ (csrc)" if has_compiler() else "torch reference: the extension was not built")
+
+
+def test_built_library_can_be_left_out_at_run_time(wheel, tmp_path):
+    python = environment_with(wheel, tmp_path / "venv")
+    output = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__), FASTGEN_NO_EXT="1")
+    assert output.splitlines()[-1].startswith("torch reference: FASTGEN_NO_EXT is set")
+
+
+def test_library_that_cannot_be_loaded_is_no_failure(wheel, tmp_path):
+    python = environment_with(wheel, tmp_path / "venv")
+    (operators,) = (tmp_path / "venv").glob("lib/python*/site-packages/fastgen/ops")
+    (operators / "libfastgen_cpu.so").write_bytes(b"from another machine")
+    output = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__))
+    assert output.splitlines()[-1].startswith("torch reference: libfastgen_cpu.so cannot be loaded: ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}, "fastgen.ops.libfastgen_cpu was not built"),
+        ({"FASTGEN_NO_EXT": "1"}, "FASTGEN_NO_EXT is set, so csrc is not built"),
+    ],
+    ids=["no compiler", "FASTGEN_NO_EXT"],
+)
+def test_builds_without_a_compiler(tree, tmp_path, environment, said):
+    wheel, output = build_wheel(tree, tmp_path / "wheel", **environment)
+    lines = [line for line in output.splitlines() if "fastgen: " in line and said in line]
+    assert lines and all("torch reference" in line for line in lines)
+    python = environment_with(wheel, tmp_path / "venv")
+    backend = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__)).splitlines()[-1]
+    assert backend.startswith("torch reference: the extension was not built")
+
+
+def test_builds_without_torch(tree, tmp_path):
+    """With build isolation, which is pip's default, there is no torch at build time."""
+    setuptools = importlib.util.find_spec("setuptools")
+    assert setuptools is not None and setuptools.origin is not None
+    venv.create(tmp_path / "bare", symlinks=True)
+    (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+    for pattern in ("setuptools*", "_distutils_hack", "packaging*"):
+        for source in Path(setuptools.origin).parents[1].glob(pattern):
+            (site / source.name).symlink_to(source)
+    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta as b; b.build_wheel({str(tmp_path)!r})"
+    shutil.rmtree(tree / "build", ignore_errors=True)
+    output = run(tmp_path / "bare" / "bin" / "python", "-c", build)
+    assert "torch is not there at build time" in output
+    (wheel,) = tmp_path.glob("fastgen-*-py3-none-any.whl")
+    assert zipfile.ZipFile(wheel).testzip() is None
+
+
+@pytest.mark.parametrize("module", ["fastgen", "fastgen.ops"])
+def test_import_is_light(module):
+    """Patches are applied when the toolkit is imported; FastGen imports neither it nor torch."""
+    heavy = ("torch", "transformers", "fairseq", "datasets", "pyarrow", "numpy")
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)).splitlines()[-1] == "[]"
