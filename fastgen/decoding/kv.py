@@ -14,12 +14,14 @@ from fastgen.decoding.shared import SharedKV
 MIN_SHARED_PREFIX = 32
 MIN_SHARED_BYTES = 2**20
 
+_MIN_GROWTH = 64  # positions
+
 
 class GrowingTensor:
     """[rows, heads, length, dim], appended to along `length` without concatenation.
 
-    The memory is allocated ahead and doubled when it is full, so a tensor of length L has been copied O(1) times per
-    position instead of once per step.
+    The memory is allocated ahead, and a quarter more when it is full: a position is copied a few times at the most
+    instead of once per step.
     """
 
     def __init__(self, first: Tensor, room: int) -> None:
@@ -36,7 +38,7 @@ class GrowingTensor:
         end = self.length + new.shape[2]
         if end > self._data.shape[2]:
             rows, heads, capacity, width = self._data.shape
-            data = self._data.new_empty(rows, heads, max(end, 2 * capacity), width)
+            data = self._data.new_empty(rows, heads, max(end, capacity + max(capacity // 4, _MIN_GROWTH)), width)
             data[:, :, : self.length] = self.view()
             self._data = data
         self._data[:, :, self.length : end] = new
@@ -98,6 +100,7 @@ class LayerKV:
                 keys = torch.cat([self._prefix[0], keys], dim=2)
                 values = torch.cat([self._prefix[1], values], dim=2)
             self._prefix = keys, values
+            self._handles = None
             return keys, values
         if self._suffix is None:
             self._store_in_suffix(keys, values)

@@ -31,14 +31,13 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     with Call(model, _scores_are_private(model, arguments)) as call:
         try:
             result = wrapped(**attempt.arguments)
+            call.finish()
+            return result
         except Exception as error:
             call.abandon()
             if not attempt.may_be_ours(call, error):
                 raise
             failure = error
-        else:
-            call.finish()
-            return result
     return attempt.repeat(wrapped, failure)
 
 

@@ -25,7 +25,7 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
-# Allocated at first for the positions to come; doubled when full.
+# Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_ROOM = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
 _PER_SEQUENCE_OUTPUTS = (
@@ -143,8 +143,9 @@ def model_unsupported(model: Any) -> str | None:
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
     if getattr(model, "_is_stateful", False):
         return f"{kind.__name__} keeps state other than K/V"
-    if not kind.forward.__module__.startswith("transformers."):
-        return f"the forward pass of {kind.__name__} is not the library's own"
+    for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if not getattr(kind, method).__module__.startswith("transformers."):
+            return f"{kind.__name__}.{method} is not the library's own"
     if "forward" in vars(model) and not hasattr(model, "_old_forward"):
         return "the forward pass has been replaced on this model (torch.compile?)"
     if getattr(model, "_compiled_call_impl", None) is not None:
@@ -154,6 +155,8 @@ def model_unsupported(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if config is not model.config and not model.config.is_encoder_decoder:
         return f"{kind.__name__} takes more than text"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked attention"
     implementation = config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         return f"attention implementation {implementation}"
