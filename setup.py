@@ -73,7 +73,10 @@ def extensions() -> list[Extension]:
             include_dirs=[str(torch / "include")],
             library_dirs=[str(torch / "lib")],
             libraries=libraries,
-            define_macros=[("TORCH_TARGET_VERSION", f"0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000"), *macros],
+            define_macros=[
+                ("TORCH_TARGET_VERSION", f"0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000"),
+                *macros,
+            ],
             extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3"],
             language="c++",
             optional=True,
@@ -137,8 +140,7 @@ class BuildLibraries(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        python, abi, platform = super().get_tag()
-        return ("py3", "none", platform)  # the libraries know nothing of Python
+        return ("py3", "none", super().get_tag()[2])  # the libraries know nothing of Python
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel})

@@ -1,4 +1,4 @@
-"""What every test has: a device to run on (`pytest --device cuda`), fixed seeds, and no time limits on generated cases."""
+"""What every test has: a device to run on (`pytest --device cuda`), fixed seeds, no time limits on generated cases."""
 
 from __future__ import annotations
 

@@ -155,7 +155,9 @@ def test_builds_without_torch(tree, tmp_path):
     for pattern in ("setuptools*", "_distutils_hack", "packaging*"):
         for source in Path(setuptools.origin).parents[1].glob(pattern):
             (site / source.name).symlink_to(source)
-    build = f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta as b; b.build_wheel({str(tmp_path)!r})"
+    build = (
+        f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta as b; b.build_wheel({str(tmp_path)!r})"
+    )
     shutil.rmtree(tree / "build", ignore_errors=True)
     output = run(tmp_path / "bare" / "bin" / "python", "-c", build)
     assert "torch is not there at build time" in output

@@ -48,7 +48,9 @@ def backend(operator: str) -> str:
         if torch._C._dispatch_has_kernel_for_dispatch_key(operator, device):
             phrases.append(_NAMES[device])
         else:
-            phrases.append(f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}")
+            phrases.append(
+                f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}"
+            )
     return ", ".join(phrases)
 
 

@@ -179,15 +179,13 @@ def _check(
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:
-    # Two different elements share memory exactly if moving by some (rows, columns) within the bounds of the matrix moves
-    # by nothing in memory; the shortest such move is (column stride / g, row stride / g), g their common divisor.
+    # Two different elements share memory exactly if moving by some (rows, columns) within the bounds of the matrix
+    # moves by nothing in memory; the shortest such move is (column stride / g, row stride / g), g their common divisor.
     if matrix.numel() < 2:
         return False
     row_stride, column_stride = matrix.stride()
     divisor = math.gcd(row_stride, column_stride)
-    return divisor == 0 or (
-        column_stride // divisor < matrix.shape[0] and row_stride // divisor < matrix.shape[1]
-    )
+    return divisor == 0 or (column_stride // divisor < matrix.shape[0] and row_stride // divisor < matrix.shape[1])
 
 
 # The schema lives in Python, and the compiled libraries add kernels to it, so that it is there without them. The tag

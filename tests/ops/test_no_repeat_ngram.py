@@ -49,7 +49,11 @@ def expected(scores, tokens, lengths, n, *, context=None, context_lengths=None):
 
     def rows_of(matrix, lengths):
         rows = matrix.tolist()
-        return rows if lengths is None else [row[: max(length, 0)] for row, length in zip(rows, lengths.tolist())]
+        return (
+            rows
+            if lengths is None
+            else [row[: max(length, 0)] for row, length in zip(rows, lengths.tolist(), strict=True)]
+        )
 
     result = scores.clone()
     rows = rows_of(tokens, lengths)
@@ -129,9 +133,7 @@ class TestAgainstTheDefinition:
         layout=st.sampled_from(["contiguous", "row gaps", "columns strided", "transposed"]),
         strided_tokens=st.booleans(),
     )
-    def test_any_problem(
-        self, operator, device, problem, score_type, token_type, length_type, layout, strided_tokens
-    ):
+    def test_any_problem(self, operator, device, problem, score_type, token_type, length_type, layout, strided_tokens):
         rows, vocabulary, arguments = problem
         guarded = Guarded(rows, vocabulary, score_type, device, layout)
         wanted = expected(guarded.scores, **arguments)
@@ -219,9 +221,7 @@ class TestAgainstTheDefinition:
         tokens = torch.randint(0, 4, (64, 200), device=device)
         wanted = expected(torch.zeros(64, 9), tokens, None, 3)
         with ThreadPoolExecutor(4) as pool:
-            results = list(
-                pool.map(lambda _: operator(torch.zeros(64, 9, device=device), tokens, None, 3), range(16))
-            )
+            results = list(pool.map(lambda _: operator(torch.zeros(64, 9, device=device), tokens, None, 3), range(16)))
         for result in results:
             assert_same(result, wanted)
 
@@ -275,15 +275,15 @@ class TestErrors:
             "lengths": None,
             "n": 1,
         } | changes
-        arguments = {
-            name: moved(x, device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
-        }
+        arguments = {name: moved(x, device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
         before = arguments["scores"].clone()
         with pytest.raises(RuntimeError, match=f"no_repeat_ngram_: .*{message}"):
             operator(**arguments)
         assert torch.equal(arguments["scores"], before)
 
-    @pytest.mark.parametrize(("shape", "strides"), [((4, 5), (1, 4)), ((4, 5), (7, 1)), ((4, 5), (5, 4)), ((1, 5), (0, 1))])
+    @pytest.mark.parametrize(
+        ("shape", "strides"), [((4, 5), (1, 4)), ((4, 5), (7, 1)), ((4, 5), (5, 4)), ((1, 5), (0, 1))]
+    )
     def test_unusual_strides_that_do_not_overlap(self, operator, device, shape, strides):
         scores = torch.zeros(64, device=device).as_strided(shape, strides)
         tokens = torch.zeros(shape[0], 2, dtype=torch.int64, device=device)
