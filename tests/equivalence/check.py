@@ -1,0 +1,89 @@
+"""Runs `generate` with the original code and with FastGen, and compares everything that comes back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+import fastgen
+
+ENTRY_POINT = "transformers.generate"
+TOLERANCE = 1e-4
+
+
+def run(
+    model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]], seed: int = 0
+) -> Any:
+    """One call from a fixed random state, on copies of the inputs. Options that hold state come from a function."""
+    torch.manual_seed(seed)
+    arguments = copy.deepcopy(inputs)
+    arguments.update(options() if callable(options) else copy.copy(options))
+    return model.generate(**arguments)
+
+
+def both(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]]) -> tuple[Any, Any]:
+    """The results of the original code and of FastGen."""
+    with fastgen.disabled():
+        original = run(model, inputs, options)
+    return original, run(model, inputs, options)
+
+
+def check(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]]) -> Any:
+    """Asserts that both results are the same, and returns one of them."""
+    original, ours = both(model, inputs, options)
+    assert_same(original, ours)
+    return ours
+
+
+def assert_same(original: Any, ours: Any, where: str = "result") -> None:
+    """Asserts that two results agree: integers and structure exactly, other numbers within the tolerance."""
+    assert type(ours) is type(original), where
+    if isinstance(original, torch.Tensor):
+        assert (ours.shape, ours.dtype, ours.device) == (original.shape, original.dtype, original.device), where
+        if original.is_floating_point():
+            torch.testing.assert_close(
+                ours, original, atol=TOLERANCE, rtol=0, equal_nan=True, msg=lambda m: f"{where}: {m}"
+            )
+        else:
+            assert ours.tolist() == original.tolist(), where
+    elif isinstance(original, Cache):
+        assert_same_cache(original, ours, where)
+    elif isinstance(original, dict):
+        assert list(ours) == list(original), where
+        for key, value in original.items():
+            assert_same(value, ours[key], f"{where}.{key}")
+    elif isinstance(original, (tuple, list)):
+        assert len(ours) == len(original), where
+        for index, (left, right) in enumerate(zip(original, ours, strict=True)):
+            assert_same(left, right, f"{where}[{index}]")
+    else:
+        assert ours == original, where
+
+
+def assert_same_cache(original: Cache, ours: Cache, where: str = "cache") -> None:
+    """Asserts that two caches consist of the same layers, and that those hold the same."""
+    if isinstance(original, EncoderDecoderCache):
+        assert ours.is_updated == original.is_updated, where
+        assert_same_cache(original.self_attention_cache, ours.self_attention_cache, f"{where}.self_attention")
+        assert_same_cache(original.cross_attention_cache, ours.cross_attention_cache, f"{where}.cross_attention")
+        return
+    assert ours.get_seq_length() == original.get_seq_length(), where
+    assert len(ours.layers) == len(original.layers), where
+    for index, (left, right) in enumerate(zip(original.layers, ours.layers, strict=True)):
+        assert type(right) is type(left), f"{where}[{index}]"
+        for name, value in vars(left).items():
+            assert_same(value, vars(right)[name], f"{where}[{index}].{name}")
+
+
+def accelerated() -> int:
+    """Calls that ran accelerated since the last `fastgen.reset_stats()`."""
+    return fastgen.stats().get(ENTRY_POINT, {}).get("accelerated", 0)
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls that fell back since then, by reason."""
+    return fastgen.stats().get(ENTRY_POINT, {}).get("fallback", {})

@@ -1,0 +1,70 @@
+"""Fixtures of the equivalence tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding.shared import SharedKV
+
+
+@pytest.fixture(autouse=True)
+def counted() -> Iterator[None]:
+    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards."""
+    before = settings.current()
+    fastgen.enable()
+    fastgen.reset_stats()
+    yield
+    settings.change(strict=before.strict)
+    fastgen.enable()
+
+
+@pytest.fixture
+def strict(counted: None) -> None:
+    """A fallback fails the test."""
+    fastgen.enable(strict=True)
+
+
+class SharedPrefixes:
+    """How often a shared prefix was handed to a model, and how often the model made the full tensor of it.
+
+    Attributes:
+        made: handles made.
+        full: full tensors made, with the line of code that asked for each.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.full: list[str] = []
+
+
+@pytest.fixture
+def shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> SharedPrefixes:
+    """Counts uses of the shared prefix during the test."""
+    found = SharedPrefixes()
+    of, materialize = SharedKV.of, SharedKV.materialize
+
+    def counting_of(*args: object) -> SharedKV:
+        found.made += 1
+        return of(*args)
+
+    def counting_materialize(tensor: SharedKV) -> object:
+        found.full.append(_asked_by())
+        return materialize(tensor)
+
+    monkeypatch.setattr(SharedKV, "of", staticmethod(counting_of))
+    monkeypatch.setattr(SharedKV, "materialize", counting_materialize)
+    return found
+
+
+def _asked_by() -> str:
+    """The line of Transformers' code that is running."""
+    import sys
+
+    frame = sys._getframe()
+    while frame is not None and "/transformers/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return "nobody" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
