@@ -1,0 +1,244 @@
+"""The command line: what it understands, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fastgen_cli.generate import build_parser, main, normalise, parse
+from tests.pipeline import tiny
+
+FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4"]
+
+
+def call(*words):
+    return main([str(word) for word in words])
+
+
+@pytest.fixture(autouse=True)
+def patches_as_before():
+    import fastgen
+
+    yield
+    fastgen.enable()
+
+
+def one_line(capsys):
+    """What was printed on standard error, which must be one line."""
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1, text
+    assert "Traceback" not in text
+    return text
+
+
+def test_every_generation_field_is_an_option_and_none_is_shadowed():
+    from transformers import GenerationConfig
+
+    _, fields = build_parser()
+    own = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    assert set(fields.values()) == own
+    assert {f"--{name.replace('_', '-')}" for name in own} == set(fields)
+
+
+def test_options_reach_the_settings():
+    namespace, generation = parse(
+        ["--do-sample", "m", "i", "o", "--early_stopping", "never", "--num_beams=4", "--length-penalty", "-1.5",
+         "--no-use-cache", "--bad-words-ids", "[[1]]", "--text_column", "article", "--fp16", "--bs", "auto",
+         "--metrics", "bleu,exact", "--renormalize_logits", "False", "--source_prefix", "a_b: "]
+    )  # fmt: skip
+    assert (namespace.model, namespace.input, namespace.output) == ("m", "i", "o")
+    assert generation == {
+        "do_sample": True, "early_stopping": "never", "num_beams": 4, "length_penalty": -1.5, "use_cache": False,
+        "bad_words_ids": [[1]], "renormalize_logits": False,
+    }  # fmt: skip
+    assert (namespace.input_column, namespace.dtype, namespace.batch_size) == ("article", "fp16", "auto")
+    assert (namespace.metrics, namespace.prefix) == (("bleu", "exact"), "a_b: ")
+
+
+def test_words_after_a_double_dash_are_left_alone():
+    assert normalise(["--do_sample", "x_y", "--", "--a_b"], {"--do-sample"}) == [
+        "--do-sample=true",
+        "x_y",
+        "--",
+        "--a_b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: MODEL, INPUT, OUTPUT"),
+        (["m", "i", "o", "--num-beam", "3"], "unknown option --num-beam: did you mean --num-beams?"),
+        (["m", "i", "o", "extra"], "unexpected argument 'extra'"),
+        (["m", "i", "o", "--num-beams", "three"], "'three' is not a value of type int"),
+        (["m", "i", "o", "--bad-words-ids", "[[1"], "not valid JSON"),
+        (["m", "i", "o", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o", "--batch-size", "0"], "at least 1"),
+        (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "unknown metric 'meteor'"),
+        (["m", "i", "o", "--metrics", "bleu"], "need references"),
+        (["m", "i", "o", "--dtype", "fp8"], "choose from fp32, fp16, bf16"),
+        (["m", "i", "-", "--resume"], "standard output cannot be continued"),
+        (["m", "/none/i.txt", "o"], "no such file"),
+    ],
+)
+def test_usage_errors_are_one_line(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert call(*words) == 2
+    assert message in one_line(capsys)
+
+
+def test_setup_errors_are_one_line(bart, inputs, tmp_path, capsys):
+    out = tmp_path / "out.txt"
+    (tmp_path / "g.json").write_text("{")
+    (tmp_path / "short.txt").write_text("x\n")
+    (tmp_path / "taken.txt").write_text("old")
+    for words, message in (
+        ([tmp_path / "none", inputs, out], "no such directory"),
+        ([bart, inputs, tmp_path / "none" / "out.txt"], "does not exist"),
+        ([bart, inputs, tmp_path / "taken.txt"], "exists already"),
+        ([bart, inputs, out, "--generation-config", tmp_path / "g.json"], "not valid JSON"),
+        ([bart, inputs, out, "--generation-config", tmp_path / "none.json"], "cannot read the generation config"),
+        ([bart, inputs, out, "--reference", tmp_path / "none.txt"], "does not exist"),
+        ([bart, inputs, out, "--reference", tmp_path / "short.txt"], "has 1 lines but the input has 40"),
+        ([bart, inputs, out, "--score-path", tmp_path / "none" / "s.json", "--reference", inputs], "cannot write"),
+        ([bart, inputs, out, "--num-beams", "0"], "every record"),
+        ([bart, inputs, inputs, "--overwrite"], "same file"),
+    ):
+        assert call(*words, "--quiet", "--device", "cpu") == 2, words
+        assert message in one_line(capsys)
+    assert not out.exists()
+    assert (tmp_path / "taken.txt").read_text() == "old"
+
+
+def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
+    # As root every file can be written, so the answer of the system is given for it.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert call(bart, inputs, tmp_path / "out.txt") == 2
+    assert "permission denied" in one_line(capsys)
+
+
+def test_done_and_skipped_and_strict(bart, tmp_path, capsys):
+    source = tmp_path / "in.txt"
+    source.write_text("light\nday\n")
+    assert call(bart, source, tmp_path / "out.txt", *FAST) == 0
+    said = capsys.readouterr().err
+    assert "samples/s" in said
+    assert "% for post-processing" in said
+    source.write_text("light\n\nday\n")
+    assert call(bart, source, tmp_path / "out.txt", *FAST, "--quiet", "--overwrite") == 1
+    assert "1 of 3 records skipped" in one_line(capsys)
+    assert (tmp_path / "out.txt").read_text().split("\n")[1] == ""
+    assert call(bart, source, tmp_path / "strict.txt", *FAST, "--quiet", "--strict") == 1
+    assert "line 2: the text is empty" in one_line(capsys)
+    assert not (tmp_path / "strict.txt").exists()
+
+
+def test_standard_input_and_output(bart, tmp_path, monkeypatch):
+    texts = tiny.sentences(6)
+    source = tmp_path / "in.txt"
+    source.write_text("\n".join(texts))
+    assert call(bart, source, tmp_path / "out.txt", *FAST, "--quiet") == 0
+    stream = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream))
+    assert call(bart, "-", "-", *FAST, "--quiet") == 0
+    assert stream.getvalue() == (tmp_path / "out.txt").read_bytes()
+
+
+def test_without_fastgen_the_output_is_the_same(bart, gpt2, inputs, tmp_path):
+    for model, name in ((bart, "bart"), (gpt2, "gpt2")):
+        for way, flag in (("with", []), ("without", ["--no-fastgen"])):
+            out = tmp_path / f"{name}-{way}.jsonl"
+            report = tmp_path / f"{way}.json"
+            assert call(model, inputs, out, *FAST, "--quiet", "--token-ids", "--report", report, *flag) == 0
+        assert (tmp_path / f"{name}-with.jsonl").read_bytes() == (tmp_path / f"{name}-without.jsonl").read_bytes()
+
+
+def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, capsys, monkeypatch):
+    from fastgen.pipeline.model import ModelStage
+
+    run = ModelStage.run
+    done = []
+
+    def interrupted(self, batch):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(batch)
+        return run(self, batch)
+
+    words = [bart, inputs, tmp_path / "out.txt", *FAST, "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelStage, "run", interrupted)
+        assert call(*words) == 130
+    said = one_line(capsys)
+    assert said.startswith("fastgen-generate: interrupted; to continue: fastgen-generate ")
+    assert said.rstrip().endswith("--resume")
+    assert call(*said.split("to continue: fastgen-generate ")[1].split()) == 0
+    assert call(*words[:2], tmp_path / "whole.txt", *words[3:]) == 0
+    assert (tmp_path / "out.txt").read_bytes() == (tmp_path / "whole.txt").read_bytes()
+
+
+def test_debug_shows_where(bart, inputs, tmp_path):
+    from fastgen.pipeline import SetupError
+
+    with pytest.raises(SetupError):
+        call(tmp_path / "none", inputs, tmp_path / "out.txt", "--debug")
+
+
+def command(*words):
+    return [sys.executable, "-m", "fastgen_cli.generate", *map(str, words)]
+
+
+def test_help_and_errors_import_nothing_heavy():
+    code = (
+        "import sys; from fastgen_cli.generate import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert main(['m', 'i', 'o', '--nonsense']) == 2\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--no-repeat-ngram-size" in done.stdout
+
+
+def test_a_killed_run_resumes_to_the_same_file_and_leaves_no_worker(bart, tmp_path):
+    """kill -9 in the middle of sampling with a worker process; the exit status of both commands."""
+    psutil = pytest.importorskip("psutil")
+    source = tmp_path / "in.txt"
+    source.write_text("\n".join(tiny.sentences(400)) + "\n")
+    out = tmp_path / "out.jsonl"
+    options = ["--do-sample", "--max-new-tokens", "25", "--batch-size", "4", "--device", "cpu", "--quiet",
+               "--detokenizer", "moses", "--workers", "1"]  # fmt: skip
+    process = subprocess.Popen(command(bart, source, out, *options))
+    partial = Path(f"{out}.partial")
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.read_bytes().count(b'{"batch"') >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert not out.exists()
+    done = partial.read_bytes().count(b'{"batch"')
+    assert 3 <= done < 100
+    report = tmp_path / "report.json"
+    assert call(bart, source, out, *options, "--resume", "--report", report) == 0
+    assert json.loads(report.read_text())["resumed_samples"] == 4 * done
+    assert call(bart, source, tmp_path / "whole.jsonl", *options, "--workers", "0") == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_the_exit_status_of_the_command(tmp_path):
+    done = subprocess.run(command(tmp_path / "none", "-", "-"), input=b"", capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.decode().count("\n") == 1

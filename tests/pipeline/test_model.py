@@ -1,0 +1,312 @@
+"""The model stage: padding, scores, memory that runs out, rows that the model refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.model import (
+    HOPELESS,
+    ModelStage,
+    automatic_batch,
+    depends_on_padding,
+    is_out_of_memory,
+    load,
+    token_count,
+)
+from fastgen.pipeline.planner import Batch, Prepared
+from fastgen.pipeline.readers import Record
+from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.tokens import Decoder, Encoder
+from tests.pipeline import tiny
+
+
+def settings(model, output="out.jsonl", **options):
+    generation = {"max_new_tokens": 6} | options.pop("generation", {})
+    return Settings(model=str(model), input="-", output=output, device="cpu", generation=generation, **options)
+
+
+def batch(loaded, asked, texts):
+    records = [Record(position, position + 1, position, text) for position, text in enumerate(texts)]
+    rows = [row for row in Encoder(loaded, asked)(records) if isinstance(row, Prepared)]
+    return Batch(0, 0, sorted(rows, key=lambda row: -len(row.ids)))
+
+
+def outputs(loaded, asked, generated):
+    """Per record: texts of its sequences and the rest of the result."""
+    decoded = Decoder(loaded, asked)(generated)
+    return {result["position"]: (texts, result) for result, texts, _ in decoded}
+
+
+@pytest.mark.parametrize("kind", ["bart", "gpt2"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_batch_gives_what_each_text_gives_alone(kind, beams, request):
+    asked = settings(request.getfixturevalue(kind), generation={"num_beams": beams, "num_return_sequences": beams})
+    asked = settings(asked.model, token_ids=True, generation=dict(asked.generation))
+    loaded = load(asked)
+    texts = tiny.sentences(7)
+    found = outputs(loaded, asked, ModelStage(loaded, asked).run(batch(loaded, asked, texts)))
+    assert sorted(found) == list(range(7))
+    for position, text in enumerate(texts):
+        ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
+        own = loaded.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, num_beams=beams,
+            num_return_sequences=beams, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        new = own.sequences[:, 1 if kind == "bart" else ids.shape[1] :]
+        texts_found, result = found[position]
+        assert texts_found == loaded.tokenizer.batch_decode(new, skip_special_tokens=True)
+        assert result["input_tokens"] == ids.shape[1]
+        ends = {loaded.model.generation_config.eos_token_id}
+        assert result["output_tokens"] == [token_count(row.tolist(), frozenset(ends), loaded.pad_id) for row in new]
+        assert result["token_ids"] == [
+            row[:count].tolist() for row, count in zip(new, result["output_tokens"], strict=True)
+        ]
+        if beams > 1:
+            scores = own.sequences_scores.tolist()
+        else:
+            steps = loaded.model.compute_transition_scores(own.sequences, own.scores, normalize_logits=True)
+            scores = [float(steps[0][: result["output_tokens"][0]].sum())]
+        assert result["scores"] == pytest.approx(scores, abs=1e-4)
+
+
+def test_prompts_are_padded_on_the_left(gpt2, monkeypatch):
+    asked = settings(gpt2)
+    loaded = load(asked)
+    seen = {}
+    generate = loaded.model.generate
+
+    def spy(**options):
+        seen.update(options)
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", spy)
+    rows = batch(loaded, asked, ["god", "in the beginning god created"])
+    ModelStage(loaded, asked).run(rows)
+    width = rows.width
+    short = len(rows.rows[1].ids)
+    assert seen["attention_mask"][1].tolist() == [0] * (width - short) + [1] * short
+    assert seen["input_ids"][1, width - short :].tolist() == rows.rows[1].ids
+
+
+def test_the_prompt_can_be_kept(gpt2):
+    asked = settings(gpt2, include_prompt=True)
+    loaded = load(asked)
+    plain = settings(gpt2)
+    rows = batch(loaded, asked, ["in the beginning", "god"])
+    kept = outputs(loaded, asked, ModelStage(loaded, asked).run(rows))
+    new = outputs(loaded, plain, ModelStage(loaded, plain).run(rows))
+    for position, text in enumerate(["in the beginning", "god"]):
+        assert kept[position][0][0].startswith(text)
+        assert new[position][0][0] in kept[position][0][0]
+
+
+def fails_above(loaded, monkeypatch, rows_that_fit, error):
+    """Make generate fail for batches with more rows; returns the row counts that it was called with."""
+    calls = []
+    generate = loaded.model.generate
+
+    def limited(**options):
+        calls.append(len(options["input_ids"]))
+        if calls[-1] > rows_that_fit:
+            raise error
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", limited)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_split_and_the_size_remembered(bart, monkeypatch, error):
+    asked = settings(bart)
+    loaded = load(asked)
+    texts = [text + " and" for text in tiny.sentences(13)]
+    rows = batch(loaded, asked, texts)
+    expected = outputs(loaded, asked, ModelStage(loaded, asked).run(rows))
+    stage = ModelStage(loaded, asked)
+    calls = fails_above(loaded, monkeypatch, 3, error)
+    first = outputs(loaded, asked, stage.run(rows))
+    assert {p: texts for p, (texts, _) in first.items()} == {p: texts for p, (texts, _) in expected.items()}
+    assert stage.out_of_memory > 0
+    tried = len(calls)
+    again = stage.run(rows)
+    assert max(calls[tried:]) <= 3, "the size that failed is not tried again"
+    assert outputs(loaded, asked, again).keys() == expected.keys()
+    assert not again.failures
+
+
+def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
+    asked = settings(bart)
+    loaded = load(asked)
+    rows = batch(loaded, asked, ["god said " * 8, "light", "day"])
+    generate = loaded.model.generate
+
+    def limited(**options):
+        if options["input_ids"].shape[1] > 20:
+            raise torch.OutOfMemoryError("out of memory")
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", limited)
+    done = ModelStage(loaded, asked).run(rows)
+    assert [(row.record.position, problem.kind) for row, problem in done.failures] == [(0, "out-of-memory")]
+    assert sorted(outputs(loaded, asked, done)) == [1, 2]
+
+
+def poisoned(loaded, monkeypatch, token):
+    """Make generate fail for batches that hold a token."""
+    generate = loaded.model.generate
+
+    def refuses(**options):
+        if token is None or (options["input_ids"] == token).any():
+            raise ValueError("a record the model refuses")
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", refuses)
+
+
+def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
+    asked = settings(bart)
+    loaded = load(asked)
+    rows = batch(loaded, asked, ["light", "light Z", "day", "night"])
+    poisoned(loaded, monkeypatch, loaded.tokenizer.convert_tokens_to_ids("Z"))
+    stage = ModelStage(loaded, asked)
+    done = stage.run(rows)
+    stage.finish()
+    assert [(row.record.position, problem.kind) for row, problem in done.failures] == [(1, "model-error")]
+    assert sorted(outputs(loaded, asked, done)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("count", [2, HOPELESS + 3])
+def test_a_model_that_refuses_everything_is_no_matter_of_records(bart, monkeypatch, count):
+    asked = settings(bart)
+    loaded = load(asked)
+    poisoned(loaded, monkeypatch, None)
+    stage = ModelStage(loaded, asked)
+    with pytest.raises(SetupError, match="every record: a record the model refuses"):
+        stage.run(batch(loaded, asked, tiny.sentences(count)))
+        stage.finish()
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "generation", "limit"),
+    [
+        ("bart", {}, 64),
+        ("gpt2", {}, 58),
+        ("gpt2", {"max_new_tokens": None, "max_length": 20}, 19),
+        ("gpt2", {"max_new_tokens": None}, 63),
+    ],
+)
+def test_inputs_longer_than_the_model_has_room_for(kind, generation, limit, request):
+    asked = settings(request.getfixturevalue(kind), generation=generation)
+    loaded = load(asked)
+    assert loaded.positions == limit
+    extra = 2 if kind == "bart" else 0
+    fits = Record(0, 1, 0, "A" * (limit - extra))
+    result = Encoder(loaded, asked)([fits, Record(1, 2, 1, "A" * (limit - extra + 1))])
+    assert isinstance(result[0], Prepared)
+    assert result[1].problem.kind == "too-long"
+
+
+def test_truncation(bart, gpt2):
+    text = "A" * 70 + "B"
+    for model, keeps in ((bart, "A"), (gpt2, "B")):
+        for options, length in (({"truncation": True}, 64 if model is bart else 58), ({"max_source_length": 9}, 9)):
+            asked = settings(model, **options)
+            loaded = load(asked)
+            row = Encoder(loaded, asked)([Record(0, 1, 0, text)])[0]
+            assert len(row.ids) == length
+            decoded = loaded.tokenizer.decode(row.ids, skip_special_tokens=True)
+            assert decoded.endswith(keeps)
+
+
+def test_the_last_word_on_a_generation_option(bart, tmp_path):
+    from transformers import AutoConfig, GenerationConfig
+
+    model = tiny.bart(tmp_path / "model")
+    GenerationConfig(
+        num_beams=2, length_penalty=0.5, max_length=30, min_length=3, forced_eos_token_id=2
+    ).save_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    config.task_specific_params = {"summarization": {"prefix": "sum: ", "length_penalty": 2.0, "min_length": 7}}
+    config.save_pretrained(model)
+    (tmp_path / "g.json").write_text('{"min_length": 8, "top_k": 7}')
+    loaded = load(settings(model, task="summarization", generation_config=str(tmp_path / "g.json"),
+                           generation={"top_k": 9, "max_new_tokens": None, "forced_eos_token_id": None}))  # fmt: skip
+    own = loaded.generation
+    assert (own.num_beams, own.length_penalty, own.min_length, own.top_k) == (2, 2.0, 8, 9)
+    assert (own.max_length, own.forced_eos_token_id) == (30, None)
+    assert loaded.prefix == "sum: "
+    assert load(settings(model)).prefix == ""
+    assert load(settings(model, task="summarization", prefix="")).prefix == ""
+    with pytest.raises(SetupError, match="unknown task"):
+        load(settings(model, task="dance"))
+
+
+def test_options_whose_effect_depends_on_padding(bart, gpt2):
+    def depends(model, **generation):
+        return depends_on_padding(load(settings(model, generation=generation)))
+
+    assert not depends(gpt2)
+    assert depends(gpt2, max_new_tokens=None, max_length=30)
+    assert depends(gpt2, repetition_penalty=1.2)
+    assert depends(gpt2, min_length=3)
+    assert not depends(bart, max_new_tokens=None, max_length=30, repetition_penalty=1.2)
+
+
+def test_automatic_batches_shrink_with_the_memory(bart, monkeypatch):
+    loaded = load(settings(bart))
+    sizes = []
+    for memory in (1 << 40, 1 << 24, 1 << 20, 1):
+        monkeypatch.setattr("fastgen.pipeline.model.free_memory", lambda device, memory=memory: memory)
+        sizes.append(automatic_batch(loaded))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == (64, 64 * 64)
+    assert sizes[-1] == (1, 64)
+
+
+def test_setup_errors(bart, tmp_path):
+    with pytest.raises(SetupError, match="no such directory"):
+        load(settings(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SetupError, match="cannot be loaded"):
+        load(settings(tmp_path / "empty"))
+    with pytest.raises(SetupError, match="device nonsense"):
+        load(Settings(model=str(bart), input="-", output="-", device="nonsense"))
+    with pytest.raises(SetupError, match="do not fit together"):
+        load(settings(bart, generation={"early_stopping": "perhaps"}))
+
+
+class _Multilingual:
+    """As much of a multilingual tokenizer as is asked for its languages."""
+
+    src_lang = "en_XX"
+    lang_code_to_id = {"en_XX": 5, "de_DE": 6}
+    unk_token_id = 3
+
+    def convert_tokens_to_ids(self, token):
+        return 3
+
+
+def test_languages():
+    from fastgen.pipeline.model import _languages
+
+    asked = Settings(model="m", input="-", output="-", src_lang="de_DE", tgt_lang="en_XX")
+    tokenizer = _Multilingual()
+    assert _languages(tokenizer, None, asked) == {"forced_bos_token_id": 5}
+    assert tokenizer.src_lang == "de_DE"
+    asked = Settings(model="m", input="-", output="-", src_lang="xx", tgt_lang="en_XX")
+    with pytest.raises(SetupError, match="does not know the language 'xx'"):
+        _languages(tokenizer, None, asked)

@@ -1,0 +1,98 @@
+"""Every record in exactly one batch, batches within their bounds, and the same plan every time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.planner import Batch, Prepared, Resumed, Rules, Window, cut, plan, split_rows
+from fastgen.pipeline.readers import BadRecord, Problem, Record
+
+LENGTHS = st.lists(st.integers(1, 50), max_size=80)
+RULES = st.builds(Rules, st.integers(1, 9), st.none() | st.integers(1, 200), st.booleans())
+
+
+@given(LENGTHS, RULES)
+def test_batches_hold_every_row_once_and_keep_their_bounds(lengths, rules):
+    batches = cut(lengths, rules)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        width = max(lengths[index] for index in batch)
+        assert len(batch) <= rules.batch_size
+        assert rules.max_tokens is None or len(batch) == 1 or len(batch) * width <= rules.max_tokens
+        assert not rules.equal_lengths or {lengths[index] for index in batch} == {width}
+    flat = [lengths[index] for batch in batches for index in batch]
+    assert flat == sorted(lengths, reverse=True)
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_as_few_batches_as_the_batch_size_allows(lengths, batch_size):
+    assert len(cut(lengths, Rules(batch_size))) == -(-len(lengths) // batch_size)
+
+
+def records(lengths):
+    """Records whose text is their length; 0 stands for a bad one."""
+    for position, length in enumerate(lengths):
+        if length:
+            yield Record(position, position + 1, position, str(length))
+        else:
+            yield BadRecord(position, position + 1, position, Problem("empty", "the text is empty"))
+
+
+def prepare(chunk):
+    return [Prepared(record, [7] * int(record.text)) for record in chunk]
+
+
+@given(st.lists(st.integers(0, 20), max_size=300), st.integers(1, 3), st.data())
+def test_a_resumed_plan_is_the_rest_of_the_whole_one(lengths, batch_size, data):
+    rules = Rules(batch_size)
+    whole = list(plan(records(lengths), prepare, rules, Resumed()))
+    position = 0
+    for item in whole:
+        if isinstance(item, Window):
+            assert item.start == position
+            assert [bad.position for bad in item.bad] == [
+                p for p in range(position, position + item.count) if lengths[p] == 0
+            ]
+            position += item.count
+    assert position == len(lengths)
+    seen = [row.record.position for item in whole if isinstance(item, Batch) for row in item.rows]
+    assert sorted(seen) == [p for p, length in enumerate(lengths) if length]
+
+    done = data.draw(st.integers(0, len(whole)))
+    resumed = Resumed()
+    for item in whole[:done]:
+        if isinstance(item, Window):
+            resumed.windows[item.index] = item
+        else:
+            resumed.done.setdefault(item.window, set()).add(item.index)
+    assert list(plan(records(lengths), prepare, rules, resumed)) == whole[done:]
+
+
+def test_a_resumed_plan_refuses_another_input():
+    rules = Rules(2)
+    first = next(iter(plan(records([1, 2, 3]), prepare, rules, Resumed())))
+    resumed = Resumed()
+    resumed.windows[0] = first
+    with pytest.raises(SetupError, match="not the one"):
+        list(plan(records([1, 2]), prepare, rules, resumed))
+
+
+def test_a_complete_window_is_not_tokenised_again():
+    rules = Rules(2)
+    whole = list(plan(records([1, 2, 3]), prepare, rules, Resumed()))
+    resumed = Resumed()
+    resumed.windows[0] = whole[0]
+    resumed.done[0] = {0, 1}
+    assert list(plan(records([1, 2, 3]), lambda chunk: pytest.fail("tokenised"), rules, resumed)) == []
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_splitting_keeps_rows_and_their_order(count, parts):
+    rows = prepare(records([1] * count))
+    pieces = split_rows(rows, parts)
+    assert [row for piece in pieces for row in piece] == rows
+    assert len(pieces) == min(parts, count)
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1

@@ -1,0 +1,247 @@
+"""Runs from end to end in this process: order, formats, interruption and resumption, bad records, metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastgen.pipeline import SetupError, StrictError, generate_dataset
+from fastgen.pipeline.model import ModelStage
+from tests.pipeline import tiny
+
+BEAMS = {"num_beams": 2, "max_new_tokens": 5}
+SAMPLED = {"do_sample": True, "max_new_tokens": 5}
+
+
+def run(model, source, output, **options):
+    defaults = {"generation": BEAMS, "batch_size": 4, "device": "cpu", "quiet": True, "workers": 0}
+    return generate_dataset(model, source, output, **(defaults | options))
+
+
+def content(path):
+    """The bytes of a text output, the rows of a Parquet one."""
+    if path.suffix != ".parquet":
+        return path.read_bytes()
+    from pyarrow import parquet
+
+    return parquet.read_table(path).to_pylist()
+
+
+def one_by_one(model, texts):
+    """Outputs without any of the pipeline."""
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    own = AutoModelForSeq2SeqLM.from_pretrained(model)
+    return [
+        tokenizer.decode(own.generate(**tokenizer(text, return_tensors="pt"), **BEAMS)[0], skip_special_tokens=True)
+        for text in texts
+    ]
+
+
+def test_outputs_are_those_of_each_record_alone_in_input_order(bart, inputs, tmp_path):
+    report = run(bart, inputs, tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+    texts = inputs.read_text().splitlines()
+    assert [row["input"] for row in rows] == texts
+    assert [row["id"] for row in rows] == list(range(len(texts)))
+    assert [row["text"] for row in rows] == one_by_one(bart, texts)
+    assert (report.samples, report.skipped) == (len(texts), 0)
+    assert report.tokens == sum(sum(row["output_tokens"]) for row in rows)
+    assert report.seconds["generate"] >= report.seconds["model"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
+
+
+def test_how_records_are_batched_does_not_show_in_the_output(bart, inputs, tmp_path):
+    run(bart, inputs, tmp_path / "a.txt", batch_size=4)
+    run(bart, inputs, tmp_path / "b.txt", batch_size=13, max_tokens=60)
+    run(bart, inputs, tmp_path / "c.txt", batch_size="auto")
+    assert content(tmp_path / "a.txt") == content(tmp_path / "b.txt") == content(tmp_path / "c.txt")
+
+
+def interrupt_after(monkeypatch, batches):
+    """Ctrl-C in the middle of a batch, once the given number has been done."""
+    count = 0
+    original = ModelStage.run
+
+    def interrupted(self, batch):
+        nonlocal count
+        count += 1
+        if count > batches:
+            raise KeyboardInterrupt
+        return original(self, batch)
+
+    monkeypatch.setattr(ModelStage, "run", interrupted)
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("generation", [BEAMS, SAMPLED], ids=["beams", "sampled"])
+def test_an_interrupted_run_ends_in_the_same_file(bart, inputs, tmp_path, form, generation):
+    options = {"generation": generation, "reference": str(inputs), "metrics": ("chrf", "exact")}
+    whole = run(bart, inputs, tmp_path / f"whole.{form}", **options)
+    path = tmp_path / f"out.{form}"
+    for batches in (0, 3, 2, 1):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt_after(patch, batches)
+            run(bart, inputs, path, resume=True, **options)
+        assert not path.exists()
+    assert Path(f"{path}.partial").read_bytes().count(b'{"batch"') == 6
+    report = run(bart, inputs, path, resume=True, **options)
+    assert content(path) == content(tmp_path / f"whole.{form}")
+    assert report.metrics == whole.metrics
+    assert report.resumed_samples == 24
+    assert not Path(f"{path}.partial").exists()
+
+
+def test_a_seed_decides_what_is_sampled(bart, inputs, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(bart, inputs, tmp_path / name, generation=SAMPLED, seed=seed)
+    assert content(tmp_path / "a") == content(tmp_path / "b") != content(tmp_path / "c")
+
+
+def test_resuming_with_other_settings_is_refused(bart, inputs, tmp_path, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 2)
+        run(bart, inputs, tmp_path / "out.txt")
+    for change, message in (
+        ({"generation": BEAMS | {"num_beams": 3}}, "generation.num_beams was 2 and is now 3"),
+        ({"batch_size": 5}, "batch_size was 4 and is now 5"),
+        ({"prefix": "x"}, "prefix was"),
+        ({"limit": 5}, "limit was"),
+        ({"input": tmp_path / "other.txt"}, "input"),
+    ):
+        (tmp_path / "other.txt").write_text("one\n")
+        source = change.pop("input", inputs)
+        with pytest.raises(SetupError, match=message):
+            run(bart, source, tmp_path / "out.txt", resume=True, **change)
+    report = run(bart, inputs, tmp_path / "out.txt", resume=True, workers=1, quiet=False)
+    assert report.resumed_samples == 8
+
+
+def test_running_out_of_memory_loses_nothing(bart, inputs, tmp_path, monkeypatch):
+    import torch
+    from transformers import BartForConditionalGeneration
+
+    run(bart, inputs, tmp_path / "whole.txt", batch_size=16)
+    generate = BartForConditionalGeneration.generate
+
+    def limited(self, **options):
+        if options["input_ids"].numel() > 100:
+            raise torch.OutOfMemoryError("out of memory")
+        return generate(self, **options)
+
+    monkeypatch.setattr(BartForConditionalGeneration, "generate", limited)
+    report = run(bart, inputs, tmp_path / "out.txt", batch_size=16)
+    assert report.out_of_memory > 0
+    assert report.skipped == 0
+    assert content(tmp_path / "out.txt") == content(tmp_path / "whole.txt")
+
+
+def test_every_kind_of_bad_record_is_reported_and_skipped(bart, tmp_path):
+    rows = ['{"text": "light"}', "{", '{"text": 5}', '{"text": " "}', '{"t": "x"}', json.dumps({"text": "A" * 90}), "",
+            '{"text": "day"}']  # fmt: skip
+    source = tmp_path / "in.jsonl"
+    source.write_bytes("\n".join(rows).encode() + b"\n\xff\n")
+    report = run(bart, source, tmp_path / "out.txt", input_column="text")
+    assert (report.samples, report.skipped) == (2, 7)
+    lines = (tmp_path / "out.txt").read_text().split("\n")
+    assert [bool(line) for line in lines] == [True, False, False, False, False, False, False, True, False, False]
+    errors = [json.loads(line) for line in (tmp_path / "out.txt.errors.jsonl").read_text().splitlines()]
+    assert [(error["line"], error["error"]) for error in errors] == [
+        (2, "malformed"), (3, "wrong-type"), (4, "empty"), (5, "missing-column"), (6, "too-long"), (7, "empty"),
+        (9, "invalid-utf8"),
+    ]  # fmt: skip
+    good = tmp_path / "good.txt"
+    good.write_text("light\nday\n")
+    run(bart, good, tmp_path / "alone.txt")
+    assert [line for line in lines if line] == (tmp_path / "alone.txt").read_text().split("\n")[:-1]
+
+
+def test_bad_records_survive_an_interruption(bart, tmp_path):
+    source = tmp_path / "in.txt"
+    source.write_text("\n".join(["", *tiny.sentences(9), "", "A" * 90]) + "\n")
+    run(bart, source, tmp_path / "whole.jsonl")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 1)
+        run(bart, source, tmp_path / "out.jsonl")
+    report = run(bart, source, tmp_path / "out.jsonl", resume=True)
+    assert report.skipped == 3
+    assert content(tmp_path / "out.jsonl") == content(tmp_path / "whole.jsonl")
+    assert content(tmp_path / "out.jsonl.errors.jsonl") == content(tmp_path / "whole.jsonl.errors.jsonl")
+
+
+def test_strict_stops_at_the_first_bad_record(bart, tmp_path):
+    source = tmp_path / "in.txt"
+    source.write_text("light\n\nday\n\n")
+    with pytest.raises(StrictError, match="line 2: the text is empty"):
+        run(bart, source, tmp_path / "out.txt", strict=True)
+    assert not (tmp_path / "out.txt").exists()
+    assert run(bart, source, tmp_path / "out.txt", resume=True).skipped == 2
+
+
+def test_a_model_that_fails_on_everything_leaves_nothing_behind(bart, inputs, tmp_path, monkeypatch):
+    from transformers import BartForConditionalGeneration
+
+    def fails(self, **options):
+        raise ValueError("no such option")
+
+    monkeypatch.setattr(BartForConditionalGeneration, "generate", fails)
+    with pytest.raises(SetupError, match="every record: no such option"):
+        run(bart, inputs, tmp_path / "out.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt"]
+
+
+def test_metrics_are_those_of_the_libraries(bart, inputs, tmp_path):
+    from sacrebleu import corpus_bleu, corpus_chrf
+    from sacremoses import MosesDetokenizer
+
+    outputs = one_by_one(bart, inputs.read_text().splitlines())
+    moses = MosesDetokenizer(lang="en")
+    outputs = [moses.detokenize(text.split()) for text in outputs]
+    references = [text[: len(text) // 2] + "!" for text in outputs]
+    reference = tmp_path / "ref.jsonl"
+    reference.write_text("".join(json.dumps(text) + "\n" for text in references))
+    report = run(
+        bart, inputs, tmp_path / "out.jsonl", reference=str(reference), metrics=("bleu", "chrf", "exact"),
+        detokenizer="moses", workers=1, score_path=str(tmp_path / "scores.json"), report=str(tmp_path / "report.json"),
+    )  # fmt: skip
+    assert report.metrics["bleu"] == corpus_bleu(outputs, [references]).score
+    assert report.metrics["chrf"] == corpus_chrf(outputs, [references]).score
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores == report.metrics | {"samples": 40, "skipped": 0}
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["samples"] == 40
+    assert written["peak_memory_bytes"] > 1 << 20
+    assert written["waiting_for_output_share"] >= 0
+
+
+def test_a_failing_stage_stops_the_run(bart, inputs, tmp_path, monkeypatch):
+    from fastgen.pipeline.writers import FileOutput
+
+    def full(self, window, index, results):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileOutput, "batch", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(bart, inputs, tmp_path / "out.txt")
+
+
+def test_a_model_in_memory(bart, inputs, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(bart)
+    run(model, inputs, tmp_path / "a.txt", tokenizer=AutoTokenizer.from_pretrained(bart))
+    run(bart, inputs, tmp_path / "b.txt")
+    assert content(tmp_path / "a.txt") == content(tmp_path / "b.txt")
+    with pytest.raises(SetupError, match="tokenizer"):
+        run(model, inputs, tmp_path / "c.txt")
+
+
+def test_importing_the_pipeline_imports_nothing_heavy():
+    import subprocess
+    import sys
+
+    code = "import sys, fastgen.pipeline; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,75 @@
+"""Tiny models with random weights and a tokenizer trained on a few lines, saved as `save_pretrained` directories."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+WORDS = (
+    "in the beginning god created heaven and earth was without form void darkness upon face of deep spirit moved "
+    "waters said let there be light saw that it good divided from called day night evening morning were first"
+).split()
+
+
+def sentences(count: int, seed: int = 0, longest: int = 14) -> list[str]:
+    """Sentences of different lengths, the same each time."""
+    source = random.Random(seed)
+    return [" ".join(source.choices(WORDS, k=source.randint(1, longest))) for _ in range(count)]
+
+
+def tokenizer(encoder_decoder: bool):
+    """A byte-pair tokenizer of a few hundred tokens; with `encoder_decoder` it puts <s> and </s> around a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    raw.train_from_iterator(sentences(200), trainer)
+    if encoder_decoder:
+        raw.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def bart(folder: Path, **changes) -> Path:
+    """An encoder-decoder with 64 positions."""
+    import torch
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    tokens = tokenizer(encoder_decoder=True)
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=len(tokens), d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
+        bos_token_id=0, pad_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(BartConfig(**(options | changes))).eval()
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def gpt2(folder: Path, **changes) -> Path:
+    """A decoder-only model with 64 positions and no padding token."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = tokenizer(encoder_decoder=False)
+    tokens.pad_token = None
+    torch.manual_seed(1)
+    options = dict(
+        vocab_size=len(tokens), n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(GPT2Config(**(options | changes))).eval()
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
