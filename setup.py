@@ -90,8 +90,7 @@ def extensions() -> list[Extension]:
         elif cuda_major(nvcc) != about["cuda"].split(".")[0]:
             say(f"torch was built with CUDA {about['cuda']}, of which nvcc is not; {reference} on CUDA")
         else:
-            found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda", "cudart"], [("USE_CUDA", None)]))
-            found[-1].library_dirs.append(str(Path(nvcc).resolve().parent.parent / ("lib/x64" if WINDOWS else "lib64")))
+            found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda"], [("USE_CUDA", None)]))
     return found
 
 
@@ -105,37 +104,35 @@ class BuildLibraries(build_ext):
         return []
 
     def build_extension(self, extension: Extension) -> None:
+        built = Path(self.get_ext_fullpath(extension.name))
         try:
-            super().build_extension(extension)
+            if extension.sources[0].endswith(".cu"):
+                self.build_with_nvcc(extension, built)
+            else:
+                super().build_extension(extension)
         except Exception as error:  # whatever it was, the package is complete without the library
             reason = " ".join(str(error).split()) or type(error).__name__
             say(f"{extension.name} was not built ({reason}); the operators will run on their torch reference")
+            built.unlink(missing_ok=True)
 
-    def build_extensions(self) -> None:
-        compile_with_host_compiler = self.compiler.compile
+    def build_with_nvcc(self, extension: Extension, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = [find_nvcc(), "-shared", "-o", str(target), *extension.sources, *extension.extra_compile_args]
+        command += ["-arch", os.environ.get("FASTGEN_CUDA_ARCH", "all-major"), "--cudart", "shared"]
+        command += [f"-D{name}={value}" if value else f"-D{name}" for name, value in extension.define_macros]
+        command += [option for path in extension.include_dirs for option in ("-isystem", path)]
+        command += [f"-L{path}" for path in extension.library_dirs] + [f"-l{name}" for name in extension.libraries]
+        if not WINDOWS:
+            command += ["-Xcompiler", "-fPIC"]
+        subprocess.run(command, check=True)
 
-        def compile(sources: list[str], *args, **kwargs) -> list[str]:
-            if sources[0].endswith(".cu"):
-                return self.compile_cuda(sources, *args, **kwargs)
-            return compile_with_host_compiler(sources, *args, **kwargs)
-
-        self.compiler.compile = compile
-        super().build_extensions()
-
-    def compile_cuda(self, sources: list[str], output_dir: str, macros, include_dirs, extra_postargs, **_) -> list[str]:
-        objects = []
-        for source in sources:
-            target = Path(output_dir, source).with_suffix(".obj" if WINDOWS else ".o")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            command = [find_nvcc(), "-c", source, "-o", str(target), *extra_postargs]
-            command += ["-arch", os.environ.get("FASTGEN_CUDA_ARCH", "all-major")]
-            command += [f"-D{name}={value}" if value else f"-D{name}" for name, value in macros]
-            command += [option for path in include_dirs for option in ("-isystem", path)]
-            if not WINDOWS:
-                command += ["-Xcompiler", "-fPIC"]
-            subprocess.run(command, check=True)
-            objects.append(str(target))
-        return objects
+    def copy_extensions_to_source(self) -> None:
+        # A library of an earlier build is not what the sources say any more.
+        for extension in self.extensions:
+            name = self.get_ext_filename(extension.name)
+            if not Path(self.build_lib, name).exists():
+                Path(name).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
 
 
 class Wheel(bdist_wheel):

@@ -31,6 +31,22 @@ assert torch.ops.fastgen.no_repeat_ngram_(scores, torch.tensor([[1, 2, 1]]), Non
 assert scores.isinf().tolist() == [[False, False, True, False]]
 print(ops.backends()["no_repeat_ngram"])
 """
+TRY_GENERATE = """
+import fastgen, torch
+from transformers import BartConfig, BartForConditionalGeneration
+assert "site-packages" in fastgen.__file__, fastgen.__file__
+config = BartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64)
+model = BartForConditionalGeneration(config).eval()
+inputs = torch.randint(4, 50, (2, 12))
+options = dict(num_beams=3, max_new_tokens=12, no_repeat_ngram_size=2)
+with fastgen.disabled():
+    wanted = model.generate(inputs, **options)
+fastgen.enable(strict=True)
+assert torch.equal(model.generate(inputs, **options), wanted)
+print(fastgen.status())
+print(fastgen.stats())
+"""
 
 
 def run(*command: str | Path, **changes: str) -> str:
@@ -113,6 +129,12 @@ def test_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):
     python = environment_with(wheel, tmp_path / "venv")
     backend = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__)).splitlines()[-1]
     assert backend.startswith("C++ (csrc)" if has_compiler() else "torch reference: the extension was not built")
+
+
+def test_wheel_generates_in_an_environment_of_its_own(wheel, tmp_path):
+    pytest.importorskip("transformers")
+    output = run(environment_with(wheel, tmp_path / "venv"), "-c", TRY_GENERATE)
+    assert "no_repeat_ngram" in output
 
 
 def test_built_library_can_be_left_out_at_run_time(wheel, tmp_path):
