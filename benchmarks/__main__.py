@@ -1,0 +1,191 @@
+"""`python -m benchmarks`: runs the workloads and writes the results after each.
+
+Exit status: 0 all done; 1 a result was not identical, or a workload failed (everything was still run and written);
+2 wrong options; 130 interrupted. A missed target is reported and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import fastgen
+from benchmarks import machine
+from benchmarks.measure import format_seconds
+from benchmarks.record import Record
+from benchmarks.results import Results
+from benchmarks.workload import Context, Workload
+from benchmarks.workloads import all_workloads
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Compares unpatched and patched generation."
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="run these workloads; NAME may have wildcards (gpt2-*)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a selection with fewer repetitions, in under five minutes"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the workloads and stop")
+    parser.add_argument(
+        "--repetitions", type=_positive, metavar="N", help="runs of each side (default: by the workload)"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch (default: torch's)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu (default), cuda, cuda:1, ..."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=machine.ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="folder of the results, which go to a folder named after the machine in it (default: benchmarks/results)",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def select(workloads: Sequence[Workload], only: Sequence[str] | None, quick: bool) -> list[Workload]:
+    """The workloads that the options ask for. Names win over --quick, which then only sets the repetitions.
+
+    Raises:
+        LookupError: a name fits none.
+    """
+    if not only:
+        return [workload for workload in workloads if workload.quick or not quick]
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(workload.name, pattern) for workload in workloads):
+            raise LookupError(f"no workload is called {pattern}; --list prints the names")
+    return [w for w in workloads if any(fnmatch.fnmatchcase(w.name, pattern) for pattern in only)]
+
+
+def run_workload(workload: Workload, context: Context) -> Record:
+    """Runs it. What goes wrong is in the record, together with what was measured until then."""
+    record = workload.new_record()
+    record.date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    record.commit = machine.commit()
+    start, load = time.perf_counter(), machine.OtherLoad()
+    try:
+        workload.run(context, record)
+    except Exception as error:
+        context.log(traceback.format_exc())
+        record.errors.append(f"{type(error).__name__}: {error}")
+    record.wall_seconds = time.perf_counter() - start
+    record.other_load = load.cores()
+    record.judge(workload.targets)
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return record
+
+
+def run_all(workloads: Sequence[Workload], context: Context, results: Results) -> list[Record]:
+    """Runs the workloads one after another; writes the results after each."""
+    records = []
+    for number, workload in enumerate(workloads):
+        _log(f"[{number + 1}/{len(workloads)}] {workload.name}: {workload.title}")
+        record = run_workload(workload, context)
+        results.add(record, context.log)
+        records.append(record)
+        for line in _outcome(record):
+            context.log(line)
+    return records
+
+
+def _outcome(record: Record) -> list[str]:
+    lines = []
+    if "ratio" in record.metrics:
+        baseline, subject = (record.sides[side]["median"] for side in (record.baseline, record.subject))
+        lines.append(
+            f"{record.baseline} {format_seconds(baseline)}, {record.subject} {format_seconds(subject)}: "
+            f"{record.metrics['ratio']:.2f} times as fast"
+        )
+    if record.identical is not None:
+        lines.append("identical" if record.identical else "NOT IDENTICAL")
+    if record.accelerated is False:
+        lines.append(f"NOT ACCELERATED {record.fallbacks or ''}".rstrip())
+    for target in record.targets:
+        if target["met"] is not None:
+            word = "reached" if target["met"] else "MISSED"
+            lines.append(f"target {word}: {target['what']}: {target['measured']:.3g}, must be {target['bound']}")
+    lines += record.notes
+    lines += [f"FAILED: {error}" for error in record.errors]
+    return lines
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = build_parser().parse_args(arguments)
+    available = all_workloads()
+    if options.list:
+        for workload in available:
+            print(f"{workload.name:28} {'quick  ' if workload.quick else '       '}{workload.title}")
+        return DONE
+    try:
+        chosen = select(available, options.only, options.quick)
+    except LookupError as error:
+        _log(f"python -m benchmarks: {error.args[0]}")
+        return USAGE
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        _log(f"python -m benchmarks: {options.device}: torch {torch.__version__} sees no CUDA device")
+        return USAGE
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    # Random weights need nothing from anywhere.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    fastgen.enable()
+
+    about = {
+        "machine": machine.describe_machine(options.device),
+        "versions": machine.describe_versions(),
+        "settings": {"device": str(options.device), "threads": torch.get_num_threads(), "quick": options.quick},
+    }
+    # Fewer repetitions do not replace more of them.
+    folder = options.out / machine.slug(about["machine"]) / ("quick" if options.quick else "")
+    results = Results(folder, about, [workload.name for workload in available])
+    context = Context(
+        device=options.device,
+        threads=options.threads,
+        repetitions=options.repetitions,
+        quick=options.quick,
+        log=lambda line: _log("    " + line.rstrip().replace("\n", "\n    ")),
+    )
+    try:
+        records = run_all(chosen, context, results)
+    except KeyboardInterrupt:
+        _log(f"interrupted; what was done is in {results.folder}")
+        return INTERRUPTED
+    _log(f"results are in {results.folder}")
+    bad = [record.name for record in records if record.status != "ok"]
+    if bad:
+        _log(f"not identical or failed: {', '.join(bad)}")
+    return FAILED if bad else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the numbers depend on besides the code: the machine, the versions, and what else ran meanwhile."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import fastgen
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """CPU, cores, memory, and the CUDA device if that is what the benchmarks run on."""
+    machine: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["gpu"] = properties.name
+        machine["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return machine
+
+
+def describe_versions() -> dict[str, str]:
+    """Of everything that has a part in the numbers."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "fastgen": fastgen.__version__}
+    for package in ("transformers", "tokenizers", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def slug(machine: dict[str, Any]) -> str:
+    """A name for the folder of the results."""
+    words = [machine["cpu"], f"{machine['cores']}-core"]
+    if "gpu" in machine:
+        words.insert(0, machine["gpu"])
+    text = re.sub(r"\((r|tm)\)|@.*", " ", "-".join(words[:-1]), flags=re.IGNORECASE) + "-" + words[-1]
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "-dirty" where tracked files differ from it; None outside a repository."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class OtherLoad:
+    """How many cores processes other than this one and its children keep busy, from the start to `cores()`."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def cores(self) -> float:
+        """Cores busy with other work, on average since the start."""
+        wall, busy, own = (now - then for now, then in zip(self._read(), self._start, strict=True))
+        return max(busy - own, 0.0) / wall if wall > 0 else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        system = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
+        idle = system.idle + getattr(system, "iowait", 0.0)
+        # Guest time is part of user time already.
+        guest = getattr(system, "guest", 0.0) + getattr(system, "guest_nice", 0.0)
+        # Children count once they have ended, which those of a workload have when it is done.
+        return (
+            time.perf_counter(),
+            sum(system) - idle - guest,
+            own.user + own.system + own.children_user + own.children_system,
+        )

@@ -1,0 +1,95 @@
+"""Timing: what the sides are, and how their runs alternate."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+import fastgen
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the ways to do the same work that a workload compares.
+
+    Attributes:
+        name: how the results call it.
+        active: gives the context manager inside which the work is done in this way.
+    """
+
+    name: str
+    active: Callable[[], AbstractContextManager[Any]]
+
+
+UNPATCHED = Side("transformers", fastgen.disabled)
+PATCHED = Side("fastgen", nullcontext)
+SIDES = {side.name: side for side in (UNPATCHED, PATCHED)}
+
+
+def timed(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[float, T]:
+    """Seconds that `work` takes, and what it returns. Work queued on a CUDA device is waited for."""
+    # A collection of what earlier runs have left must not fall into this one.
+    gc.collect()
+    _synchronize(device)
+    start = time.perf_counter()
+    result = work()
+    _synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _synchronize(device: torch.device | str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], tuple[float, T]]],
+    repetitions: int,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[tuple[float, T]]]:
+    """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every side.
+
+    Args:
+        runs: for each side what makes one run; returns its seconds and anything else.
+        repetitions: how often each is made.
+        log: gets a line for each run.
+    """
+    results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
+    for repetition in range(repetitions):
+        for name, run in runs.items():
+            seconds, value = run()
+            results[name].append((seconds, value))
+            log(f"run {repetition + 1} of {repetitions}, {name}: {format_seconds(seconds)}")
+    return results
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """Every run, and their median and spread."""
+    if not seconds:
+        raise ValueError("no runs to summarise")
+    return {
+        "seconds": list(seconds),
+        "median": statistics.median(seconds),
+        "min": min(seconds),
+        "max": max(seconds),
+    }
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits or so, in the unit that suits."""
+    if abs(seconds) >= 100:
+        return f"{seconds:.0f} s"
+    if abs(seconds) >= 0.9995:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 0.9995e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,255 @@
+"""Memory of one side of a generation workload, measured in a process of its own.
+
+Two things are measured during one run:
+
+* the peak: on the CPU the largest resident set above what the process had with the model loaded and warmed up, on CUDA
+  the largest allocation above that point. It includes everything: activations, copies, code, repacked weights.
+* the K/V memory: bytes of the storages in which the cache holds keys and values after each forward pass, each storage
+  counted once and whole, so that room allocated ahead counts, and so does what a view keeps alive. Copies that exist
+  only inside a step (the old tensor beside its concatenation or its reordered copy) are in the peak alone.
+
+`python -m benchmarks.memory` is the process; `measure_in_process` starts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.machine import ROOT
+from benchmarks.measure import SIDES, UNPATCHED
+
+if TYPE_CHECKING:
+    from benchmarks.workload import Generation
+
+
+# ---- keys and values
+
+
+def held_tensors(holder: Any) -> Iterator[Tensor]:
+    """Every floating-point tensor that a cache, or an object inside one, keeps alive.
+
+    The attributes of caches, of their layers and of FastGen's K/V store are followed, whatever they are called. Integer
+    tensors are bookkeeping, not keys and values.
+    """
+    todo, seen = [holder], set()
+    while todo:
+        value = todo.pop()
+        if value is None or isinstance(value, (bool, int, float, str, type)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            # A tensor of FastGen's own class has no storage: what it stands for is in its attributes.
+            if type(value) is Tensor and value.is_floating_point():
+                yield value
+            todo.extend(vars(value).values() if hasattr(value, "__dict__") else ())
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, Iterable) and isinstance(value, (list, tuple)):
+            todo.extend(value)
+        elif dataclasses.is_dataclass(value) or _is_part_of_a_cache(value):
+            todo.extend(getattr(value, "__dict__", {}).values())
+
+
+def _is_part_of_a_cache(value: Any) -> bool:
+    return any(kind.__module__.startswith(("fastgen.", "transformers.cache_utils")) for kind in type(value).__mro__)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+class KeyValueMeter:
+    """Looks at the cache after every forward pass of one `generate` call of `model`.
+
+    The decoding loops hand the outputs of each pass to `_update_model_kwargs_for_generation`. Shadowing that method on
+    the instance shows the cache as it is, and neither keeps it alive nor changes which code runs.
+    """
+
+    _METHOD = "_update_model_kwargs_for_generation"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.steps = 0
+        self.at_end = 0
+        self.largest = 0
+
+    def __enter__(self) -> KeyValueMeter:
+        original = getattr(self._model, self._METHOD)
+
+        def look(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.at_end = storage_bytes(held_tensors(outputs.get("past_key_values")))
+            self.largest = max(self.largest, self.at_end)
+            self.steps += 1
+            return original(outputs, *args, **kwargs)
+
+        setattr(self._model, self._METHOD, look)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        delattr(self._model, self._METHOD)
+
+
+# ---- peak
+
+
+class PeakMemory:
+    """The largest memory use inside the block, above that at its start: `bytes`, and `method` says of what."""
+
+    _SAMPLE_SECONDS = 0.005
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            self.method = "torch.cuda.max_memory_allocated"
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._start = torch.cuda.memory_allocated(self._device)
+            return self
+        self._start = psutil.Process().memory_info().rss
+        self._sampler = None
+        if _reset_high_water_mark():
+            self.method = "resident set (high-water mark)"
+        else:
+            self.method = f"resident set (sampled every {self._SAMPLE_SECONDS * 1e3:g} ms)"
+            self._stop = threading.Event()
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
+            self._sampler.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._start
+        elif self._sampler is not None:
+            self._stop.set()
+            self._sampler.join()
+        else:
+            self.bytes = max((_high_water_mark() or 0) - self._start, 0)
+
+    def _sample(self) -> None:
+        process = psutil.Process()
+        while not self._stop.wait(self._SAMPLE_SECONDS):
+            self.bytes = max(self.bytes, process.memory_info().rss - self._start)
+
+
+def _reset_high_water_mark() -> bool:
+    """Lets Linux forget the largest resident set so far; False where it cannot."""
+    before = _high_water_mark()
+    if before is None:
+        return False
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    # Systems that accept the write and do nothing would report a peak from before the run.
+    after, now = _high_water_mark(), psutil.Process().memory_info().rss
+    return after is not None and after <= max(now * 1.02, now + 2**20)
+
+
+def _high_water_mark() -> int | None:
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+# ---- one side, one process
+
+
+def measure(workload: Generation, side: str, device: str, threads: int | None) -> dict[str, Any]:
+    """Builds the model, makes one run of the side and reports its memory. For a process that does nothing else."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model, inputs = workload.build(torch.device(device))
+    # What the first call of anything loads is not what this side needs for its work.
+    with UNPATCHED.active():
+        workload.generate(model, workload.smallest(inputs), new_tokens=2)
+    with SIDES[side].active(), KeyValueMeter(model) as meter, PeakMemory(torch.device(device)) as peak:
+        tokens = workload.generate(model, inputs)
+    return {
+        "peak_bytes": peak.bytes,
+        "peak_method": peak.method,
+        "kv_bytes_at_end": meter.at_end,
+        "kv_bytes_largest": meter.largest,
+        "forward_passes": meter.steps,
+        "model_bytes": storage_bytes(model.parameters()),
+        "digest": digest(tokens),
+    }
+
+
+def digest(tokens: Tensor) -> str:
+    """A short name for these tokens, to compare them across processes."""
+    tokens = tokens.cpu().contiguous()
+    return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + tokens.numpy().tobytes()).hexdigest()[:16]
+
+
+def measure_in_process(workload: Generation, side: str, device: str, threads: int | None) -> dict[str, Any]:
+    """`measure` in a new process.
+
+    Raises:
+        RuntimeError: the process failed; the message ends in what it said last.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder, "task"), Path(folder, "result")
+        task.write_bytes(pickle.dumps((workload, side, device, threads)))
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.memory", str(task), str(result)],
+            env=child_environment(threads),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode != 0:
+            said = (done.stderr or "").strip().splitlines()
+            raise RuntimeError(
+                f"measuring the memory of {side} ended with status {done.returncode}: {said[-1] if said else ''}"
+            )
+        return pickle.loads(result.read_bytes())
+
+
+def child_environment(threads: int | None) -> dict[str, str]:
+    """The environment of a process that imports this checkout and uses as many threads as this one."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment["TOKENIZERS_PARALLELISM"] = environment.get("TOKENIZERS_PARALLELISM", "false")
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(threads)
+    # Whether FastGen is on is the workload's to say.
+    environment.pop("FASTGEN_DISABLE", None)
+    return environment
+
+
+def main() -> None:
+    """`python -m benchmarks.memory TASK RESULT`: files with the pickled arguments and result of `measure`."""
+    task, result = (Path(argument) for argument in sys.argv[1:3])
+    result.write_bytes(pickle.dumps(measure(*pickle.loads(task.read_bytes()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What a workload reports: one record, which is also what results.json holds for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a metric of a workload has to reach. It is reported, and nothing fails where it is missed.
+
+    Attributes:
+        what: the metric in words.
+        metric: its name in `Record.metrics`.
+        at_least: lower bound, or None.
+        at_most: upper bound, or None.
+        when: (name, value): the target applies only where that other metric is above the value.
+    """
+
+    what: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+    when: tuple[str, float] | None = None
+
+    def judge(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """The target beside what was measured; `met` is None where it does not apply or nothing was measured."""
+        measured = metrics.get(self.metric)
+        applies = self.when is None or metrics.get(self.when[0], -math.inf) > self.when[1]
+        met = None
+        if measured is not None and applies:
+            met = (self.at_least is None or measured >= self.at_least) and (
+                self.at_most is None or measured <= self.at_most
+            )
+        bounds = [
+            f"{word} {bound:g}"
+            for word, bound in (("at least", self.at_least), ("at most", self.at_most))
+            if bound is not None
+        ]
+        return {
+            "what": self.what,
+            "metric": self.metric,
+            "bound": " and ".join(bounds),
+            "measured": measured,
+            "applies": applies,
+            "met": met,
+        }
+
+
+@dataclass
+class Record:
+    """The result of one workload.
+
+    Attributes:
+        name, title, group: of the workload.
+        parameters: sizes and options, as far as they matter to a reader.
+        baseline, subject: the sides whose medians make the ratio: `baseline` divided by `subject`.
+        sides: for each side what `measure.summary` makes of its runs.
+        metrics: further numbers by name; `ratio` and `baseline_seconds` are always there once something was timed.
+        identical: whether all sides gave the same result in every run; None where that was not looked at.
+        accelerated: whether every run of the subject was accelerated, with no fallback; None where that has no meaning.
+        fallbacks: {entry point: {reason: calls}} over the subject's runs.
+        notes: for the reader: where results differ, how memory was measured.
+        memory: for each side what `memory.measure` found.
+        targets: from `Target.judge`.
+        errors: what went wrong. A record may have an error and results.
+        date, commit, other_load, wall_seconds: filled in by the harness. `other_load` is the number of cores that
+            other processes kept busy meanwhile: a measurement is worth little where it is not near zero.
+    """
+
+    name: str
+    title: str
+    group: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    baseline: str = "transformers"
+    subject: str = "fastgen"
+    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    identical: bool | None = None
+    accelerated: bool | None = None
+    fallbacks: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    targets: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    date: str = ""
+    commit: str | None = None
+    other_load: float | None = None
+    wall_seconds: float | None = None
+
+    @property
+    def status(self) -> str:
+        """ "failed", "different" (a result was not identical) or "ok"."""
+        if self.errors:
+            return "failed"
+        return "different" if self.identical is False else "ok"
+
+    def compare(self) -> None:
+        """Works out the ratio of the medians and its spread from `sides`."""
+        baseline, subject = self.sides.get(self.baseline), self.sides.get(self.subject)
+        if baseline is None or subject is None:
+            return
+        # The spread is that of the pairs: two runs made one after the other saw the same machine.
+        pairs = [a / b for a, b in zip(baseline["seconds"], subject["seconds"], strict=False)]
+        self.metrics["ratio"] = baseline["median"] / subject["median"]
+        self.metrics["ratio_min"] = min(pairs)
+        self.metrics["ratio_max"] = max(pairs)
+        self.metrics["baseline_seconds"] = baseline["median"]
+
+    def judge(self, targets: tuple[Target, ...]) -> None:
+        """Holds the metrics against the targets."""
+        self.targets = [target.judge(self.metrics) for target in targets]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and the status."""
+        return {"status": self.status, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Record:
+        """The record that `to_json` wrote; fields that are not known are left out."""
+        known = {each.name for each in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})

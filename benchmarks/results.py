@@ -1,0 +1,93 @@
+"""results.json, and the table and the chart made from it. All are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import chart, tables
+from benchmarks.record import Record
+
+SCHEMA = 1
+
+
+class Results:
+    """The records of one machine with one set of versions, in a folder of their own.
+
+    A record replaces that of the same workload, so a run of a few workloads leaves the others in place. Results of
+    another machine, other versions or other settings are not mixed in: they are moved to results.previous.json.
+
+    Args:
+        folder: gets results.json, results.md and results.png.
+        about: {"machine": ..., "versions": ..., "settings": ...}: what the records have in common.
+        order: names of the workloads, in the order of the table.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], order: list[str]) -> None:
+        self.folder = folder
+        self.about = about
+        self.records: dict[str, Record] = {}
+        self._order = {name: place for place, name in enumerate(order)}
+        self._merge()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "results.json"
+
+    def _merge(self) -> None:
+        if not self.path.exists():
+            return
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            same = found["schema"] == SCHEMA and all(found[key] == value for key, value in self.about.items())
+            if same:
+                self.records = {data["name"]: Record.from_json(data) for data in found["workloads"]}
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            self.path.replace(self.folder / "results.previous.json")
+
+    def add(self, record: Record, log: Callable[[str], None] = lambda line: None) -> None:
+        """Takes the record in and writes everything."""
+        self.records[record.name] = record
+        self.write(log)
+
+    def to_json(self) -> dict[str, Any]:
+        """What results.json holds."""
+        return {"schema": SCHEMA, **self.about, "workloads": [record.to_json() for record in self.in_order()]}
+
+    def in_order(self) -> list[Record]:
+        """The records in the order of the workloads, those of workloads that are no more at the end."""
+        last = len(self._order)
+        return sorted(self.records.values(), key=lambda record: (self._order.get(record.name, last), record.name))
+
+    def write(self, log: Callable[[str], None] = lambda line: None) -> None:
+        """results.json, results.md, results.png."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        write_whole(self.folder / "results.md", tables.markdown(self.about, self.in_order()).encode())
+        try:
+            image = chart.png(self.about, self.in_order())
+        except ImportError as error:
+            log(f"no chart: {error}")
+            return
+        if image is not None:
+            write_whole(self.folder / "results.png", image)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that it is at no time half written: an interruption leaves the old one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes files that only their owner can read.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,25 @@
+"""The workloads: every module here has a list `WORKLOADS`. They run in the order of `_MODULES`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks.workload import Workload
+
+# What takes long comes last, so that an interrupted run has most of the results.
+_MODULES = (
+    "imports",
+    "no_repeat_ngram",
+    "small_cases",
+    "bart_base",
+    "t5_base",
+    "gpt2",
+    "sampling",
+    "llama_1b",
+    "pipeline",
+)
+
+
+def all_workloads() -> list[Workload]:
+    """Every workload, in the order in which they run."""
+    return [workload for name in _MODULES for workload in import_module(f"{__name__}.{name}").WORKLOADS]

@@ -1,0 +1,91 @@
+"""Models by the shape of well-known ones, with random weights: how fast they run does not depend on what they know.
+
+Each function takes changes to the configuration, which tests use to make the model tiny.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def bart_base(**changes: Any) -> Any:
+    """BART-base: 6 + 6 layers of width 768, vocabulary of 50,265."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config: dict[str, Any] = {
+        "vocab_size": 50265,
+        "d_model": 768,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12,
+        "encoder_ffn_dim": 3072,
+        "decoder_ffn_dim": 3072,
+        "max_position_embeddings": 1024,
+    }
+    return BartForConditionalGeneration(BartConfig(**config | changes))
+
+
+def t5_base(**changes: Any) -> Any:
+    """T5-base: 12 + 12 layers of width 768, vocabulary of 32,128, relative positions."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config: dict[str, Any] = {
+        "vocab_size": 32128,
+        "d_model": 768,
+        "d_kv": 64,
+        "d_ff": 3072,
+        "num_layers": 12,
+        "num_decoder_layers": 12,
+        "num_heads": 12,
+        "decoder_start_token_id": 0,
+    }
+    return T5ForConditionalGeneration(T5Config(**config | changes))
+
+
+def t5_small(**changes: Any) -> Any:
+    """T5-small: 6 + 6 layers of width 512, vocabulary of 32,128."""
+    small: dict[str, Any] = {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": 6, "num_heads": 8}
+    return t5_base(**small | changes)
+
+
+def gpt2(**changes: Any) -> Any:
+    """GPT-2, 124 million parameters: 12 layers of width 768, vocabulary of 50,257."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config: dict[str, Any] = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    config |= changes
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=1, pad_token_id=1, **config))
+
+
+def llama_1b(**changes: Any) -> Any:
+    """Llama 3.2 1B: 16 layers of width 2048, grouped queries (32 heads, 8 for K/V), vocabulary of 128,256, tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    return LlamaForCausalLM(LlamaConfig(**config | changes))
+
+
+def llama_small(**changes: Any) -> Any:
+    """A small Llama with grouped queries: 8 layers of width 768, 12 heads, 4 for K/V, vocabulary of 32,000."""
+    small: dict[str, Any] = {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    }
+    return llama_1b(**small | changes)
