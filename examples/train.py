@@ -538,7 +538,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=1024, help="target tokens in a batch")
     parser.add_argument("--block", type=int, default=256, help="tokens in a training row of the language model")
     parser.add_argument("--bart-updates", type=int, default=2600)
-    parser.add_argument("--gpt2-updates", type=int, default=1200)
+    parser.add_argument("--gpt2-updates", type=int, default=450)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=300, help="updates")
     parser.add_argument("--label-smoothing", type=float, default=0.05, help="for the restoring model")

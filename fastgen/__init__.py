@@ -38,7 +38,7 @@ _patches = PatchSet(_transformers.patches())
 
 
 def enable(*, strict: bool | None = None) -> None:
-    """Applies FastGen's patches, to the toolkits imported now and to those imported later. Calling it again is harmless.
+    """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
     Args:
         strict: raise `FallbackError` where a call would fall back to the original code; unchanged if None. The default
@@ -90,8 +90,8 @@ def compare(model: Any, inputs: Any, **generate_kwargs: Any) -> Comparison:
 
     Args:
         model: a Transformers model.
-        inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), or a tensor that is passed
-            as its first argument.
+        inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), or a tensor that is
+            passed as its first argument.
         **generate_kwargs: passed to `generate`.
 
     Returns:

@@ -1,8 +1,9 @@
 """What a patch is: a wrapper around one function of another library, applied when that library is imported.
 
-A patch names its target, the wrapper, and a condition that looks at the target before anything is changed. It is applied
-as soon as the target's module is imported (before or after FastGen), and `remove` puts the original object back, the
-very same one. The wrapping itself is done by wrapt, so signatures, docstrings and introspection stay those of the target.
+A patch names its target, the wrapper, and a condition that looks at the target before anything is changed. It is
+applied as soon as the target's module is imported (before or after FastGen), and `remove` puts the original object
+back, the very same one. The wrapping itself is done by wrapt, so that signatures, docstrings and introspection stay
+those of the target.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Patch:
         owner: Any = sys.modules[self.module]
         for part in path:
             owner = getattr(owner, part, None)
-        original = vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
+        original: Any = vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
         if original is _MISSING:
             self.state = f"not applied: {self.name} does not exist in this version"
             return

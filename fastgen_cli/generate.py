@@ -152,7 +152,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
     for title, options in _GROUPS:
         group = parser.add_argument_group(title)
         for names, target, keywords in options:
-            flag = {"action": "store_true"} if target in _BOOLEAN else {"metavar": names[0].split("-")[-1].upper()}
+            flag: dict[str, Any] = {"metavar": names[0].split("-")[-1].upper()}
+            if target in _BOOLEAN:
+                flag = {"action": "store_true"}
             group.add_argument(*names, dest=target, default=argparse.SUPPRESS, **flag, **keywords)
             taken.update(names)
     group = parser.add_argument_group("FastGen")

@@ -8,9 +8,9 @@ from torch import Tensor
 from fastgen.decoding.beams import Beams
 from fastgen.decoding.shared import SharedKV
 
-# A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so many
-# bytes per layer. Below, reading the repetitions takes less time than the additional operations of a split attention do,
-# and the prefix is repeated. The sizes are where both take the same time on a CPU with 15 GB/s.
+# A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so
+# many bytes per layer. Below, reading the repetitions takes less time than the additional operations of a split
+# attention do, and the prefix is repeated. The sizes are where both take the same time on a CPU with 15 GB/s.
 MIN_SHARED_PREFIX = 32
 MIN_SHARED_BYTES = 2**20
 

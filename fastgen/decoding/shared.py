@@ -2,9 +2,9 @@
 
 Models take what the cache returns and compute attention with it in their own way. `SharedKV` is handed to them in the
 place of the full tensor [rows, heads, length, dim]. It has that tensor's shape, dtype and device. The operations that
-attention is made of (transposing, folding heads into rows, repeating K/V heads for grouped queries, the matrix products,
-`scaled_dot_product_attention`) are computed on the two parts; the model's own scaling, masks, biases, soft-caps and sinks
-stay the model's own code. Whatever else touches a `SharedKV` gets the full tensor: correct, only slower.
+attention is made of (transposing, folding heads into rows, repeating K/V heads for grouped queries, matrix products,
+`scaled_dot_product_attention`) are computed on the two parts; the model's own scaling, masks, biases, soft-caps and
+sinks stay the model's own code. Whatever else touches a `SharedKV` gets the full tensor: correct, only slower.
 """
 
 from __future__ import annotations

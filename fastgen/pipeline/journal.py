@@ -88,9 +88,8 @@ class Journal:
         """What the interrupted run had decided for itself, or None where there was none."""
         self._settings = json.loads(dumps(dict(settings)))
         # Not emptied before it is locked: it may be another run's.
-        mode = "r+b" if path.exists() else "w+b"
         try:
-            self._file: BinaryIO = open(path, mode)  # noqa: SIM115 (closed by `close`)
+            self._file: BinaryIO = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 (closed by `close`)
         except OSError as error:
             raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
         try:

@@ -51,11 +51,7 @@ def load(settings: Settings) -> LoadedModel:
 
     quiet_transformers(settings.quiet)
     name = settings.model
-    path = Path(name)
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise SetupError(f"model {name}: no such directory")
-    if path.is_file():
-        raise SetupError(f"model {name} is a file: give the directory written by save_pretrained, or a hub name")
+    check_path(name)
     device = choose_device(settings.device)
     trust = settings.trust_remote_code
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
@@ -70,6 +66,15 @@ def load(settings: Settings) -> LoadedModel:
     except Exception as error:
         raise SetupError(f"model {name} cannot be loaded: {one_line(error)}") from error
     return prepare(model, tokenizer, settings)
+
+
+def check_path(name: str) -> None:
+    """A SetupError where a path is given that no model can be at. Done before anything slow is imported."""
+    path = Path(name)
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise SetupError(f"model {name}: no such directory")
+    if path.is_file():
+        raise SetupError(f"model {name} is a file: give the directory written by save_pretrained, or a hub name")
 
 
 def prepare(model: Any, tokenizer: Any, settings: Settings) -> LoadedModel:

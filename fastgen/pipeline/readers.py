@@ -296,7 +296,7 @@ class DatasetSource(Source):
             self.split = next((name for name in ("test", "validation") if name in splits), None)
             if self.split is None and len(splits) == 1:
                 self.split = next(iter(splits))
-        if self.split not in splits:
+        if self.split is None or self.split not in splits:
             asked = f"has no split {self.split!r}" if self.split else "needs a split"
             raise SetupError(f"data set {self.name} {asked}: there are {', '.join(splits)}")
         return splits[self.split]
@@ -459,7 +459,7 @@ class Inputs:
         return value
 
     def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
-        identity = position
+        identity: Any = position
         if row.problem is None and self.id_column:
             identity = field_of(row.fields, self.id_column)[1]
             if not isinstance(identity, str | int | float | None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -13,11 +12,14 @@ from typing import Any
 
 from fastgen.pipeline.errors import SetupError, StrictError, one_line
 from fastgen.pipeline.metrics import check_metrics
+from fastgen.pipeline.model import ModelStage, automatic_batch, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.planner import Resumed, Rules, plan
 from fastgen.pipeline.postprocess import PostProcessor, Work
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.readers import BadRecord, Inputs
 from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.stages import Stages
+from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_writable, write_json
 
 
@@ -98,6 +100,8 @@ def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunRepo
     check_writable(settings.report)
     if not settings.to_stdout:
         FileOutput.check_free(settings)
+    if model is None:
+        check_path(settings.model)
     inputs = Inputs(settings)
     post = PostProcessor(work, settings.workers)
     try:
@@ -109,10 +113,6 @@ def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunRepo
 def _run(
     settings: Settings, inputs: Inputs, post: PostProcessor, start: float, model: Any, tokenizer: Any
 ) -> RunReport:
-    from fastgen.pipeline.model import ModelStage, automatic_batch, depends_on_padding, load, prepare
-    from fastgen.pipeline.stages import Stages
-    from fastgen.pipeline.tokens import Decoder, Encoder
-
     loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
     output: Output = (
         StreamOutput(settings) if settings.to_stdout else FileOutput(settings, _identity(settings, inputs, loaded))
@@ -281,8 +281,6 @@ def _fastgen() -> dict[str, Any]:
     import fastgen
 
     try:
-        stats: Any = fastgen.stats()
-        stats = dataclasses.asdict(stats) if dataclasses.is_dataclass(stats) else stats
-        return {"stats": json.loads(json.dumps(stats, default=str))}
+        return {"stats": fastgen.stats()}
     except Exception as error:  # a report is not worth failing a finished run for
         return {"stats": None, "reason": one_line(error)}

@@ -99,9 +99,7 @@ def test_whatever_else_is_done_gives_the_result_of_the_full_tensor(attention, pa
     (keys, full_keys), (values, full_values) = pair
     query = torch.randn(ROWS, HEADS, 1, DIM, device=device)
     mask = torch.randn(ROWS, 1, 1, full_keys.shape[2], device=device)
-    torch.testing.assert_close(
-        attention(query, keys, values, mask), attention(query, full_keys, full_values, mask)
-    )
+    torch.testing.assert_close(attention(query, keys, values, mask), attention(query, full_keys, full_values, mask))
 
 
 @pytest.mark.parametrize("group", [1, 4])

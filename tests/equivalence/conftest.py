@@ -8,12 +8,17 @@ import pytest
 
 import fastgen
 from fastgen import settings
+from fastgen.decoding import kv
 from fastgen.decoding.shared import SharedKV
 
 
 @pytest.fixture(autouse=True)
-def counted() -> Iterator[None]:
-    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
+
+    A prefix is shared however few bytes it has: that of a tiny model would never be worth it.
+    """
+    monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     before = settings.current()
     fastgen.enable()
     fastgen.reset_stats()

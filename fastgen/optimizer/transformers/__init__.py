@@ -1,8 +1,9 @@
 """Hugging Face Transformers: the functions that are hooked.
 
 Four hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
-`_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V store
-into the cache; the two n-gram processors use FastGen's operator. Loops, processors and criteria stay the library's.
+`_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V
+store into the cache; the two n-gram processors use FastGen's operator. Loops, processors and criteria stay the
+library's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fastgen.patching import Patch
 TESTED_VERSIONS = ("5.4", "5.23")
 
 _PREFILL_PARAMETERS = ["self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"]
-_GENERATE_PARAMETERS = {"self", "inputs", "generation_config", "streamer", "assistant_model", "custom_generate", "kwargs"}
+_GENERATE_PARAMETERS = {"inputs", "generation_config", "streamer", "assistant_model", "custom_generate", "kwargs"}
 
 
 def _check_prefill(original: Any) -> str | None:

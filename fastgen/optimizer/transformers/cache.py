@@ -18,8 +18,8 @@ DynamicSlidingWindowLayer = getattr(cache_utils, "DynamicSlidingWindowLayer", No
 class SharedLayer(CacheLayerMixin):
     """One layer of a `Cache`, backed by a `LayerKV`.
 
-    A sliding-window layer keeps all positions: the masks that the models build from `get_mask_sizes` leave out what lies
-    behind the window, so that the result is the same.
+    A sliding-window layer keeps all positions: the masks that the models build from `get_mask_sizes` leave out what
+    lies behind the window, so that the result is the same.
     """
 
     is_compileable = False

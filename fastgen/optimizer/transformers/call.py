@@ -61,6 +61,8 @@ class Call:
     def finish(self) -> None:
         """The call is done: the cache gets the library's own layers back."""
         if self.store is None:
+            if not self.declined:
+                counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
             return
         if self._returns_cache:
             self.store.hand_over()

@@ -71,6 +71,8 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     ):
         if arguments.get(name):
             return what
+    if arguments.get("cache_implementation") == "paged":
+        return "continuous batching"
     if _has_foreign_hooks(model):
         return "forward hooks are registered on the model"
     return model_unsupported(model)
@@ -120,7 +122,7 @@ class _Attempt:
         return not _raised_by(error, [self._original.get(name) for name in _USER_CODE])
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:
-        """The call with the original code, from the same random state; what was streamed already is not streamed again."""
+        """The call with the original code, from the same random state. What was streamed is not streamed again."""
         reason = f"{type(failure).__name__} in the accelerated call: {failure}"
         counters.count_fallback(ENTRY_POINT, reason)
         warnings.warn(

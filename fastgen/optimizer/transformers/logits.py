@@ -28,14 +28,16 @@ def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs:
 
 
 def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens, of which the original keeps a table."""
+    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__init__`: keeps the tokens besides the original's table."""
     wrapped(*args, **kwargs)
     tokens = kwargs.get("encoder_input_ids", args[-1] if args else None)
     if isinstance(tokens, torch.Tensor):
         setattr(processor, _ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
 
 
-def encoder_no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def encoder_no_repeat_ngram(
+    wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
     """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__call__(input_ids, scores)`."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
@@ -63,6 +65,8 @@ def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Ten
 def _unsupported(tokens: torch.Tensor, scores: torch.Tensor) -> str | None:
     if tokens.dtype not in (torch.int32, torch.int64):
         return f"tokens of type {tokens.dtype}"
+    if scores.requires_grad and torch.is_grad_enabled():
+        return "gradients of the scores are wanted"
     if tokens.device != scores.device:
         return "tokens and scores on different devices"
     if not (tokens.dim() == scores.dim() == 2 and tokens.numel() and scores.shape[0] % tokens.shape[0] == 0):

@@ -94,7 +94,7 @@ def _cache_is_visible(config: Any, cache: Any) -> bool:
 def _undo_repeat(name: str, value: Any, copies: int) -> Any:
     """One row per input of what has been repeated `copies` times.
 
-    That the rows of an input are the same is looked at, not assumed: models may expand their inputs in ways of their own.
+    That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
     if value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values" or copies == 1:
         return value
