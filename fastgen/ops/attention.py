@@ -18,6 +18,7 @@ Everything here is plain torch, and runs on every device torch has.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,22 +30,24 @@ def backend() -> str:
 def _by_input(x: Tensor, kv_heads: int, copies: int) -> Tensor:
     """[rows, heads, Q, c] -> [batch, kv heads, copies * group * Q, c]: what reads the same K/V becomes one matrix."""
     rows, heads, length, width = x.shape
-    x = x.reshape(rows // copies, copies, kv_heads, heads // kv_heads, length, width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(rows // copies, kv_heads, -1, width)
+    group = heads // kv_heads
+    x = x.reshape(rows // copies, copies, kv_heads, group, length, width)
+    return x.permute(0, 2, 1, 3, 4, 5).reshape(rows // copies, kv_heads, copies * group * length, width)
 
 
 def _by_row(x: Tensor, heads: int, copies: int) -> Tensor:
     """The inverse of `_by_input`: [batch, kv heads, copies * group * Q, c] -> [rows, heads, Q, c]."""
     batch, kv_heads, length, width = x.shape
     group = heads // kv_heads
-    x = x.reshape(batch, kv_heads, copies, group, length // (copies * group), width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(batch * copies, heads, -1, width)
+    length //= copies * group
+    x = x.reshape(batch, kv_heads, copies, group, length, width)
+    return x.permute(0, 2, 1, 3, 4, 5).reshape(batch * copies, heads, length, width)
 
 
 def _own(x: Tensor, kv_heads: int) -> Tensor:
     """[rows, heads, Q, c] -> [rows, kv heads, group * Q, c]: the query heads of a group read one kv head."""
-    rows, _, _, width = x.shape
-    return x.reshape(rows, kv_heads, -1, width)
+    rows, heads, length, width = x.shape
+    return x.reshape(rows, kv_heads, heads // kv_heads * length, width)
 
 
 def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor | None) -> Tensor:
@@ -66,7 +69,7 @@ def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor
     if suffix_keys is None:
         return scores
     own = torch.matmul(_own(query, kv_heads), suffix_keys.transpose(-1, -2))
-    return torch.cat([scores, own.reshape(rows, heads, length, -1)], dim=-1)
+    return torch.cat([scores, own.reshape(rows, heads, length, suffix_keys.shape[2])], dim=-1)
 
 
 def shared_prefix_context(weights: Tensor, prefix_values: Tensor, suffix_values: Tensor | None) -> Tensor:
@@ -115,6 +118,8 @@ def shared_prefix_attention(
     Returns:
         [rows, heads, Q, dim of the values], in the dtype of the query.
     """
+    if suffix_keys is None or suffix_values is None:
+        return _prefix_attention(query, prefix_keys, prefix_values, mask, scale)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     # Scaling the query instead of the scores: it is the smaller tensor by far.
@@ -131,3 +136,22 @@ def shared_prefix_attention(
         # A row that may attend to nothing has no weights; fused kernels return zeros for it, and so do we.
         weights = weights.nan_to_num_(nan=0.0)
     return shared_prefix_context(weights, prefix_values, suffix_values)
+
+
+def _prefix_attention(
+    query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """`shared_prefix_attention` without a suffix: one fused kernel does it, the copies of an input being its rows."""
+    rows, heads, length, _ = query.shape
+    batch, kv_heads, prefix_length, _ = prefix_keys.shape
+    copies = rows // batch
+    if mask is not None:
+        mask = mask.expand(rows, *mask.shape[-3:]) if mask.dim() == 4 else mask.expand(rows, 1, length, prefix_length)
+        # A mask for all heads stays one; the query heads of a group are rows, of which each needs a row of the mask.
+        mask_heads = 1 if mask.shape[1] == 1 else kv_heads
+        mask = mask.expand(rows, mask_heads * (heads // kv_heads), length, prefix_length)
+        mask = _by_input(mask, mask_heads, copies)
+    context = F.scaled_dot_product_attention(
+        _by_input(query, kv_heads, copies), prefix_keys, prefix_values, attn_mask=mask, scale=scale
+    )
+    return _by_row(context, heads, copies)
