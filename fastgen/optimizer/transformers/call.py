@@ -23,17 +23,18 @@ class Call:
     Attributes:
         scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
             changed in place.
+        cache_is_the_users: the user passed the cache in, and looks at it after the call.
         store: FastGen's K/V store, once the call is accelerated.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
 
-    def __init__(self, model: Any, scores_are_private: bool) -> None:
+    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool) -> None:
         self.model = model
         self.scores_are_private = scores_are_private
         self.store: StoreInCache | None = None
         self.declined = False
-        self._returns_cache = False
+        self._cache_is_visible = cache_is_the_users
         self._token: Any = None
 
     @classmethod
@@ -54,9 +55,10 @@ class Call:
         self.declined = True
         counters.count_fallback(ENTRY_POINT, reason)
 
-    def accelerate(self, store: StoreInCache, returns_cache: bool) -> None:
-        """This call goes on with FastGen's store in its cache."""
-        self.store, self._returns_cache = store, returns_cache
+    def accelerate(self, store: StoreInCache, returns_dict: bool) -> None:
+        """This call goes on with FastGen's store in its cache, which a result of `returns_dict` contains."""
+        self.store = store
+        self._cache_is_visible |= returns_dict
 
     def finish(self) -> None:
         """The call is done: the cache gets the library's own layers back."""
@@ -64,13 +66,14 @@ class Call:
             if not self.declined:
                 counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
             return
-        if self._returns_cache:
+        if self._cache_is_visible:
             self.store.hand_over()
         else:
             self.store.restore()
         counters.count_accelerated(ENTRY_POINT)
 
     def abandon(self) -> None:
-        """The call failed: everything back as it was before."""
+        """FastGen's part of the call failed: everything back as it was before."""
         if self.store is not None:
             self.store.restore()
+            self.store = None

@@ -28,14 +28,16 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         with patching.suspended():  # an assistant's own calls are part of this one
             return wrapped(*args, **kwargs)
     attempt = _Attempt(model, arguments)
-    with Call(model, _scores_are_private(model, arguments)) as call:
+    cache_is_the_users = arguments.get("past_key_values") is not None
+    with Call(model, _scores_are_private(model, arguments), cache_is_the_users) as call:
         try:
             result = wrapped(**attempt.arguments)
             call.finish()
             return result
         except Exception as error:
+            accelerated = call.store is not None
             call.abandon()
-            if not attempt.may_be_ours(call, error):
+            if not (accelerated and attempt.may_be_ours(error)):
                 raise
             failure = error
     return attempt.repeat(wrapped, failure)
@@ -114,11 +116,10 @@ class _Attempt:
         if arguments.get("streamer") is not None:
             self._streamer = self.arguments["streamer"] = _Streamer(arguments["streamer"])
 
-    def may_be_ours(self, call: Call, error: Exception) -> bool:
-        """Whether the original code might not have raised `error`."""
-        if call.store is None or isinstance(error, (counters.FallbackError, torch.OutOfMemoryError)):
-            # Not accelerated yet; or out of memory, of which the original code needs more.
-            return False
+    def may_be_ours(self, error: Exception) -> bool:
+        """Whether the original code might not have raised `error`, which ended an accelerated call."""
+        if isinstance(error, (counters.FallbackError, torch.OutOfMemoryError)):
+            return False  # the original code needs more memory, not less
         return not _raised_by(error, [self._original.get(name) for name in _USER_CODE])
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:

@@ -67,10 +67,13 @@ def _prefill(
 
     to_generate = generation_config.max_length - input_ids.shape[1]
     store = StoreInCache(model_kwargs["past_key_values"], copies, room=min(max(to_generate, 1), _MAX_FIRST_ROOM))
-    call.accelerate(store, returns_cache=_cache_is_visible(generation_config, store.cache))
+    call.accelerate(store, returns_dict=bool(generation_config.return_dict_in_generate))
     outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
-        raise RuntimeError("the model returned another cache than the one it was given")
+        # Known only now, and nothing has come of the pass yet: once more, with all rows.
+        call.abandon()
+        call.decline("the model does not use the cache that it is given")
+        return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
     store.branch(Beams(one_row_ids.shape[0], copies))
     _repeat_outputs(outputs, one_row_ids.shape[0], copies)
     return outputs
@@ -84,11 +87,6 @@ def _check_config(config: Any, model_kwargs: dict[str, Any]) -> None:
         raise Declined("the model assists another one")
     if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
         raise Declined("no K/V cache (use_cache=False, or a model without one)")
-
-
-def _cache_is_visible(config: Any, cache: Any) -> bool:
-    """Whether the user sees the cache after the call: it is part of the result, or it was theirs to begin with."""
-    return bool(config.return_dict_in_generate) or getattr(cache, "_is_user_defined", False)
 
 
 def _undo_repeat(name: str, value: Any, copies: int) -> Any:
