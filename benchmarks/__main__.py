@@ -11,6 +11,7 @@ import datetime
 import fnmatch
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -159,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Random weights need nothing from anywhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     fastgen.enable()
+    # Being told to end must not leave the processes behind that a workload has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     about = {
         "machine": machine.describe_machine(options.device),

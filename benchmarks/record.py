@@ -43,6 +43,8 @@ class Target:
         return {
             "what": self.what,
             "metric": self.metric,
+            "at_least": self.at_least,
+            "at_most": self.at_most,
             "bound": " and ".join(bounds),
             "measured": measured,
             "applies": applies,

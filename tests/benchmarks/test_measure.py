@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.measure import alternate, format_seconds, summary, timed
+
+
+def test_summary_keeps_every_run():
+    assert summary([3.0, 1.0, 2.0, 10.0]) == {"seconds": [3.0, 1.0, 2.0, 10.0], "median": 2.5, "min": 1.0, "max": 10.0}
+
+
+def test_summary_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="no runs"):
+        summary([])
+
+
+def test_sides_alternate():
+    order = []
+
+    def run_of(name):
+        def run():
+            order.append(name)
+            return float(len(order)), name
+
+        return run
+
+    lines = []
+    results = alternate({"a": run_of("a"), "b": run_of("b")}, 3, lines.append)
+    assert order == ["a", "b"] * 3
+    assert results == {"a": [(1.0, "a"), (3.0, "a"), (5.0, "a")], "b": [(2.0, "b"), (4.0, "b"), (6.0, "b")]}
+    assert len(lines) == 6 and lines[0] == "run 1 of 3, a: 1.00 s"
+
+
+def test_timed_gives_the_result():
+    seconds, value = timed(lambda: "result")
+    assert value == "result" and seconds >= 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(123.4, "123 s"), (2.345, "2.35 s"), (0.99996, "1.00 s"), (0.0123, "12.3 ms"), (0.0000123, "12.3 µs")],
+)
+def test_seconds_in_the_unit_that_suits(seconds, text):
+    assert format_seconds(seconds) == text

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import results as results_module
+from benchmarks.measure import summary
+from benchmarks.record import Record, Target
+from benchmarks.results import Results, write_whole
+
+ABOUT = {
+    "machine": {"cpu": "A CPU", "cores": 2, "memory_gib": 24.0, "system": "Linux", "instructions": "AVX2"},
+    "versions": {"python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "fastgen": "0.1"},
+    "settings": {"device": "cpu", "threads": 2, "quick": False},
+}
+
+
+def record(name: str, seconds: float = 1.0, group: str = "generation", **fields) -> Record:
+    made = Record(name=name, title=f"Title of {name}", group=group, date="2026-01-02T03:04:05+00:00", **fields)
+    made.sides = {"transformers": summary([2 * seconds]), "fastgen": summary([seconds])}
+    made.compare()
+    made.judge((Target("times as fast", "ratio", at_least=3),))
+    return made
+
+
+def test_everything_is_written_after_each_workload(tmp_path):
+    found = Results(tmp_path / "deep" / "folder", ABOUT, ["first", "second"])
+    found.add(record("first"))
+    data = json.loads(found.path.read_text())
+    assert [each["name"] for each in data["workloads"]] == ["first"]
+    assert data["machine"] == ABOUT["machine"] and data["versions"] == ABOUT["versions"] and data["schema"] == 1
+    assert {path.name for path in found.folder.iterdir()} == {"results.json", "results.md", "results.png"}
+    assert (found.folder / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_merges_with_results_of_the_same_machine_and_versions(tmp_path):
+    order = ["a", "b", "c"]
+    first = Results(tmp_path, ABOUT, order)
+    first.add(record("c", 3.0))
+    first.add(record("a", 1.0))
+    second = Results(tmp_path, ABOUT, order)
+    second.add(record("a", 7.0))
+    second.add(record("b", 2.0))
+    medians = {
+        each["name"]: each["sides"]["fastgen"]["median"] for each in json.loads(second.path.read_text())["workloads"]
+    }
+    assert medians == {"a": 7.0, "b": 2.0, "c": 3.0} and list(medians) == order
+
+
+@pytest.mark.parametrize("part", ["machine", "versions", "settings"])
+def test_does_not_merge_with_others(tmp_path, part):
+    Results(tmp_path, ABOUT, []).add(record("a"))
+    changed = {**ABOUT, part: {**ABOUT[part], "something": "else"}}
+    found = Results(tmp_path, changed, [])
+    assert found.records == {}
+    previous = json.loads((tmp_path / "results.previous.json").read_text())
+    assert [each["name"] for each in previous["workloads"]] == ["a"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])
+def test_a_broken_file_is_moved_aside(tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    Results(tmp_path, ABOUT, []).add(record("a"))
+    assert (tmp_path / "results.previous.json").read_text() == content
+    assert json.loads((tmp_path / "results.json").read_text())["workloads"][0]["name"] == "a"
+
+
+def test_table(tmp_path):
+    found = Results(tmp_path, ABOUT, [])
+    good = record("good", identical=True, accelerated=True, commit="abc")
+    good.memory = {
+        "transformers": {"kv_bytes_at_end": 2**22, "peak_bytes": 2**24},
+        "fastgen": {"kv_bytes_at_end": 2**20, "peak_bytes": 2**23},
+    }
+    good.metrics |= {"kv_ratio": 0.25, "peak_ratio": 0.5}
+    found.add(good)
+    found.add(record("operator", group="operator", identical=False, notes=["row 3 differs"]))
+    found.add(Record(name="broken", title="Broken", group="generation", errors=["Traceback\nValueError: no"]))
+    found.add(record("busy", other_load=1.5))
+    text = (tmp_path / "results.md").read_text()
+    assert "A CPU, 2 cores" in text and "transformers 5.23.0" in text and "commit abc" in text
+    assert "| 2.00 s [2.00 s - 2.00 s] | 1.00 s [1.00 s - 1.00 s] | **2.00** [2.00 - 2.00] | yes | yes |" in text
+    assert "4 → 1 MiB (0.25)" in text and "16 → 8 MiB (0.50)" in text
+    assert "| times as fast | at least 3 | 2 | **no** |" in text
+    assert "Broken: ValueError: no (failed)" in text and "row 3 differs" in text
+    assert "Title of busy (!)" in text and "1.5 cores busy" in text
+
+
+def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch):
+    def missing(*args):
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(results_module.chart, "png", missing)
+    lines = []
+    Results(tmp_path, ABOUT, []).add(record("a"), lines.append)
+    assert (tmp_path / "results.md").exists() and not (tmp_path / "results.png").exists()
+    assert lines == ["no chart: No module named 'matplotlib'"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(results_module.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,282 @@
+"""The workloads, made tiny: that each runs, checks what it claims to check, and reports it. No time is looked at."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastgen
+from benchmarks import workload as workload_module
+from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
+from benchmarks.measure import PATCHED, UNPATCHED, Side
+from benchmarks.workload import Context, Generation, Workload
+from benchmarks.workloads import all_workloads
+from fastgen.decoding import kv
+
+_TINY = {
+    "bart": {
+        "vocab_size": 97,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    },
+    "t5": {
+        "vocab_size": 97,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+    },
+    "gpt2": {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "llama": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+_ALL = {workload.name: workload for workload in all_workloads()}
+_GENERATION = [name for name, workload in _ALL.items() if isinstance(workload, Generation)]
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads that wait for one another are most of the time of a tiny model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # So are collections, with all of the library in memory.
+    monkeypatch.setattr(gc, "collect", lambda *generation: 0)
+    # Tiny tensors are shared like large ones.
+    monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0, raising=False)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(name: str, /, **changes) -> Generation:
+    workload = _ALL[name]
+    assert isinstance(workload, Generation)
+    config = next(config for shape, config in _TINY.items() if workload.shape.__name__.startswith(shape))
+    sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
+    return replace(workload, **{"config": config, **sizes, "memory": False, "targets": (), **changes})
+
+
+def test_names_are_different_and_some_are_quick():
+    assert len(_ALL) == len(all_workloads())
+    quick = {name for name, workload in _ALL.items() if workload.quick}
+    assert {"bart-base-b4-s512", "gpt2-b4-p512", "no-repeat-ngram-64", "pipeline-100", "import"} <= quick
+
+
+@pytest.mark.parametrize("name", _GENERATION)
+def test_options_are_accepted_and_nothing_ends_early(name):
+    workload = tiny(name)
+    model, inputs = workload.build(torch.device("cpu"))
+    tokens = workload.generate(model, inputs)
+    sequences = workload.batch * workload.options.get("num_return_sequences", 1)
+    assert tokens.shape == (
+        sequences,
+        workload.new_tokens + (1 if model.config.is_encoder_decoder else workload.length),
+    )
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    assert lengths == [workload.shortest or workload.length, workload.length][-workload.batch :]
+
+
+@pytest.mark.parametrize(
+    "name", ["bart-base-b16-s1024", "t5-base-b16-s128", "gpt2-sample4-b4-p512", "small-gpt2-beam2-padded"]
+)
+def test_generation(name):
+    record = run_workload(tiny(name), Context(threads=1))
+    assert record.errors == [] and record.notes == []
+    assert record.identical is True and record.accelerated is True and record.fallbacks == {}
+    assert set(record.sides) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
+    assert record.status == "ok" and record.date and record.wall_seconds > 0
+    json.dumps(record.to_json())
+
+
+def test_memory_in_paired_processes():
+    # Large enough to be shared without help: the processes know nothing of what is set here.
+    config = {**_TINY["bart"], "d_model": 64}
+    record = run_workload(
+        tiny("bart-base-b16-s1024", config=config, batch=4, length=512, memory=True), Context(threads=1)
+    )
+    assert record.errors == [] and record.identical is True
+    for side in record.memory.values():
+        assert 0 < side["kv_bytes_at_end"] <= side["kv_bytes_largest"]
+        assert side["peak_bytes"] > 0 and side["model_bytes"] > 0 and side["forward_passes"] == 5
+    assert record.memory["fastgen"]["digest"] == record.memory["transformers"]["digest"]
+    # 2 layers, keys and values, 16 rows of source and of 4 generated tokens, in float32.
+    assert record.memory["transformers"]["kv_bytes_at_end"] == 2 * 2 * 16 * (512 + 5) * 64 * 4
+    assert record.metrics["kv_ratio"] < 0.3
+
+
+def test_a_failure_in_the_memory_process_keeps_the_times(monkeypatch):
+    def fail(workload, side, device, threads):
+        raise RuntimeError(f"no memory for {side}")
+
+    monkeypatch.setattr(workload_module.memory, "measure_in_process", fail)
+    record = run_workload(tiny("gpt2-b4-p512", memory=True), Context(threads=1))
+    assert record.errors == ["no memory for transformers", "no memory for fastgen"] and record.status == "failed"
+    assert record.metrics["ratio"] > 0 and record.identical is True
+
+
+def test_other_tokens_are_noticed(monkeypatch):
+    original = Generation.generate
+
+    def generate(self, model, inputs, new_tokens=None):
+        tokens = original(self, model, inputs, new_tokens)
+        if fastgen.stats():  # the patched side
+            tokens[1, -1] += 1
+        return tokens
+
+    monkeypatch.setattr(Generation, "generate", generate)
+    record = run_workload(tiny("small-gpt2-greedy-b16"), Context(threads=1))
+    assert record.identical is False and record.status == "different"
+    assert record.notes == ["run 1 of fastgen: 1 of 2 sequences differ, the first at position 36"]
+
+
+def test_a_fallback_is_noticed():
+    record = run_workload(tiny("gpt2-b4-p512", options={"num_beams": 2, "use_cache": False}), Context(threads=1))
+    assert record.accelerated is False and record.identical is True and record.status == "ok"
+    (reason,) = record.fallbacks["transformers.generate"]
+    assert "use_cache" in reason
+
+
+def test_an_unpatched_side_that_is_patched_is_an_error(monkeypatch):
+    monkeypatch.setattr(
+        workload_module, "SIDES", {"transformers": Side("transformers", nullcontext), "fastgen": PATCHED}
+    )
+    record = run_workload(tiny("gpt2-b4-p512"), Context(threads=1))
+    assert UNPATCHED.name == "transformers" and "unpatched side ran FastGen" in record.errors[0]
+
+
+@pytest.mark.parametrize("length", [2, 64])
+def test_no_repeat_ngram(length, monkeypatch):
+    from benchmarks.workloads import no_repeat_ngram
+
+    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
+    workload = replace(_ALL["no-repeat-ngram-64"], length=length, rows=3, vocabulary=50, different_tokens=4)
+    record = run_workload(workload, Context(repetitions=1))
+    assert record.errors == [] and record.identical is True and len(record.sides) == 5
+    assert (record.metrics["banned"] > 0) == (length == 64)
+
+
+def test_pipeline_reads_the_report(tmp_path, monkeypatch):
+    from benchmarks.workloads import pipeline
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "inputs.txt").write_text("one\ntwo\nthree\n")
+    calls = []
+
+    def command(words, **options):
+        calls.append(words)
+        Path(words[5]).write_text(Path(words[4]).read_text().upper())
+        counts = {"accelerated": 0 if "--no-fastgen" in words else 3, "fallback": {}}
+        report = {
+            "seconds": {"generate": 9.0, "finish": 1.0, "waiting_for_output": 0.5},
+            "waiting_for_output_share": 0.01,
+            "samples_per_second": 7.0,
+            "fastgen": {"stats": {"transformers.generate": counts}},
+        }
+        Path(words[words.index("--report") + 1]).write_text(json.dumps(report))
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr(pipeline.subprocess, "run", command)
+    workload = replace(_ALL["pipeline-2000"], outputs=7, model=tmp_path / "model", inputs=tmp_path / "inputs.txt")
+    # The commit is asked for with the function that is replaced here.
+    monkeypatch.setattr("benchmarks.machine.commit", lambda: None)
+    record = run_workload(workload, Context())
+    assert record.errors == [] and record.identical is True and record.accelerated is True
+    assert len(calls) == 3 and "--no-fastgen" in calls[0] and "--detokenizer" not in calls[2]
+    assert record.sides["fastgen"]["seconds"] == [10.0]
+    assert record.metrics["waiting_percent"] == 1.0 and record.metrics["held_up_percent"] == pytest.approx(15.0)
+    assert [target["met"] for target in record.targets] == [True, False, True]
+
+
+def test_pipeline_says_what_is_missing(tmp_path):
+    record = run_workload(replace(_ALL["pipeline-100"], model=tmp_path / "nowhere"), Context())
+    assert record.status == "failed" and "nowhere is missing" in record.errors[0]
+
+
+def test_import_reports_the_difference(monkeypatch):
+    from benchmarks.workloads import imports
+
+    # Real imports of torch, several times over, would be most of the time of these tests.
+    light = (
+        ("import torch", "pass", "import json"),
+        ("import fastgen", "pass", "import csv"),
+        ("import fastgen after torch", "import json", "import csv"),
+        ("import fastgen after transformers", "import json", "import csv"),
+    )
+    monkeypatch.setattr(imports, "_SIDES", light)
+    record = run_workload(_ALL["import"], Context(repetitions=1))
+    assert record.errors == [] and set(record.sides) == {name for name, _, _ in light}
+    assert {"alone_minus_torch_ms", "after_torch_ms", "after_transformers_ms"} <= set(record.metrics)
+    assert [target["met"] is not None for target in record.targets] == [True, True]
+
+
+def test_selection():
+    workloads = all_workloads()
+    assert select(workloads, None, quick=False) == workloads
+    assert all(workload.quick for workload in select(workloads, None, quick=True))
+    assert [w.name for w in select(workloads, ["import", "llama-*"], False)] == [
+        "import",
+        "llama-1b-beam-b4-p128",
+        "llama-1b-greedy-b16-p128",
+    ]
+    with pytest.raises(LookupError, match="no workload is called bert"):
+        select(workloads, ["bert"], False)
+
+
+class _Broken(Workload):
+    def run(self, context, record):
+        record.parameters = {"got": "this far"}
+        raise ValueError("it broke")
+
+
+def _run_main(monkeypatch, tmp_path, workloads, *arguments) -> int:
+    monkeypatch.setattr("benchmarks.__main__.all_workloads", lambda: workloads)
+    return main(["--out", str(tmp_path), *arguments])
+
+
+def test_command_line(monkeypatch, tmp_path, capsys):
+    workloads = [_Broken(name="broken", title="Broken"), tiny("gpt2-b4-p512", name="good", memory=False)]
+    assert _run_main(monkeypatch, tmp_path, workloads, "--only", "good", "--threads", "1") == DONE
+    assert _run_main(monkeypatch, tmp_path, workloads, "--repetitions", "2", "--threads", "1") == FAILED
+    (path,) = tmp_path.glob("*/results.json")
+    broken, good = json.loads(path.read_text())["workloads"]
+    assert broken["status"] == "failed" and broken["errors"] == ["ValueError: it broke"]
+    assert broken["parameters"] == {"got": "this far"}
+    # The workload after the broken one was run all the same.
+    assert good["status"] == "ok" and len(good["sides"]["fastgen"]["seconds"]) == 2
+    assert "not identical or failed: broken" in capsys.readouterr().err
+    assert _run_main(monkeypatch, tmp_path, workloads, "--only", "none") == USAGE
+
+
+def test_an_interruption_keeps_what_was_done(monkeypatch, tmp_path):
+    def interrupt(self, context, record):
+        raise KeyboardInterrupt
+
+    stopped = type("_Stopped", (_Broken,), {"run": interrupt})(name="stopped", title="Stopped")
+    workloads = [tiny("gpt2-b4-p512", name="good"), stopped]
+    assert _run_main(monkeypatch, tmp_path, workloads, "--threads", "1") == 130
+    (path,) = tmp_path.glob("*/results.json")
+    assert [each["name"] for each in json.loads(path.read_text())["workloads"]] == ["good"]
+
+
+def test_list(capsys):
+    assert main(["--list"]) == DONE
+    assert "bart-base-b16-s1024" in capsys.readouterr().out
