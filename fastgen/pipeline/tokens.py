@@ -90,7 +90,7 @@ class Decoder:
         return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
 
     def _written(self, sequence: Any) -> list[int]:
-        ids = [int(token) for token in sequence]
+        ids = sequence.tolist()
         return ids[: token_count(ids, self._ends, self._pad_id)]
 
     def _result(self, row: Prepared, written: list[list[int]], scores: list[float] | None) -> Result:

@@ -75,23 +75,22 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
             return what
     if arguments.get("cache_implementation") == "paged":
         return "continuous batching"
-    if _has_foreign_hooks(model):
-        return "forward hooks are registered on the model"
-    return model_unsupported(model)
+    return model_unsupported(model) or _modules_unsupported(model)
 
 
-def _has_foreign_hooks(model: Any) -> bool:
-    """Whether somebody watches or changes the forward pass of a module, whose first batch would be smaller than usual.
+def _modules_unsupported(model: Any) -> str | None:
+    """Why a part of the model keeps it from being accelerated, or None.
 
+    Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
     The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
     """
     for module in model.modules():
-        if not (module._forward_hooks or module._forward_pre_hooks):
-            continue
+        if module.training:
+            return "the model, or a part of it, is in training mode"
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not getattr(hook, "__module__", "").startswith(("transformers.", "accelerate.", "torch.")):
-                return True
-    return False
+                return "forward hooks are registered on the model"
+    return None
 
 
 def _scores_are_private(model: Any, arguments: dict[str, Any]) -> bool:
@@ -123,14 +122,12 @@ class _Attempt:
         return not _raised_by(error, [self._original.get(name) for name in _USER_CODE])
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:
-        """The call with the original code, from the same random state. What was streamed is not streamed again."""
-        reason = f"{type(failure).__name__} in the accelerated call: {failure}"
-        counters.count_fallback(ENTRY_POINT, reason)
-        warnings.warn(
-            f"FastGen: {reason}. The call was repeated with the original code; please report this.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        """The call with the original code, from the same random state. What was streamed is not streamed again.
+
+        Raises:
+            FallbackError: in strict mode, from `failure`.
+            Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
+        """
         self._random_state.restore()
         arguments = dict(self._original)
         if self._encoder_outputs is not None:
@@ -140,7 +137,18 @@ class _Attempt:
             self._streamer.rewind()
             arguments["streamer"] = self._streamer
         with patching.suspended():
-            return wrapped(**arguments)
+            result = wrapped(**arguments)
+        reason = f"{type(failure).__name__} in the accelerated call: {failure}"
+        try:
+            counters.count_fallback(ENTRY_POINT, reason)
+        except counters.FallbackError as strict:
+            raise strict from failure
+        warnings.warn(
+            f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return result
 
 
 class _Streamer(wrapt.ObjectProxy):

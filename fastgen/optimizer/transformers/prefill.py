@@ -148,8 +148,6 @@ def model_unsupported(model: Any) -> str | None:
         return "the forward pass has been replaced on this model (torch.compile?)"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
-    if model.training:
-        return "the model is in training mode"
     config = model.config.get_text_config(decoder=True)
     if config is not model.config and not model.config.is_encoder_decoder:
         return f"{kind.__name__} takes more than text"
