@@ -109,6 +109,7 @@ def main() -> int:
     if missing:
         print(f"demo: {missing[0]} is missing: examples/train.py makes it", file=sys.stderr)
         return 2
+    arguments.output = arguments.output.resolve()
     arguments.output.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
     sources = SOURCES.read_text(encoding="utf-8").splitlines()[: arguments.limit]

@@ -14,7 +14,7 @@ from typing import Any
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.generation_fields import check_names, read_generation_file
 from fastgen.pipeline.planner import Batch, Prepared, split_rows
-from fastgen.pipeline.readers import Problem
+from fastgen.pipeline.readers import Problem, quiet_hub
 from fastgen.pipeline.settings import Settings
 
 # With this many records failing before the first success, it is not the records.
@@ -142,6 +142,7 @@ def quiet_transformers(quiet: bool) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    quiet_hub()
     if quiet:
         transformers_logging.set_verbosity_error()
     for handler in logging.getLogger("transformers").handlers:

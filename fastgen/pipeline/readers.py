@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -279,6 +280,7 @@ class DatasetSource(Source):
         self.config = config
         datasets = _import("datasets", "datasets", "reading data sets")
         datasets.utils.logging.set_verbosity_error()
+        quiet_hub()
         datasets.disable_progress_bars()
         saved = any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
         try:
@@ -484,6 +486,11 @@ class Inputs:
             if not isinstance(reference, str):
                 return bad("bad-reference", f"column {self.reference_column!r} holds no string")
         return Record(position, row.line, identity, text, reference)
+
+
+def quiet_hub() -> None:
+    """No line for every attempt to reach the hub: if none succeeds, the error says so."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _name_of(source: Source | None) -> str:

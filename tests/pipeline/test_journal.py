@@ -41,7 +41,9 @@ def test_records_come_back_in_input_order(tmp_path):
 def test_cut_anywhere_it_resumes_with_the_batches_that_are_whole(tmp_path):
     path = write(tmp_path / "j")
     whole = path.read_bytes()
-    for size in range(0, len(whole) + 1, 7):
+    # Among the cuts: right before and right after every line end.
+    ends = [end for end in range(len(whole) + 1) if whole[end - 1 : end] == b"\n" or whole[end : end + 1] == b"\n"]
+    for size in sorted({*range(0, len(whole) + 1, 7), *ends}):
         path.write_bytes(whole[:size])
         journal = Journal(path, SETTINGS, resume=True)
         lines = whole[:size].count(b"\n")
