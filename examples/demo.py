@@ -102,7 +102,7 @@ def copying(sources: list[str], references: list[str]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=500, help="passages for the first part (default: 500)")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts for the second part (default: 64)")
+    parser.add_argument("--prompts", type=int, default=256, help="prompts for the second part (default: 256)")
     parser.add_argument("--output", type=Path, default=HERE.parent / "demo-output", help="folder for the outputs")
     arguments = parser.parse_args()
     missing = [path for path in (RESTORE, CONTINUE, SOURCES, REFERENCES) if not path.exists()]
