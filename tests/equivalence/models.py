@@ -1,8 +1,9 @@
 """The models of the equivalence grid: tiny random configurations, and inputs that fit them.
 
-A random model of the usual initialisation says one token for ever, which would show nothing: beams that never swap and
-never finish compare equal whatever is done to them. Weights are therefore drawn anew with a spread that makes the output
-depend on the whole history, and the end-of-sequence token is made likely enough that beams finish at different steps.
+A random model of the usual initialisation says one token for ever, which would show nothing: beams that never swap
+and never finish compare equal whatever is done to them. Weights are therefore drawn anew with a spread that makes the
+output depend on the whole history, and the end-of-sequence token is made likely enough that beams finish at different
+steps.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Weights:
     """How random weights are drawn.
 
     Attributes:
-        seed: chosen so that sequences differ, end at different steps, and no two candidates of a search are nearly equal
-            (which of them comes first would be a matter of rounding).
+        seed: chosen so that sequences differ, end at different steps, and no two candidates of a search are nearly
+            equal (which of them comes first would be a matter of rounding).
         eos: how much more the score of the end-of-sequence token varies than those of other tokens.
         gain: spread of what layers add to their input.
         embedding: spread of the embeddings.
@@ -38,8 +39,8 @@ class Weights:
 
     seed: int
     eos: float = 2.0
-    gain: float = 3.0
-    embedding: float = 0.2
+    gain: float = 1.5
+    embedding: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ _T5 = {
     "decoder_start_token_id": PAD,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
-_LLAMA = {
+LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -165,7 +166,7 @@ FAMILIES = [
     _seq2seq(
         "prophetnet",
         "ProphetNetForConditionalGeneration",
-        Weights(5, eos=3, gain=6, embedding=0.5),
+        Weights(4),
         {
             "hidden_size": 32,
             "encoder_ffn_dim": 64,
@@ -181,40 +182,48 @@ FAMILIES = [
             "decoder_start_token_id": BOS,
         },
     ),
-    _seq2seq("bart", "BartForConditionalGeneration", Weights(7, eos=3, gain=6, embedding=0.5), _BART),
+    _seq2seq("bart", "BartForConditionalGeneration", Weights(14, gain=4.5, embedding=0.05), _BART),
     _seq2seq(
         "distilbart",
         "BartForConditionalGeneration",
-        Weights(10, eos=3, gain=6, embedding=0.05),
+        Weights(1, gain=2),
         {**_BART, "encoder_layers": 3, "decoder_layers": 1},
     ),
-    _seq2seq("mbart", "MBartForConditionalGeneration", Weights(9, eos=3), _BART),
-    _seq2seq("pegasus", "PegasusForConditionalGeneration", Weights(18), {**_BART, "decoder_start_token_id": PAD}),
-    _seq2seq("t5", "T5ForConditionalGeneration", Weights(12), _T5),
-    _seq2seq("mt5", "MT5ForConditionalGeneration", Weights(19), {**_T5, "feed_forward_proj": "gated-gelu"}),
+    _seq2seq("mbart", "MBartForConditionalGeneration", Weights(0, gain=2.5), _BART),
+    _seq2seq(
+        "pegasus",
+        "PegasusForConditionalGeneration",
+        Weights(1, embedding=0.2),
+        {**_BART, "decoder_start_token_id": PAD},
+    ),
+    _seq2seq("t5", "T5ForConditionalGeneration", Weights(3, gain=2.5), _T5),
+    _seq2seq(
+        "mt5", "MT5ForConditionalGeneration", Weights(3, eos=3, gain=2), {**_T5, "feed_forward_proj": "gated-gelu"}
+    ),
     _seq2seq(
         "flan-t5",
         "T5ForConditionalGeneration",
         Weights(20),
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
-    _seq2seq(
-        "marian", "MarianMTModel", Weights(12, eos=3, gain=6, embedding=0.5), {**_BART, "decoder_start_token_id": PAD}
-    ),
-    _seq2seq("m2m100", "M2M100ForConditionalGeneration", Weights(9, eos=3), _BART),
+    _seq2seq("marian", "MarianMTModel", Weights(12, eos=3, embedding=0.5), {**_BART, "decoder_start_token_id": PAD}),
+    _seq2seq("m2m100", "M2M100ForConditionalGeneration", Weights(3, eos=3, gain=3, embedding=0.2), _BART),
     _seq2seq(
         "nllb",
         "M2M100ForConditionalGeneration",
-        Weights(9, eos=3, gain=6, embedding=0.05),
+        Weights(18, eos=3, embedding=0.05),
         {**_BART, "encoder_layers": 3, "activation_function": "relu"},
     ),
     _seq2seq(
-        "blenderbot", "BlenderbotForConditionalGeneration", Weights(1, eos=3), {**_BART, "decoder_start_token_id": BOS}
+        "blenderbot",
+        "BlenderbotForConditionalGeneration",
+        Weights(4, gain=2.5),
+        {**_BART, "decoder_start_token_id": BOS},
     ),
     _seq2seq(
         "led",
         "LEDForConditionalGeneration",
-        Weights(1, gain=6, embedding=0.05),
+        Weights(1, embedding=0.5),
         {
             **_BART,
             "attention_window": 8,
@@ -225,15 +234,15 @@ FAMILIES = [
     _seq2seq(
         "whisper",
         "WhisperForConditionalGeneration",
-        Weights(13),
+        Weights(2, eos=3, gain=2.5, embedding=0.2),
         {**_BART, "num_mel_bins": 8, "max_source_positions": LONG, "max_target_positions": 64},
         inputs="audio",
     ),
-    Family("gpt2", "GPT2LMHeadModel", Weights(7, eos=3), _GPT2),
+    Family("gpt2", "GPT2LMHeadModel", Weights(4, eos=3, gain=2), _GPT2),
     Family(
         "opt",
         "OPTForCausalLM",
-        Weights(1),
+        Weights(5, gain=2),
         {
             "hidden_size": 32,
             "ffn_dim": 64,
@@ -246,7 +255,7 @@ FAMILIES = [
     Family(
         "gpt-neox",
         "GPTNeoXForCausalLM",
-        Weights(10),
+        Weights(2),
         {
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -255,28 +264,33 @@ FAMILIES = [
             "max_position_embeddings": 512,
         },
     ),
-    Family("bloom", "BloomForCausalLM", Weights(3), {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    Family("llama", "LlamaForCausalLM", Weights(18), _LLAMA),
-    Family("mistral-short-window", "MistralForCausalLM", Weights(9), {**_LLAMA, "sliding_window": 20}),
-    Family("mistral-long-window", "MistralForCausalLM", Weights(5), {**_LLAMA, "sliding_window": 200}),
-    Family("qwen2", "Qwen2ForCausalLM", Weights(13), _LLAMA),
-    Family("qwen3", "Qwen3ForCausalLM", Weights(12), _LLAMA),
-    Family("gemma", "GemmaForCausalLM", Weights(12, eos=3), {**_LLAMA, "num_key_value_heads": 1}),
+    Family(
+        "bloom", "BloomForCausalLM", Weights(3, gain=3, embedding=0.2), {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+    ),
+    Family("llama", "LlamaForCausalLM", Weights(0), LLAMA),
+    Family("mistral-short-window", "MistralForCausalLM", Weights(5), {**LLAMA, "sliding_window": 20}),
+    Family("mistral-long-window", "MistralForCausalLM", Weights(5), {**LLAMA, "sliding_window": 200}),
+    Family("qwen2", "Qwen2ForCausalLM", Weights(2), LLAMA),
+    Family("qwen3", "Qwen3ForCausalLM", Weights(2, gain=2, embedding=0.5), LLAMA),
+    Family("gemma", "GemmaForCausalLM", Weights(1), {**LLAMA, "num_key_value_heads": 1}),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        Weights(7, gain=6, embedding=0.05),
-        {**_LLAMA, "sliding_window": 20, "query_pre_attn_scalar": 8},
+        Weights(2),
+        {**LLAMA, "sliding_window": 20, "query_pre_attn_scalar": 8},
     ),
-    Family("phi", "PhiForCausalLM", Weights(9), {key: value for key, value in _LLAMA.items() if key != "head_dim"}),
     Family(
-        "mixtral", "MixtralForCausalLM", Weights(2, eos=3), {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+        "phi",
+        "PhiForCausalLM",
+        Weights(6, eos=3, embedding=0.2),
+        {key: value for key, value in LLAMA.items() if key != "head_dim"},
     ),
+    Family("mixtral", "MixtralForCausalLM", Weights(2), {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Family(
         "gpt-oss",
         "GptOssForCausalLM",
-        Weights(19),
-        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
+        Weights(1),
+        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
     ),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.equivalence.cases import DECODING, SHAPES, shapes_of
-from tests.equivalence.check import accelerated, check
+from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.conftest import SharedPrefixes
 from tests.equivalence.models import FAMILIES, Family
 
 MODELS = [(family, attention) for family in FAMILIES for attention in family.attentions()]
@@ -24,21 +26,36 @@ def _id(value: Any) -> str:
 @pytest.mark.parametrize(("family", "attention"), MODELS, ids=_id)
 def test_decoding(family: Family, attention: str, decoding: str) -> None:
     """All ways of decoding, on a padded batch."""
-    model = family.build(attention)
-    result = check(model, family.make_inputs(), {**DECODING[decoding], **EVERYTHING})
+    check(family.build(attention), family.make_inputs(), {**DECODING[decoding], **EVERYTHING})
     assert accelerated() == 1
-    assert _varies(result)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "padded"], ids=_id)
-@pytest.mark.parametrize(("family", "attention"), MODELS, ids=_id)
+@pytest.mark.parametrize(
+    ("family", "attention", "shape"),
+    [(*model, shape) for model in MODELS for shape in shapes_of(model[0]) if shape != "padded"],
+    ids=_id,
+)
 def test_shapes(family: Family, attention: str, shape: str) -> None:
     """Beam search on batches of other shapes."""
-    if shape not in shapes_of(family):
-        shape = "padded"
     check(family.build(attention), family.make_inputs(**SHAPES[shape]), {**DECODING["beam"], **EVERYTHING})
     assert accelerated() == 1
 
 
-def _varies(result: Any) -> bool:
-    return len(result.sequences.unique()) > 5
+@pytest.mark.parametrize(("family", "attention"), MODELS, ids=_id)
+def test_prefix_is_shared(family: Family, attention: str, shared_prefixes: SharedPrefixes) -> None:
+    """The prompt or source is kept once per input, and no model makes the full tensor of it while it decodes."""
+    run(family.build(attention), family.make_inputs(), DECODING["beam"])
+    assert shared_prefixes.made > 0
+    assert shared_prefixes.full == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=_id)
+def test_grid_has_teeth(family: Family) -> None:
+    """The grid could not pass by luck: sequences vary, beams swap, and they end at different steps."""
+    result = run(family.build(), family.make_inputs(), {**DECODING["beam"], "return_dict_in_generate": True})
+    chosen = result.beam_indices
+    said = result.sequences[:, -chosen.shape[1] :]
+    assert len(said[said >= 0].unique()) >= 6
+    live = chosen >= 0
+    assert int(((chosen.diff(dim=1) != 0) & live[:, 1:]).sum()) >= 4
+    assert len(torch.unique(live.sum(dim=1))) > 1

@@ -1,0 +1,308 @@
+"""An exception inside accelerated code: the call is repeated with the original code, as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from fastgen.decoding import shared
+from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.shared import SharedKV
+from fastgen.optimizer.transformers.cache import SharedLayer
+from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
+from tests.equivalence.check import accelerated, assert_same, fallbacks, run
+from tests.equivalence.models import BY_NAME
+
+FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+decoders = pytest.mark.parametrize("family", [f for f in FAMILIES if not f.encoder_decoder], ids=str)
+any_decoding = pytest.mark.parametrize("decoding", [BEAM, BEAM_SAMPLE, SAMPLE], ids=["beam", "both", "sample"])
+
+
+def break_(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """Makes the `at`-th call of a method, counted from 1, raise; the others work."""
+    original = vars(owner)[name]
+    function = original.__func__ if isinstance(original, staticmethod) else original
+    calls = 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise ZeroDivisionError("planted")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, staticmethod(broken) if isinstance(original, staticmethod) else broken)
+
+
+def assert_failed_once(record: pytest.WarningsRecorder) -> None:
+    """The failure was reported in all the ways in which it is to be."""
+    ours = [warning for warning in record if "FastGen" in str(warning.message)]
+    assert len(ours) == 1
+    assert issubclass(ours[0].category, RuntimeWarning)
+    assert "ZeroDivisionError" in str(ours[0].message) and "planted" in str(ours[0].message)
+    assert list(fallbacks().values()) == [1]
+    assert "ZeroDivisionError" in next(iter(fallbacks()))
+    assert accelerated() == 0
+
+
+PLACES = {
+    "before anything": (LayerKV, "__init__", 1),
+    "first layer of the prompt": (LayerKV, "extend", 1),
+    "second layer of the prompt": (LayerKV, "extend", 2),
+    "branching": (LayerKV, "branch", 2),
+    "first step": (LayerKV, "extend", 5),
+    "a later step": (LayerKV, "extend", 13),
+    "making the shared tensor": (SharedKV, "of", 3),
+    "reordering": (LayerKV, "reorder", 4),
+}
+
+
+@any_decoding
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.replace(" ", "-"))
+@every
+def test_same_result(family: Any, place: str, decoding: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the random state after the call, from which the next one draws."""
+    if place == "reordering" and "num_beams" not in decoding:
+        decoding = BEAM_SAMPLE  # nothing is reordered without beams
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), {**decoding, **SCORES}), torch.rand(2)
+    break_(monkeypatch, *PLACES[place])
+    with pytest.warns() as record:
+        ours = run(family.build(), family.make_inputs(), {**decoding, **SCORES}), torch.rand(2)
+    assert_same(original, ours)
+    assert_failed_once(record)
+
+
+@decoders
+def test_attention_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), BEAM)
+    break_(monkeypatch, shared, "shared_prefix_scores", 3)
+    monkeypatch.setitem(shared._RULES, torch.nn.functional.scaled_dot_product_attention, shared._matmul)
+    with pytest.warns() as record:
+        ours = run(family.build("eager"), family.make_inputs(), BEAM)
+    assert_same(original, ours)
+    assert_failed_once(record)
+
+
+@every
+def test_handing_over_fails(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are there, but the cache cannot be returned."""
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
+    break_(monkeypatch, LayerKV, "materialize", 2)
+    with pytest.warns() as record:
+        ours = run(family.build(), family.make_inputs(), {**BEAM, **SCORES})
+    assert_same(original, ours)
+    assert_failed_once(record)
+
+
+def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In strict mode the failure is seen, with its cause."""
+    fastgen.enable(strict=True)
+    break_(monkeypatch, LayerKV, "extend", 5)
+    with pytest.raises(fastgen.FallbackError, match="planted"):
+        run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)
+
+
+def test_out_of_memory_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The original code needs more memory still."""
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(LayerKV, "extend", full)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), BEAM)
+    assert fallbacks() == {}
+
+
+# ---- objects of the user's
+
+
+class Listens(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("at", [1, 5, 14])
+@every
+def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call() -> list[Any]:
+        mine = Listens()
+        run(family.build(), family.make_inputs(batch=1), lambda: {"streamer": mine, "do_sample": True})
+        return mine.heard
+
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, LayerKV, "extend", at)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert call() == original
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+@decoders
+def test_own_cache_is_intact(family: Any, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The original code starts from the cache as the caller gave it."""
+    model, inputs = family.build(), family.make_inputs(padding=None)
+
+    def call() -> Any:
+        cache = DynamicCache()
+        if filled:
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"][:, :6], past_key_values=cache)
+            cache.batch_repeat_interleave(4)
+        return run(model, inputs, lambda: {**BEAM, **SCORES, "past_key_values": cache}), cache
+
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, LayerKV, "reorder", 7)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert_same(original, call())
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.encoder_decoder], ids=str)
+def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = family.build(), family.make_inputs()
+    with torch.no_grad():
+        encoded = model.get_encoder()(**inputs)
+
+    def call() -> Any:
+        mine = copy.deepcopy(encoded)
+        result = model.generate(encoder_outputs=mine, attention_mask=inputs["attention_mask"], **BEAM, **SCORES)
+        return result, mine
+
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, LayerKV, "extend", 9)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert_same(original, call())
+
+
+# ---- exceptions of the user's
+
+
+class MyError(Exception):
+    pass
+
+
+class Raises:
+    """Raises when it is called for the third time, from a function further down."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.calls = 0
+        self.error = error
+
+    def count(self) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            self.fail()
+
+    def fail(self) -> None:
+        raise self.error
+
+
+class Processor(Raises, LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.count()
+        return scores
+
+
+class Criterion(Raises, StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.count()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+class Prefix(Raises):
+    def __call__(self, row: int, tokens: Any) -> list[int]:
+        self.count()
+        return list(range(20))
+
+
+class Streamer(Raises, BaseStreamer):
+    def put(self, value: Any) -> None:
+        self.count()
+
+    def end(self) -> None:
+        pass
+
+
+PLUGS = {
+    "processor": lambda error: ({**BEAM, "logits_processor": [mine := Processor(error)]}, mine),
+    "criterion": lambda error: ({**SAMPLE, "stopping_criteria": [mine := Criterion(error)]}, mine),
+    "prefix function": lambda error: ({**BEAM, "prefix_allowed_tokens_fn": (mine := Prefix(error))}, mine),
+    "prefix method": lambda error: ({**BEAM, "prefix_allowed_tokens_fn": (mine := Prefix(error)).__call__}, mine),
+    "prefix lambda": lambda error: (
+        {**BEAM, "prefix_allowed_tokens_fn": lambda row, tokens: mine(row, tokens)},
+        mine := Prefix(error),
+    ),
+    "streamer": lambda error: ({"streamer": (mine := Streamer(error))}, mine),
+}
+
+
+@pytest.mark.parametrize("error", [MyError("mine"), RuntimeError("mine"), KeyboardInterrupt("mine")], ids=repr)
+@pytest.mark.parametrize("plug", PLUGS, ids=lambda plug: plug.replace(" ", "-"))
+@pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
+def test_users_exception_is_passed_on(family: Any, plug: str, error: BaseException) -> None:
+    """It is the user's, so it is neither swallowed nor retried nor reported."""
+    options, mine = PLUGS[plug](error)
+    inputs = family.make_inputs(batch=1)
+    with warnings.catch_warnings(), pytest.raises(type(error), match="mine") as raised:
+        warnings.simplefilter("error", RuntimeWarning)
+        run(family.build(), inputs, lambda: options)
+    assert raised.value is error
+    assert mine.calls == 3
+    assert fallbacks() == {}
+
+
+@pytest.mark.parametrize("error", [MyError("mine"), KeyboardInterrupt("mine")], ids=repr)
+def test_cache_after_users_exception(error: BaseException) -> None:
+    """The user's cache holds the library's own layers, whatever ended the call, and the model works on."""
+    family, cache = BY_NAME["llama"], DynamicCache()
+    with pytest.raises(type(error)):
+        run(
+            family.build(),
+            family.make_inputs(),
+            lambda: {**BEAM, "past_key_values": cache, "stopping_criteria": [Criterion(error)]},
+        )
+    assert not [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), BEAM)
+    assert_same(original, run(family.build(), family.make_inputs(), BEAM))
+    assert accelerated() == 1
+
+
+def test_error_of_the_library_is_the_original_one() -> None:
+    """A processor that returns nonsense makes the library's own loop fail: with the library's own words."""
+
+    class Nonsense(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores[:, :3, None]
+
+    def call() -> str:
+        with pytest.raises(Exception) as raised:
+            run(BY_NAME["llama"].build(), BY_NAME["llama"].make_inputs(), {**BEAM, "logits_processor": [Nonsense()]})
+        return repr(raised.value)
+
+    with fastgen.disabled():
+        original = call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert call() == original

@@ -1,0 +1,275 @@
+"""What goes to the original code: the same result, the right reason, and no error that the original does not raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, LlamaForCausalLM
+
+import fastgen
+from tests.equivalence.cases import BEAM, DECODING, SAMPLE
+from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
+from tests.equivalence.models import BY_NAME, VOCABULARY
+from tests.equivalence.others import OTHERS
+
+LLAMA, BART, MISTRAL = (BY_NAME[name] for name in ("llama", "bart", "mistral-short-window"))
+OTHERS_BY_NAME = {family.name: family for family in OTHERS}
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+# Models that decode from a state which cannot be branched.
+WITHOUT_BEAMS = {"rwkv"}
+
+
+# ---- models of all kinds
+
+
+@pytest.mark.parametrize("decoding", ["beam", "sampling, 4 returned"], ids=["beam", "sample"])
+@pytest.mark.parametrize("family", OTHERS, ids=str)
+def test_other_models(family: Any, decoding: str) -> None:
+    """The result is the same whether the model is accelerated or not, and the failure path is never taken."""
+    if family.name in WITHOUT_BEAMS:
+        decoding = "sampling"
+    check(family.build(), family.make_inputs(), {**DECODING[decoding], **SCORES})
+    assert accelerated() + sum(fallbacks().values()) == 1
+    assert not [reason for reason in fallbacks() if "in the accelerated call" in reason]
+
+
+# ---- reasons
+
+
+class OwnForward(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 0.5
+        return outputs
+
+
+class OwnReorder(LlamaForCausalLM):
+    def _reorder_cache(self, past_key_values: Any, beam_idx: torch.Tensor) -> Any:
+        past_key_values.reorder_cache(beam_idx)
+        return past_key_values
+
+
+class OwnInputs(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+class OwnLoop(LlamaForCausalLM):
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._sample(*args, **kwargs)
+
+
+def _as(kind: type) -> Callable[[], Any]:
+    """The Llama of the grid as an instance of a subclass."""
+
+    def build() -> Any:
+        original = LLAMA.build()
+        model = kind(original.config).eval()
+        model.load_state_dict(original.state_dict())
+        model.generation_config = original.generation_config
+        return model
+
+    return build
+
+
+def _changed(change: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A copy of the Llama of the grid with something changed."""
+
+    def build() -> Any:
+        model = copy.deepcopy(LLAMA.build())
+        change(model)
+        return model
+
+    return build
+
+
+def _replace_forward(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def _prefilled(family: Any, rows: int, differing: bool = False) -> DynamicCache:
+    """A cache that holds the first positions of the prompt, one row per sequence."""
+    model, ids = family.build(), family.make_inputs(padding=None)["input_ids"][:, :6].repeat_interleave(rows, 0)
+    cache = DynamicCache(config=model.config)
+    if differing:
+        ids = (ids + torch.arange(ids.shape[0]).unsqueeze(1)) % VOCABULARY
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    return cache
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that falls back.
+
+    Attributes:
+        reason: a part of what `fastgen.stats()` says.
+        build: makes the model.
+        options: makes the options.
+        inputs: makes the inputs.
+    """
+
+    reason: str
+    build: Callable[[], Any] = LLAMA.build
+    options: Callable[[], dict[str, Any]] = lambda: BEAM
+    inputs: Callable[[], dict[str, Any]] = LLAMA.make_inputs
+
+
+def _single() -> dict[str, Any]:
+    return LLAMA.make_inputs(batch=1)
+
+
+CASES = {
+    "assistant model": Case(
+        "assisted decoding", options=lambda: {"assistant_model": BY_NAME["qwen2"].build()}, inputs=_single
+    ),
+    "prompt lookup": Case("assisted_generation", options=lambda: {"prompt_lookup_num_tokens": 3}, inputs=_single),
+    "custom loop": Case(
+        "a custom decoding loop", options=lambda: {"custom_generate": lambda model, input_ids, **_: input_ids + 1}
+    ),
+    "no cache": Case("use_cache=False", options=lambda: {**BEAM, "use_cache": False}),
+    "static cache": Case("the cache is a StaticCache", options=lambda: {**BEAM, "cache_implementation": "static"}),
+    "offloaded static cache": Case(
+        "the cache is a StaticCache", options=lambda: {**SAMPLE, "cache_implementation": "offloaded_static"}
+    ),
+    "own static cache": Case(
+        "the cache is a StaticCache",
+        options=lambda: {
+            **SAMPLE,
+            "past_key_values": transformers.StaticCache(config=LLAMA.build().config, max_cache_len=100),
+        },
+    ),
+    "cache that differs between beams": Case(
+        "differs between the sequences of an input",
+        options=lambda: {**BEAM, "past_key_values": _prefilled(LLAMA, 4, differing=True)},
+        inputs=lambda: LLAMA.make_inputs(padding=None),
+    ),
+    "filled cache with a sliding window": Case(
+        "has a sliding window",
+        build=MISTRAL.build,
+        options=lambda: {**BEAM, "past_key_values": _prefilled(MISTRAL, 4)},
+        inputs=lambda: MISTRAL.make_inputs(padding=None),
+    ),
+    "training mode": Case("training mode", build=_changed(lambda model: model.train())),
+    "replaced forward": Case("the forward pass has been replaced", build=_changed(_replace_forward)),
+    "forward hook": Case(
+        "forward hooks",
+        build=_changed(lambda model: model.model.layers[0].register_forward_hook(lambda module, args, out: None)),
+    ),
+    "forward pre-hook": Case(
+        "forward hooks",
+        build=_changed(lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))),
+    ),
+    "own forward": Case("OwnForward.forward is not the library's own", build=_as(OwnForward)),
+    "own preparation of inputs": Case("OwnInputs.prepare_inputs_for_generation is not the", build=_as(OwnInputs)),
+    "own reordering": Case("reorders its cache itself", build=_as(OwnReorder)),
+    "own loop": Case("a decoding loop of its own", build=_as(OwnLoop), options=lambda: SAMPLE),
+    "state of its own": Case("keeps state other than K/V", build=OTHERS_BY_NAME["mamba"].build),
+    "own bookkeeping": Case("reorders its cache itself", build=OTHERS_BY_NAME["xlnet"].build),
+    "chunked attention": Case("chunked attention", build=OTHERS_BY_NAME["llama4"].build),
+}
+
+
+@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "-"))
+def test_reason(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.build(), case.inputs()
+
+    def call() -> Any:
+        options = case.options()
+        return run(model, inputs, lambda: options), options.get("past_key_values")
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 0
+    assert [(case.reason in reason, count) for reason, count in fallbacks().items()] == [(True, 1)], fallbacks()
+
+
+@pytest.mark.parametrize("name", ["no cache", "training mode", "own forward"])
+def test_strict_raises_instead(name: str) -> None:
+    case = CASES[name]
+    fastgen.enable(strict=True)
+    with pytest.raises(fastgen.FallbackError, match=case.reason):
+        run(case.build(), case.inputs(), case.options())
+    with fastgen.disabled():
+        run(case.build(), case.inputs(), case.options())
+
+
+def test_compiled_model() -> None:
+    """`model.compile()`, and a model wrapped by torch.compile (with a backend that compiles nothing)."""
+    compiled = copy.deepcopy(LLAMA.build())
+    compiled.compile(backend="eager")
+    wrapped = torch.compile(LLAMA.build(), backend="eager")
+    expected = run(LLAMA.build(), LLAMA.make_inputs(), BEAM)
+    fastgen.reset_stats()
+    for model in (compiled, wrapped):
+        assert_same(expected, run(model, LLAMA.make_inputs(), BEAM))
+
+
+def test_offloaded_cache() -> None:
+    """Where the machine has nothing to offload to, the error is the original's."""
+    _same_outcome({**BEAM, "cache_implementation": "offloaded"})
+
+
+def test_quantized_cache() -> None:
+    """Without the library that quantises, the error is the original's."""
+    _same_outcome({**SAMPLE, "cache_implementation": "quantized"})
+
+
+def test_synced_gpus() -> None:
+    """Without a process group, the error is the original's."""
+    _same_outcome({**BEAM, "synced_gpus": True})
+
+
+def test_streamer_with_beams() -> None:
+    """The original refuses it; so do we."""
+    _same_outcome({**BEAM, "streamer": transformers.TextStreamer(tokenizer=None)})
+
+
+def _same_outcome(options: dict[str, Any]) -> None:
+    def call() -> Any:
+        try:
+            return run(LLAMA.build(), LLAMA.make_inputs(), options)
+        except Exception as error:
+            return type(error), str(error)
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 0
+
+
+def test_attention_backend_of_another_kind() -> None:
+    """Attention that is neither eager nor sdpa."""
+    model = copy.deepcopy(LLAMA.build())
+    original = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register("of_the_tests", original)
+    transformers.AttentionMaskInterface.register(
+        "of_the_tests", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    model.set_attn_implementation("of_the_tests")
+    check(model, LLAMA.make_inputs(), {**BEAM, **SCORES})
+    assert list(fallbacks()) == ["attention implementation of_the_tests"]
+
+
+def test_rows_of_an_input_that_differ() -> None:
+    """A model that expands its inputs in a way of its own."""
+    model = copy.deepcopy(LLAMA.build())
+
+    def expand(expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any) -> Any:
+        return input_ids.repeat(expand_size, 1), {
+            key: value.repeat(expand_size, 1) if isinstance(value, torch.Tensor) else value
+            for key, value in kwargs.items()
+        }
+
+    model._expand_inputs_for_generation = expand
+    check(model, LLAMA.make_inputs(), {**SAMPLE, **SCORES})
+    assert list(fallbacks()) == ["input_ids is not one row per sequence, equal for the sequences of an input"]

@@ -1,0 +1,453 @@
+"""Every option of `generate`, on models that stand for the others: the same tokens, scores and everything returned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
+from tests.equivalence.check import accelerated, assert_same, check, run
+from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
+
+FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+SEQ2SEQ = [family for family in FAMILIES if family.encoder_decoder]
+DECODERS = [family for family in FAMILIES if not family.encoder_decoder]
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+seq2seq = pytest.mark.parametrize("family", SEQ2SEQ, ids=str)
+decoders = pytest.mark.parametrize("family", DECODERS, ids=str)
+beam_and_sample = pytest.mark.parametrize("decoding", [BEAM, SAMPLE], ids=["beam", "sample"])
+any_decoding = pytest.mark.parametrize(
+    "decoding", [BEAM, BEAM_SAMPLE, SAMPLE, {}], ids=["beam", "both", "sample", "greedy"]
+)
+
+
+def _id(value: Any) -> str:
+    return str(value).replace(" ", "-").replace(",", "")
+
+
+def _check(family: Family, decoding: dict[str, Any], options: dict[str, Any] | None = None, **inputs: Any) -> Any:
+    result = check(family.build(), family.make_inputs(**inputs), {**decoding, **SCORES, **(options or {})})
+    assert accelerated() == 1
+    return result
+
+
+# ---- options that are plain values
+
+
+@pytest.mark.parametrize("option", SEARCH, ids=_id)
+@every
+def test_search(family: Family, option: str) -> None:
+    _check(family, BEAM, SEARCH[option])
+
+
+@beam_and_sample
+@pytest.mark.parametrize(
+    ("family", "option"),
+    # T5 has no decoder without an encoder, which is what guidance runs.
+    [(f, name) for f in FAMILIES for name in CONTROL if (f.name, name) != ("t5", "guidance_scale")],
+    ids=_id,
+)
+def test_control(family: Family, option: str, decoding: dict[str, Any]) -> None:
+    options = dict(CONTROL[option])
+    if family.encoder_decoder:
+        # Lengths count what the decoder holds: the prompt is not a part of it.
+        options.update({key: options[key] - LONG for key in ("max_length", "min_length") if key in options})
+    _check(family, decoding, options)
+
+
+@pytest.mark.parametrize("decoding", [SAMPLE, BEAM_SAMPLE], ids=["sample", "beam"])
+@pytest.mark.parametrize("option", DRAWING, ids=_id)
+@every
+def test_drawing(family: Family, option: str, decoding: dict[str, Any]) -> None:
+    _check(family, decoding, DRAWING[option])
+
+
+@every
+def test_all_sequences_end_at_the_first_step(family: Family) -> None:
+    result = _check(family, SAMPLE, {"sequence_bias": [[[EOS], 1000.0]]})
+    assert len(result.scores) == 1
+
+
+@every
+def test_generation_config_object(family: Family) -> None:
+    """The options in an object, given by position, as scripts do."""
+    model, inputs = family.build(), family.make_inputs()
+    config = transformers.GenerationConfig(**{**model.generation_config.to_diff_dict(), **BEAM, "max_new_tokens": 9})
+    with fastgen.disabled():
+        original = model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"])
+    assert_same(original, model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"]))
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_the_same_seed_gives_the_same_samples(name: str) -> None:
+    """And leaves the generator in the same state: what is drawn after the call is the same, too."""
+    family = BY_NAME[name]
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), SAMPLE, seed=5), torch.rand(3)
+    assert_same(original, (run(family.build(), family.make_inputs(), SAMPLE, seed=5), torch.rand(3)))
+
+
+# ---- long and degenerate
+
+
+@every
+def test_growth(family: Family) -> None:
+    """More positions than are allocated at first."""
+    _check(family, {"num_beams": 3}, {"min_new_tokens": 300, "max_new_tokens": 300, "output_scores": False})
+
+
+@every
+def test_ties(family: Family) -> None:
+    """All scores are equal at all steps: which token comes first is decided in the same way."""
+    model = copy.deepcopy(family.build())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for decoding in (BEAM, {}, {"num_beams": 3, "num_return_sequences": 3}):
+        check(model, family.make_inputs(), {**decoding, **SCORES})
+    assert accelerated() == 3
+
+
+# ---- what is returned
+
+
+@any_decoding
+@every
+def test_everything_returned(family: Family, decoding: dict[str, Any]) -> None:
+    """Scores, logits, beam indices, attentions, hidden states and the cache."""
+    model = family.build("eager")
+    names = ("output_logits", "output_attentions", "output_hidden_states")
+    result = check(model, family.make_inputs(), {**decoding, **SCORES, **dict.fromkeys(names, True)})
+    assert accelerated() == 1
+    assert {"scores", "logits", "past_key_values"} <= set(result)
+    assert ("decoder_attentions" if family.encoder_decoder else "attentions") in result
+
+
+@pytest.mark.parametrize("decoding", [SAMPLE, {}, {"num_beams": 3, "num_return_sequences": 3}], ids=["s", "g", "b"])
+@decoders
+def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> None:
+    """The cache that comes back is an ordinary one: a second call goes on from it."""
+    model, inputs = family.build(), family.make_inputs()
+
+    def twice() -> Any:
+        first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
+        rows = first.sequences.shape[0] // inputs["input_ids"].shape[0]
+        mask = inputs["attention_mask"].repeat_interleave(rows, 0)
+        mask = torch.nn.functional.pad(mask, (0, first.sequences.shape[1] - LONG), value=1)
+        again = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
+        return first, model.generate(**again, return_dict_in_generate=True)
+
+    with fastgen.disabled():
+        original = twice()
+    assert_same(original, twice())
+    assert accelerated() == 2
+
+
+# ---- what is passed in
+
+
+@decoders
+@any_decoding
+def test_inputs_embeds(family: Family, decoding: dict[str, Any]) -> None:
+    model, inputs = family.build(), family.make_inputs()
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    without = {"inputs_embeds": embedded, "attention_mask": inputs["attention_mask"]}
+    check(model, without, {**decoding, **SCORES})
+    check(model, {**inputs, "inputs_embeds": embedded}, {**decoding, **SCORES})
+    assert accelerated() == 2
+
+
+@pytest.mark.parametrize("length", [2, 40])
+@any_decoding
+@seq2seq
+def test_decoder_input_ids(family: Family, decoding: dict[str, Any], length: int) -> None:
+    """A start of the output is given, short or long enough to be shared."""
+    inputs = family.make_inputs()
+    ids = torch.randint(4, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(3))
+    check(family.build(), {**inputs, "decoder_input_ids": ids}, {**decoding, **SCORES})
+    mask = torch.ones_like(ids)
+    mask[1, : length // 2] = 0
+    both_given = {**inputs, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    check(family.build(), both_given, {**decoding, **SCORES})
+    assert accelerated() == 2
+
+
+@any_decoding
+@seq2seq
+def test_encoder_outputs(family: Family, decoding: dict[str, Any]) -> None:
+    """The encoder has run already; the object that the caller holds afterwards is as after an original call."""
+    model, inputs = family.build(), family.make_inputs()
+    with torch.no_grad():
+        encoded = model.get_encoder()(**inputs, output_hidden_states=True)
+    mask = inputs["attention_mask"]
+
+    def call() -> Any:
+        mine = copy.deepcopy(encoded)
+        torch.manual_seed(0)
+        return model.generate(encoder_outputs=mine, attention_mask=mask, **decoding, **SCORES), mine
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 1
+
+
+@any_decoding
+@decoders
+def test_own_empty_cache(family: Family, decoding: dict[str, Any]) -> None:
+    """A cache that the caller made holds the same after the call."""
+
+    def call(cache: DynamicCache) -> Any:
+        return run(family.build(), family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
+
+    with fastgen.disabled():
+        original = call(DynamicCache())
+    mine = DynamicCache()
+    assert_same(original, call(mine))
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("prefix", [5, 40])
+@any_decoding
+@decoders
+def test_own_filled_cache(family: Family, decoding: dict[str, Any], prefix: int) -> None:
+    """The caller has run a part of the prompt already, with one row per sequence."""
+    model, inputs = family.build(), family.make_inputs(padding=None)
+    rows = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
+
+    def call() -> Any:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"][:, :prefix], past_key_values=cache)
+        cache.batch_repeat_interleave(rows)
+        return run(model, inputs, lambda: {**decoding, **SCORES, "past_key_values": cache}), cache
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("size", [7, 16, 100])
+@beam_and_sample
+@decoders
+def test_prefill_chunk_size(family: Family, decoding: dict[str, Any], size: int) -> None:
+    _check(family, decoding, {"prefill_chunk_size": size})
+
+
+@every
+def test_inputs_are_left_alone(family: Family) -> None:
+    """Tensors and options that are passed in are not changed."""
+    inputs = family.make_inputs()
+    options = {**BEAM, **SCORES, "bad_words_ids": [[7], [12, 13]]}
+    before = copy.deepcopy((inputs, options))
+    family.build().generate(**inputs, **options)
+    assert_same(before, (inputs, options))
+
+
+# ---- code of the user's
+
+
+class Remembers(LogitsProcessor):
+    """Keeps the very scores that it saw, and bans a token."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(scores.clone())
+        self.kept.append(scores)
+        scores = scores.clone()
+        scores[:, 15] = -float("inf")
+        return scores
+
+
+class WritesInPlace(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, int(input_ids[0, -1]) % VOCABULARY] -= 3
+        return scores
+
+
+class StopsAt(StoppingCriteria):
+    """Stops everything after some steps, and keeps what it saw."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        self.seen.append((input_ids.clone(), scores))
+        return torch.full((input_ids.shape[0],), self.left <= 0, device=input_ids.device)
+
+
+class StopsRows(StoppingCriteria):
+    """Stops each row by what it says."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 7 == 3
+
+
+class Listens(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": 2}], ids=["alone", "with n-grams"])
+@beam_and_sample
+@every
+def test_processor_that_keeps_scores(family: Family, decoding: dict[str, Any], more: dict[str, Any]) -> None:
+    """What a processor sees, and what it keeps without a copy, are the same as with the original code."""
+
+    def call() -> Any:
+        mine = Remembers()
+        result = run(family.build(), family.make_inputs(), {**decoding, **SCORES, **more, "logits_processor": [mine]})
+        return result, mine.seen, mine.kept
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 1
+
+
+@beam_and_sample
+@every
+def test_processor_that_writes_in_place(family: Family, decoding: dict[str, Any]) -> None:
+    names = ("output_logits", "output_scores", "return_dict_in_generate")
+    _check(family, decoding, {"logits_processor": [WritesInPlace()], **dict.fromkeys(names, True)})
+
+
+@beam_and_sample
+@every
+def test_logits_are_not_the_processed_ones(family: Family, decoding: dict[str, Any]) -> None:
+    """Raw logits are returned untouched by the n-gram processor, which works in place where it may."""
+    _check(family, decoding, {"output_logits": True, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1})
+
+
+@any_decoding
+@every
+def test_stopping_criteria(family: Family, decoding: dict[str, Any]) -> None:
+    def call() -> Any:
+        mine = [StopsAt(5), StopsRows()]
+        result = run(family.build(), family.make_inputs(), {**decoding, **SCORES, "stopping_criteria": mine})
+        return result, mine[0].seen
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 1
+
+
+@any_decoding
+@every
+def test_prefix_allowed_tokens_fn(family: Family, decoding: dict[str, Any]) -> None:
+    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+        return [token for token in range(VOCABULARY) if (token + int(tokens[-1]) + row) % 3]
+
+    _check(family, decoding, {"prefix_allowed_tokens_fn": allowed})
+
+
+@pytest.mark.parametrize("decoding", [{}, {"do_sample": True}], ids=["greedy", "sample"])
+@every
+def test_streamer(family: Family, decoding: dict[str, Any]) -> None:
+    def call() -> Any:
+        mine = Listens()
+        return run(family.build(), family.make_inputs(batch=1), lambda: {**decoding, "streamer": mine}), mine.heard
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 1
+
+
+@any_decoding
+@every
+def test_nested_generate(family: Family, decoding: dict[str, Any]) -> None:
+    """A stopping criterion that generates: with the same model, and with another."""
+    others = [(family.build(), family.make_inputs(batch=2)), (BY_NAME["opt"].build(), BY_NAME["opt"].make_inputs())]
+
+    class Nests(StoppingCriteria):
+        def __init__(self) -> None:
+            self.found: list[Any] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            if len(self.found) < 4:
+                self.found += [model.generate(**inputs, num_beams=2, max_new_tokens=4) for model, inputs in others]
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def call() -> Any:
+        mine = Nests()
+        return run(
+            family.build(), family.make_inputs(), {**decoding, **SCORES, "stopping_criteria": [mine]}
+        ), mine.found
+
+    with fastgen.disabled():
+        original = call()
+    assert_same(original, call())
+    assert accelerated() == 5
+
+
+# ---- with a tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Letters and pairs of letters, so that a string may end within a token and begin in any of several."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijkl"
+    texts = ["<pad>", "<s>", "</s>", "<unk>", *letters, *(one + two for one in letters for two in letters)]
+    made = Tokenizer(models.WordLevel({text: token for token, text in enumerate(texts)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
+
+
+@any_decoding
+@every
+def test_stop_strings(family: Family, decoding: dict[str, Any], tokenizer: Any) -> None:
+    _check(family, decoding, {"stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
+
+
+# ---- errors are those of the original
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_return_sequences": 2},
+        {"num_beams": 2, "num_return_sequences": 3},
+        {"num_beams": 0},
+        {"max_new_tokens": -1},
+        {"no_such_option": 1},
+        {"stop_strings": ["x"]},
+    ],
+    ids=str,
+)
+@every
+def test_invalid_calls(family: Family, wrong: dict[str, Any]) -> None:
+    """A call that the original refuses is refused with the same words."""
+    with pytest.raises(Exception) as original, fastgen.disabled():
+        run(family.build(), family.make_inputs(), wrong)
+    with pytest.raises(type(original.value)) as ours:
+        run(family.build(), family.make_inputs(), wrong)
+    assert str(ours.value) == str(original.value)
