@@ -6,7 +6,8 @@ import copy
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -443,12 +444,12 @@ class ModelStage:
         room = generation.max_new_tokens or generation.max_length or 20
         return len(rows) * (max(len(row.ids) for row in rows) + room)
 
-    def run(self, batch: Batch, stopping: Callable[[], bool] = lambda: False) -> Generated:
+    def run(self, batch: Batch) -> Generated:
         """All of a batch: what the model returned, and the rows that it could not do."""
         done = Generated(batch)
         # A stack of row groups, worked on in the order of the batch.
         waiting = list(reversed(self._within_limit(batch.rows)))
-        while waiting and not stopping():
+        while waiting:
             rows = waiting.pop()
             problem: Problem | None = None
             out_of_memory = False
@@ -505,8 +506,6 @@ class ModelStage:
             self.finish()
 
     def _generate(self, rows: list[Prepared], batch: Batch) -> Piece:
-        import time
-
         import torch
 
         loaded = self.loaded

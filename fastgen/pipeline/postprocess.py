@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -141,12 +141,3 @@ class PostProcessor:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
-
-
-def flatten(texts: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    """Texts regrouped into runs of the given sizes."""
-    grouped, start = [], 0
-    for size in sizes:
-        grouped.append(list(texts[start : start + size]))
-        start += size
-    return grouped
