@@ -78,6 +78,7 @@ class Comparison:
 def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Comparison:
     """See `fastgen.compare`."""
     arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **generate_kwargs}
+    arguments.pop("streamer", None)  # it would be fed twice
     random_state = RandomState(model.device)
     sides, tokens = [], []
     for context in (patching.suspended, contextlib.nullcontext):
@@ -108,19 +109,31 @@ _NOTHING: dict[str, Any] = {"accelerated": 0, "fallback": {}}
 
 def _warm_up(model: Any, arguments: dict[str, Any]) -> None:
     """Two tokens: the first call of a process pays for threads, kernels and memory that later ones find ready."""
-    lengths = ("max_length", "min_length", "min_new_tokens", "streamer")
-    short = {name: value for name, value in copy.deepcopy(arguments).items() if name not in lengths}
+    lengths = ("max_length", "min_length", "min_new_tokens")
+    short = {name: _copied(value) for name, value in arguments.items() if name not in lengths}
     model.generate(**{**short, "max_new_tokens": 2})
 
 
 def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Side, Any]:
-    arguments = copy.deepcopy(arguments)  # a cache passed in is changed by the call
+    arguments = {name: _copied(value) for name, value in arguments.items()}
     memory = _PeakMemory(model.device)
     start = time.perf_counter()
     result = model.generate(**arguments)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return Side(time.perf_counter() - start, memory.growth()), result
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what a call changes: caches, encoder outputs, processors and criteria. Anything else as it is."""
+    if isinstance(value, Mapping):
+        return copy.copy(value)
+    if not (isinstance(value, list) or hasattr(value, "get_seq_length")):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):  # it holds a lock, or a tensor with a history: both runs share it
+        return value
 
 
 class _PeakMemory:

@@ -62,10 +62,14 @@ class LayerKV:
 
     Args:
         room: suffix positions to allocate at first.
+        window: a query sees so many positions, its own included; None for all. What no later query can see is dropped
+            from the prefix. The suffix is kept whole: what a mask leaves out of it is the caller's business.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, window: int | None = None) -> None:
         self._room = room
+        self._window = window
+        self.dropped = 0
         self._beams: Beams | None = None
         self._prefix: tuple[Tensor, Tensor] | None = None
         self._suffix: tuple[GrowingTensor, GrowingTensor] | None = None
@@ -75,7 +79,12 @@ class LayerKV:
 
     @property
     def length(self) -> int:
-        """Positions stored, prefix and suffix together."""
+        """Positions seen, prefix and suffix together, those that were dropped included."""
+        return self.dropped + self.stored
+
+    @property
+    def stored(self) -> int:
+        """Positions that `keys` and `values` have."""
         prefix = self._prefix[0].shape[2] if self._prefix is not None else 0
         return prefix + (self._suffix[0].length if self._suffix is not None else 0)
 
@@ -86,6 +95,9 @@ class LayerKV:
         if self._prefix is None or beams.copies == 1:
             return
         keys, values = self._prefix
+        if self._window is not None:
+            self.dropped = max(keys.shape[2] - self._window + 1, 0)
+            keys, values = keys[:, :, self.dropped :], values[:, :, self.dropped :]
         repeated_bytes = (keys.nbytes + values.nbytes) * beams.copies
         if keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES:
             self._prefix = keys.repeat_interleave(beams.copies, dim=0), values.repeat_interleave(beams.copies, dim=0)

@@ -86,6 +86,20 @@ def test_the_prefix_is_stored_once_and_never_moves():
     assert layer.read()[0]._parts.prefix.data_ptr() == keys.data_ptr()
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_window_drops_what_lies_behind_it_from_the_prefix(copies):
+    layer, keys = LayerKV(2, window=10), torch.randn(3, 2, 40, 4)
+    layer.extend(keys, keys)
+    assert (layer.length, layer.stored, layer.dropped) == (40, 40, 0)
+    layer.branch(Beams(3, copies))
+    kept = 40 if copies == 1 else 9
+    assert (layer.length, layer.stored, layer.dropped) == (40, kept, 40 - kept)
+    new = torch.randn(3 * copies, 2, 1, 4)
+    expected = torch.cat([keys[:, :, -kept:].repeat_interleave(copies, dim=0), new], dim=2)
+    assert torch.equal(layer.extend(new, new)[0] + 0, expected)
+    assert (layer.length, layer.stored) == (41, kept + 1)
+
+
 def test_reading_an_empty_layer_is_an_error():
     with pytest.raises(ValueError, match="no keys"):
         LayerKV(1).read()

@@ -18,17 +18,17 @@ DynamicSlidingWindowLayer = getattr(cache_utils, "DynamicSlidingWindowLayer", No
 class SharedLayer(CacheLayerMixin):
     """One layer of a `Cache`, backed by a `LayerKV`.
 
-    A sliding-window layer keeps all positions: the masks that the models build from `get_mask_sizes` leave out what
-    lies behind the window, so that the result is the same.
+    A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
+    the masks that the models build from `get_mask_sizes` leave that out.
     """
 
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, room: int, is_sliding: bool = False) -> None:
+    def __init__(self, room: int, window: int | None = None) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
-        self.kv = LayerKV(room)
-        self.is_sliding = is_sliding
+        self.kv = LayerKV(room, window)
+        self.is_sliding = window is not None
 
     @property
     def is_initialized(self) -> bool:
@@ -53,7 +53,7 @@ class SharedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         # An int up to transformers 5.x; earlier releases passed the positions of the queries.
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.kv.length + length, 0
+        return self.kv.stored + length, self.kv.dropped
 
     def get_seq_length(self) -> int:
         return self.kv.length
@@ -83,16 +83,16 @@ class StoreInCache:
             room: positions that will be generated, at least.
         """
         self.cache = cache
-        self._saved: list[tuple[DynamicCache, list[Any], Any]] = []
-        for part in _parts(cache):
-            self._saved.append((part, part.layers, part.layer_class_to_replicate))
-            part.layers = [self._shared(layer, copies, room) for layer in part.layers]
-            if part.layer_class_to_replicate is not None:
-                part.layer_class_to_replicate = partial(SharedLayer, room)
+        self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
+        shared = [[self._shared(layer, copies, room) for layer in layers] for _, layers, _ in self._saved]
+        # From here on nothing can fail: the cache is changed whole or not at all.
+        for (part, _, replicate), layers in zip(self._saved, shared, strict=True):
+            part.layers = layers
+            part.layer_class_to_replicate = partial(SharedLayer, room) if replicate is not None else None
 
     @staticmethod
     def _shared(layer: Any, copies: int, room: int) -> SharedLayer:
-        shared = SharedLayer(room, is_sliding=layer.is_sliding)
+        shared = SharedLayer(room, window=_window(layer))
         if layer.get_seq_length():
             shared.update(layer.keys[::copies].contiguous(), layer.values[::copies].contiguous())
         return shared
@@ -113,21 +113,28 @@ class StoreInCache:
 
     def hand_over(self) -> None:
         """The library's own layers again, filled with what was stored: the cache goes to the user."""
-        for part, layers, replicate in self._saved:
-            shared = part.layers
-            part.layers, part.layer_class_to_replicate = layers, replicate
-            for index, layer in enumerate(shared):
+        shared = [part.layers for part, _, _ in self._saved]
+        self.restore()
+        for (_, layers, replicate), filled in zip(self._saved, shared, strict=True):
+            for index, layer in enumerate(filled):
                 if index == len(layers):
                     layers.append(replicate())
                 if layer.kv.length:
-                    _fill(layers[index], *layer.kv.materialize())
+                    _fill(layers[index], layer.kv)
 
 
-def _fill(layer: DynamicLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+def _fill(layer: DynamicLayer, kv: LayerKV) -> None:
+    keys, values = kv.materialize()
     if layer.get_seq_length():
         layer.keys, layer.values = keys, values
     else:
         layer.update(keys, values)
+    if _window(layer) is not None:
+        layer.cumulative_length = kv.length
+
+
+def _window(layer: Any) -> int | None:
+    return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 
 def _parts(cache: Cache) -> list[DynamicCache]:
@@ -136,8 +143,13 @@ def _parts(cache: Cache) -> list[DynamicCache]:
     return [cache]
 
 
-def unsupported(cache: Any, copies: int) -> str | None:
-    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can."""
+def unsupported(cache: Any, copies: int, prompt: int, to_generate: int) -> str | None:
+    """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
+
+    Args:
+        copies: sequences per input.
+        prompt, to_generate: positions of the prompt, and at the most behind it.
+    """
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
         return f"the cache is a {type(cache).__name__}"
     for part in _parts(cache):
@@ -152,6 +164,11 @@ def unsupported(cache: Any, copies: int) -> str | None:
                 return f"the cache has layers of type {type(layer).__name__}"
             if getattr(layer, "record_past", False):
                 return "the cache records its past states"
+            window = _window(layer)
+            # The original never reads more than the window. With one sequence there is nothing to share that would
+            # make up for reading more, and with several, not for a suffix that is longer than the window.
+            if window is not None and to_generate + (prompt if copies == 1 else 0) > window:
+                return "more positions than the sliding window"
             if layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:

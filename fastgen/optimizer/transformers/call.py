@@ -34,7 +34,8 @@ class Call:
         self.scores_are_private = scores_are_private
         self.store: StoreInCache | None = None
         self.declined = False
-        self._cache_is_visible = cache_is_the_users
+        self._cache_is_the_users = cache_is_the_users
+        self._returns_cache = False
         self._token: Any = None
 
     @classmethod
@@ -58,7 +59,7 @@ class Call:
     def accelerate(self, store: StoreInCache, returns_dict: bool) -> None:
         """This call goes on with FastGen's store in its cache, which a result of `returns_dict` contains."""
         self.store = store
-        self._cache_is_visible |= returns_dict
+        self._returns_cache = returns_dict
 
     def finish(self) -> None:
         """The call is done: the cache gets the library's own layers back."""
@@ -66,7 +67,7 @@ class Call:
             if not self.declined:
                 counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
             return
-        if self._cache_is_visible:
+        if self._returns_cache or self._cache_is_the_users:
             self.store.hand_over()
         else:
             self.store.restore()
@@ -77,3 +78,10 @@ class Call:
         if self.store is not None:
             self.store.restore()
             self.store = None
+
+    def break_off(self) -> None:
+        """The call was interrupted, or the user's code raised: a cache of the user's keeps what was stored so far."""
+        if self.store is not None and self._cache_is_the_users:
+            self.store.hand_over()
+            self.store = None
+        self.abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -21,7 +22,12 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Wrapper of `GenerationMixin.generate`."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
-    arguments = _by_name(args, kwargs)
+    try:
+        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    except TypeError:
+        return wrapped(*args, **kwargs)  # which raises it
+    arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    arguments.pop("kwargs", None)
     reason = _unsupported(model, arguments)
     if reason is not None:
         counters.count_fallback(ENTRY_POINT, reason)
@@ -34,46 +40,26 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
             result = wrapped(**attempt.arguments)
             call.finish()
             return result
-        except Exception as error:
-            accelerated = call.store is not None
-            call.abandon()
-            if not (accelerated and attempt.may_be_ours(error)):
+        except BaseException as error:
+            if not (isinstance(error, Exception) and call.store is not None and attempt.may_be_ours(error)):
+                call.break_off()
                 raise
+            call.abandon()
             failure = error
     return attempt.repeat(wrapped, failure)
-
-
-# The order in which `generate` takes positional arguments, for those that FastGen reads.
-_POSITIONAL = (
-    "inputs",
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "custom_generate",
-)
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of the call as keywords."""
-    return {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
 
 
 def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why this call is not accelerated, as far as can be told before it starts; None when it may be."""
     for name, what in (
         ("assistant_model", "assisted decoding"),
+        ("prompt_lookup_num_tokens", "assisted decoding"),
         ("custom_generate", "a custom decoding loop"),
         ("synced_gpus", "a model sharded over processes"),
     ):
-        if arguments.get(name):
+        if _option(model, arguments, name):
             return what
-    if arguments.get("cache_implementation") == "paged":
+    if _option(model, arguments, "cache_implementation") == "paged":
         return "continuous batching"
     return model_unsupported(model) or _modules_unsupported(model)
 
@@ -95,9 +81,14 @@ def _modules_unsupported(model: Any) -> str | None:
 
 def _scores_are_private(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether processors may change the scores in place: nobody outside the library's loop can have kept them."""
-    config = arguments.get("generation_config") or model.generation_config
-    wants_logits = arguments.get("output_logits", getattr(config, "output_logits", False))
-    return not (arguments.get("logits_processor") or wants_logits)
+    return not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
+
+
+def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """An argument of the call, or what stands for it in the generation config given or in the model's own."""
+    configs = (arguments.get("generation_config"), model.generation_config)
+    values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 class _Attempt:

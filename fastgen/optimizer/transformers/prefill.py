@@ -58,15 +58,15 @@ def _prefill(
         _check_config(generation_config, model_kwargs)
         one_row_ids = _undo_repeat("input_ids", input_ids, copies)
         one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
-        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies)
+        prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
+        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate)
         if reason is not None:
             raise Declined(reason)
     except Declined as declined:
         call.decline(str(declined))
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    to_generate = generation_config.max_length - input_ids.shape[1]
-    store = StoreInCache(model_kwargs["past_key_values"], copies, room=min(max(to_generate, 1), _MAX_FIRST_ROOM))
+    store = StoreInCache(model_kwargs["past_key_values"], copies, room=min(to_generate, _MAX_FIRST_ROOM))
     call.accelerate(store, returns_dict=bool(generation_config.return_dict_in_generate))
     outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
@@ -87,6 +87,13 @@ def _check_config(config: Any, model_kwargs: dict[str, Any]) -> None:
         raise Declined("the model assists another one")
     if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
         raise Declined("no K/V cache (use_cache=False, or a model without one)")
+
+
+def _lengths(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Positions of the prompt, and how many more there will be at the most."""
+    embedded = model_kwargs.get("inputs_embeds")
+    prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
+    return prompt, max(config.max_length - input_ids.shape[1], 1)
 
 
 def _undo_repeat(name: str, value: Any, copies: int) -> Any:
