@@ -69,7 +69,7 @@ def status() -> Status:
     return collect(_patches)
 
 
-def stats() -> dict[str, Any]:
+def stats() -> dict[str, dict[str, int | dict[str, int]]]:
     """What was accelerated and what fell back since the start or the last `reset_stats()`.
 
     Returns:

@@ -133,8 +133,9 @@ def shared_prefix_attention(
     normalised = torch.promote_types(query.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=normalised).to(query.dtype)
     if mask is not None:
-        # A row that may attend to nothing has no weights; fused kernels return zeros for it, and so do we.
-        weights = weights.nan_to_num_(nan=0.0)
+        # A query that may attend to nothing has no weights; fused kernels return zeros for it, and so do we.
+        nothing = mask.logical_not() if mask.dtype == torch.bool else mask.isneginf()
+        weights = weights.masked_fill_(nothing.all(dim=-1, keepdim=True), 0.0)
     return shared_prefix_context(weights, prefix_values, suffix_values)
 
 

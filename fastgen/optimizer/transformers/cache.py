@@ -19,7 +19,7 @@ class SharedLayer(CacheLayerMixin):
     """One layer of a `Cache`, backed by a `LayerKV`.
 
     A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
-    the masks that the models build from `get_mask_sizes` leave that out.
+    the masks that models build from `get_mask_sizes` leave that out; `unsupported` sees to it that they do.
     """
 
     is_compileable = False
@@ -143,12 +143,13 @@ def _parts(cache: Cache) -> list[DynamicCache]:
     return [cache]
 
 
-def unsupported(cache: Any, copies: int, prompt: int, to_generate: int) -> str | None:
+def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, masks_windows: bool) -> str | None:
     """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
 
     Args:
         copies: sequences per input.
         prompt, to_generate: positions of the prompt, and at the most behind it.
+        masks_windows: the model masks what lies behind a sliding window, and does not rely on the cache to drop it.
     """
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
         return f"the cache is a {type(cache).__name__}"
@@ -165,10 +166,13 @@ def unsupported(cache: Any, copies: int, prompt: int, to_generate: int) -> str |
             if getattr(layer, "record_past", False):
                 return "the cache records its past states"
             window = _window(layer)
-            # The original never reads more than the window. With one sequence there is nothing to share that would
-            # make up for reading more, and with several, not for a suffix that is longer than the window.
-            if window is not None and to_generate + (prompt if copies == 1 else 0) > window:
-                return "more positions than the sliding window"
+            if window is not None and prompt + to_generate > window:
+                if not masks_windows:
+                    return "the model relies on the cache for its sliding window"
+                # The original never reads more than the window. With one sequence there is nothing to share that would
+                # make up for reading more, and with several, not for a suffix that is longer than the window.
+                if copies == 1 or to_generate > window:
+                    return "more positions than the sliding window"
             if layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:

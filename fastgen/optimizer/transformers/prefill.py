@@ -7,6 +7,7 @@ Everything that could keep a call from being accelerated is looked at before any
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def _prefill(
         one_row_ids = _undo_repeat("input_ids", input_ids, copies)
         one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
         prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
-        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate)
+        reason = caches.unsupported(
+            model_kwargs.get("past_key_values"), copies, prompt, to_generate, _masks_windows(call.model)
+        )
         if reason is not None:
             raise Declined(reason)
     except Declined as declined:
@@ -94,6 +97,11 @@ def _lengths(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any])
     embedded = model_kwargs.get("inputs_embeds")
     prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
     return prompt, max(config.max_length - input_ids.shape[1], 1)
+
+
+def _masks_windows(model: Any) -> bool:
+    """Whether the model builds masks for sliding windows: its module has the library's function that makes them."""
+    return hasattr(sys.modules[type(model).forward.__module__], "create_sliding_window_causal_mask")
 
 
 def _undo_repeat(name: str, value: Any, copies: int) -> Any:
@@ -142,7 +150,7 @@ def model_unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
     kind = type(model)
     for method in ("_sample", "_beam_search"):
-        if getattr(kind, method) is not getattr(GenerationMixin, method):
+        if getattr(kind, method) is not getattr(GenerationMixin, method) or method in vars(model):
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
@@ -151,8 +159,8 @@ def model_unsupported(model: Any) -> str | None:
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         if not getattr(kind, method).__module__.startswith("transformers."):
             return f"{kind.__name__}.{method} is not the library's own"
-    if "forward" in vars(model) and not hasattr(model, "_old_forward"):
-        return "the forward pass has been replaced on this model (torch.compile?)"
+        if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
+            return f"{method} has been replaced on this model"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     config = model.config.get_text_config(decoder=True)

@@ -1,0 +1,1 @@
+"""Models that the toolkits lack. There is none yet."""
