@@ -58,7 +58,7 @@ class Comparison:
         return self.original.seconds / self.fastgen.seconds
 
     def __str__(self) -> str:
-        rows = [("", "original", "fastgen", "ratio")]
+        rows: list[tuple[str, ...]] = [("", "original", "fastgen", "ratio")]
         rows.append(("seconds", *(f"{s.seconds:.3f}" for s in (self.original, self.fastgen)), f"{self.speedup:.2f}x"))
         before, after = self.original.peak_memory, self.fastgen.peak_memory
         if before is not None and after is not None:
