@@ -146,7 +146,11 @@ class Listens(BaseStreamer):
 def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> list[Any]:
         mine = Listens()
-        run(family.build(), family.make_inputs(batch=1), lambda: {"streamer": mine, "do_sample": True})
+        run(
+            family.build(),
+            family.make_inputs(batch=1),
+            lambda: {"streamer": mine, "do_sample": True, "min_new_tokens": 9},
+        )
         return mine.heard
 
     with fastgen.disabled():

@@ -130,15 +130,12 @@ CASES = {
     "assistant model": Case(
         "assisted decoding", options=lambda: {"assistant_model": BY_NAME["qwen2"].build()}, inputs=_single
     ),
-    "prompt lookup": Case("assisted_generation", options=lambda: {"prompt_lookup_num_tokens": 3}, inputs=_single),
+    "prompt lookup": Case("assisted decoding", options=lambda: {"prompt_lookup_num_tokens": 3}, inputs=_single),
     "custom loop": Case(
         "a custom decoding loop", options=lambda: {"custom_generate": lambda model, input_ids, **_: input_ids + 1}
     ),
     "no cache": Case("use_cache=False", options=lambda: {**BEAM, "use_cache": False}),
     "static cache": Case("the cache is a StaticCache", options=lambda: {**BEAM, "cache_implementation": "static"}),
-    "offloaded static cache": Case(
-        "the cache is a StaticCache", options=lambda: {**SAMPLE, "cache_implementation": "offloaded_static"}
-    ),
     "own static cache": Case(
         "the cache is a StaticCache",
         options=lambda: {
@@ -157,8 +154,23 @@ CASES = {
         options=lambda: {**BEAM, "past_key_values": _prefilled(MISTRAL, 4)},
         inputs=lambda: MISTRAL.make_inputs(padding=None),
     ),
+    "longer than the sliding window": Case(
+        "more positions than the sliding window", build=MISTRAL.build, options=dict, inputs=MISTRAL.make_inputs
+    ),
+    "more to generate than the sliding window": Case(
+        "more positions than the sliding window",
+        build=MISTRAL.build,
+        options=lambda: {**BEAM, "max_new_tokens": 45, "min_new_tokens": 45},
+        inputs=MISTRAL.make_inputs,
+    ),
+    "part in training mode": Case("training mode", build=_changed(lambda model: model.model.layers[1].mlp.train())),
+    "model that ignores the cache": Case(
+        "does not use the cache",
+        build=OTHERS_BY_NAME["openai-gpt"].build,
+        inputs=OTHERS_BY_NAME["openai-gpt"].make_inputs,
+    ),
     "training mode": Case("training mode", build=_changed(lambda model: model.train())),
-    "replaced forward": Case("the forward pass has been replaced", build=_changed(_replace_forward)),
+    "replaced forward": Case("forward has been replaced", build=_changed(_replace_forward)),
     "forward hook": Case(
         "forward hooks",
         build=_changed(lambda model: model.model.layers[0].register_forward_hook(lambda module, args, out: None)),
@@ -217,6 +229,7 @@ def test_compiled_model() -> None:
 def test_offloaded_cache() -> None:
     """Where the machine has nothing to offload to, the error is the original's."""
     _same_outcome({**BEAM, "cache_implementation": "offloaded"})
+    _same_outcome({**SAMPLE, "cache_implementation": "offloaded_static"})
 
 
 def test_quantized_cache() -> None:
