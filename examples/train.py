@@ -544,7 +544,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=256, help="tokens in a training row of the language model")
     parser.add_argument("--bart-updates", type=int, default=2000)
     parser.add_argument("--bart-horizon", type=int, default=2600, help="updates until its learning rate is lowest")
-    parser.add_argument("--gpt2-updates", type=int, default=450)
+    parser.add_argument("--gpt2-updates", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--label-smoothing", type=float, default=0.05, help="for the restoring model")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 autocast")
