@@ -14,6 +14,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
@@ -26,6 +27,8 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+# Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
+_NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_ROOM = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
@@ -109,7 +112,7 @@ def _undo_repeat(name: str, value: Any, copies: int) -> Any:
 
     That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
-    if value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values" or copies == 1:
+    if value is None or isinstance(value, _NOT_PER_ROW) or name == "past_key_values" or copies == 1:
         return value
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 or not caches.rows_agree(value, copies):
