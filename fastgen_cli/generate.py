@@ -23,9 +23,13 @@ outputs:  .txt (or any other name): the best output of each record on the line o
           it replaced by spaces, an empty line for a skipped record; .jsonl and .parquet: id, input, text, sequences,
           scores, input_tokens, output_tokens, without the skipped records; - is standard output (lines of text)
 errors:   records that cannot be done (empty, too long, no string, invalid UTF-8, missing column, refused by the model)
-          are reported with their line number in OUTPUT.errors.jsonl and skipped, unless --strict
+          are reported with their line number in OUTPUT.errors.jsonl (until the run is complete, in
+          OUTPUT.errors.jsonl.partial) and skipped, unless --strict
 resuming: work is kept in OUTPUT.partial until the output is complete; after an interrupt or a kill the same command
           with --resume continues, and ends in the same file as a run that was not interrupted
+replacing: OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report are replaced only with --overwrite,
+          and only when the run is complete; a run that is resumed may rewrite its own OUTPUT.errors.jsonl. A file
+          that is read, or written already, is never replaced
 repeating: batches depend on the input and the options alone, and every batch has a seed of its own from --seed: the
           same command gives the same output, sampled or not. --batch-size auto depends on the free memory as well;
           give a number where sampled output must be repeatable
@@ -53,7 +57,14 @@ _DATA: list[_Option] = [
         "limit",
         {"type": int, "help": "do only the first N records"},
     ),
-    (("--overwrite",), "overwrite", {"help": "replace OUTPUT, and drop what an interrupted run has left"}),
+    (
+        ("--overwrite",),
+        "overwrite",
+        {
+            "help": "replace OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report when the run is "
+            "complete, and drop what an interrupted run has left"
+        },
+    ),
     (("--resume",), "resume", {"help": "continue the interrupted run for this OUTPUT"}),
     (("--strict",), "strict", {"help": "stop at the first bad record"}),
     (("--token-ids",), "token_ids", {"help": "also write the generated token ids (.jsonl, .parquet)"}),

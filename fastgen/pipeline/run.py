@@ -20,7 +20,7 @@ from fastgen.pipeline.readers import BadRecord, Inputs
 from fastgen.pipeline.settings import Settings
 from fastgen.pipeline.stages import Stages
 from fastgen.pipeline.tokens import Decoder, Encoder
-from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_writable, write_json
+from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
 
 
 @dataclass
@@ -90,16 +90,13 @@ def generate_dataset(
 def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunReport:
     """Do what the settings say."""
     start = time.perf_counter()
+    check_free(settings)
     metrics = resolve_metrics(settings)
     settings = dataclasses.replace(settings, metrics=metrics)
     detokenizer = None if settings.detokenizer in (None, "none") else settings.detokenizer
     work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", metrics)
     check_metrics(metrics)
     work.check()
-    check_writable(settings.score_path)
-    check_writable(settings.report)
-    if not settings.to_stdout:
-        FileOutput.check_free(settings)
     if model is None:
         check_path(settings.model)
     inputs = Inputs(settings)

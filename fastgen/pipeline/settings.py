@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,9 @@ class Settings:
 
     limit: int | None = None
     resume: bool = False
+    """Continue the interrupted run for this output, whose own files beside the output are rewritten."""
     overwrite: bool = False
+    """Replace what exists of OUTPUT, its error file, the score path and the report, when the run is complete."""
     strict: bool = False
     quiet: bool = False
     workers: int | None = None
@@ -107,10 +110,34 @@ class Settings:
             raise SetupError("resume needs an output file: standard output cannot be continued")
         if self.to_stdout and self.resolved_output_format == "parquet":
             raise SetupError("parquet cannot be written to standard output")
-        if not self.to_stdout and not self.from_stdin and Path(self.input).exists():
-            output = Path(self.output)
-            if output.exists() and output.samefile(self.input):
-                raise SetupError(f"INPUT and OUTPUT are the same file: {self.output}")
+        self._check_distinct()
+
+    def _check_distinct(self) -> None:
+        """A SetupError where a file that is written is one that is read, or is written twice."""
+        read: list[tuple[str, str | None]] = [
+            ("INPUT", self.input if not self.from_stdin and Path(self.input).exists() else None),
+            ("the reference", self.reference),
+            ("the generation config", self.generation_config),
+        ]
+        written: list[tuple[str, str | os.PathLike[str] | None]] = []
+        if not self.to_stdout:
+            written = [
+                ("OUTPUT", self.output),
+                ("the work file of OUTPUT", self.partial_path),
+                ("the unfinished OUTPUT", unfinished_path(Path(self.output))),
+                ("the error file of OUTPUT", self.errors_path),
+                ("the unfinished error file of OUTPUT", self.errors_partial_path),
+            ]
+        written += [("the score path", self.score_path), ("the report", self.report)]
+        seen = [(what, Path(path)) for what, path in read if path]
+        for what, name in written:
+            if name is None:
+                continue
+            path = Path(name)
+            for other, there in seen:
+                if _same_file(path, there):
+                    raise SetupError(f"{other} and {what} are the same file: {path}")
+            seen.append((what, path))
 
     @property
     def from_stdin(self) -> bool:
@@ -144,6 +171,36 @@ class Settings:
     def errors_path(self) -> Path:
         """Where skipped records are reported."""
         return Path(self.output + ".errors.jsonl")
+
+    @property
+    def errors_partial_path(self) -> Path:
+        """Where skipped records are reported until the output is complete."""
+        return Path(self.output + ".errors.jsonl.partial")
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where a file is written before it takes its name. The suffix stays last, for formats that are told by it."""
+    path = followed(path)
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def followed(path: Path) -> Path:
+    """What a link leads to: the file is replaced, not the link."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path is a device, a pipe or the like, which is written to and cannot be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    if is_special(one) or is_special(other):
+        return False
+    # By name as well, for files that do not exist yet.
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,6 +7,12 @@
   decoding mode has none), `input_tokens`, `output_tokens` (one for each sequence), `reference` and `token_ids` where
   asked for. A skipped record is left out; its id is missing here and found in the error file.
 - `.parquet`: the same as columns.
+
+Nothing that exists is replaced without `overwrite`, and with it only when the run is complete: a run that ends early
+leaves the old output and its error file as they were. A resumed run continues its own work files (`OUTPUT.partial` and
+`OUTPUT.errors.jsonl.partial`) and may rewrite the error file, which it could have been interrupted after. Scores and
+report are written after the work files are gone, so those found by a resumed run are not its own: they need
+`overwrite` there as well.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from fastgen.pipeline.journal import Collector, Journal, Result, bad_result, enc
 from fastgen.pipeline.metrics import MetricTotals
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.readers import CHUNK
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.settings import Settings, followed, is_special, unfinished_path
 
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
@@ -142,22 +148,25 @@ class FileOutput:
     @staticmethod
     def check_free(settings: Settings) -> None:
         """A SetupError where the output cannot be written or would replace something unasked."""
-        path = Path(settings.output)
-        if path.is_dir():
-            raise SetupError(f"cannot write {path}: it is a directory")
-        if not path.parent.is_dir():
-            raise SetupError(f"cannot write {path}: the directory {path.parent} does not exist")
-        if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-            raise SetupError(f"cannot write {path}: permission denied")
-        partial = settings.partial_path
-        if path.exists() and not settings.overwrite:
-            raise SetupError(f"{path} exists already (--overwrite replaces it)")
-        if partial.exists() and not (settings.resume or settings.overwrite):
+        path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path
+        own = (partial, unfinished_path(path), errors, settings.errors_partial_path)
+        if is_special(path):
+            raise SetupError(f"cannot write {path}: it is not a regular file")
+        for target in (path, *own):
+            _check_writable(target)
+        if settings.overwrite:
+            return
+        _check_absent(path)
+        if not partial.exists():
+            # With resume as well: without the work file there is no run that these could belong to.
+            for target in own:
+                _check_absent(target)
+        elif not settings.resume:
             raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
 
     def _copy_errors(self) -> None:
-        """Start the error file with what an interrupted run has reported; without errors there is no file."""
-        self._settings.errors_path.unlink(missing_ok=True)
+        """Start the errors of this run with what an interrupted run has reported; without errors there is no file."""
+        self._settings.errors_partial_path.unlink(missing_ok=True)
         if self.journal.plan is not None:
             for result in self.journal.errors():
                 self._report(result)
@@ -165,7 +174,7 @@ class FileOutput:
     def _report(self, result: Result) -> None:
         if self._errors is None:
             # Unbuffered: whoever watches a long run sees its errors as they come.
-            self._errors = open(self._settings.errors_path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+            self._errors = open(self._settings.errors_partial_path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._errors.write(error_line(result))
 
     def window(self, window: Window) -> None:
@@ -184,8 +193,8 @@ class FileOutput:
     def finish(self, totals: Totals) -> None:
         """Write the output from the journal and put it in place; then the journal has served its purpose."""
         form = self._settings.resolved_output_format
-        # The suffix stays last, for formats that are told by it.
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        unfinished = unfinished_path(self._path)
+        errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
         failed: list[Result] = []
 
         def counted() -> Iterable[Result]:
@@ -202,24 +211,33 @@ class FileOutput:
             else:
                 _write_lines(unfinished, counted(), text_line if form == "txt" else json_line)
             sync(unfinished)
-            os.replace(unfinished, self._path)
+            self._close_errors()
+            if failed:
+                # In input order now, whatever the order in which they were met.
+                _write_lines(errors_partial, failed, error_line)
+                sync(errors_partial)
+                os.replace(errors_partial, errors)
+            elif self._settings.overwrite:
+                # Those of the output that is replaced.
+                errors.unlink(missing_ok=True)
+            os.replace(unfinished, followed(self._path))
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise PipelineError(f"cannot write {self._path}: {one_line(error)}") from error
-        if failed:
-            # In input order now, whatever the order in which they were met.
-            _write_lines(self._settings.errors_path, failed, error_line)
         self.journal.remove()
 
     def drop(self) -> None:
         """Remove what a run has left that did not get anywhere."""
         self.close()
         self.journal.remove()
-        self._settings.errors_path.unlink(missing_ok=True)
+        self._settings.errors_partial_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the files; what is in the journal stays for a later run."""
         self.journal.close()
+        self._close_errors()
+
+    def _close_errors(self) -> None:
         if self._errors is not None:
             self._errors.close()
             self._errors = None
@@ -269,15 +287,50 @@ class StreamOutput:
 Output = FileOutput | StreamOutput
 
 
-def check_writable(path: str | None) -> None:
-    """A SetupError where a file that is written at the end of the run could not be."""
-    if path is None:
-        return
-    target = Path(path)
-    if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise SetupError(f"cannot write {path}: the directory does not exist or is not writable")
+def check_free(settings: Settings) -> None:
+    """A SetupError where a file of the run cannot be written or would replace something unasked."""
+    if not settings.to_stdout:
+        FileOutput.check_free(settings)
+    for name in (settings.score_path, settings.report):
+        if name is None:
+            continue
+        path = Path(name)
+        _check_writable(path)
+        if not settings.overwrite and not is_special(path):
+            _check_absent(path)
+            _check_absent(unfinished_path(path))
 
 
-def write_json(path: str, value: Any) -> None:
-    """A JSON file for people and programs."""
-    Path(path).write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise SetupError(f"cannot write {path}: it is a directory")
+    if is_special(path):
+        writable = os.access(path, os.W_OK)
+    else:
+        parent = followed(path).parent
+        if not parent.is_dir():
+            raise SetupError(f"cannot write {path}: the directory {path.parent} does not exist")
+        writable = os.access(parent, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))
+    if not writable:
+        raise SetupError(f"cannot write {path}: permission denied")
+
+
+def _check_absent(path: Path) -> None:
+    # A link to nothing would be replaced as well.
+    if os.path.lexists(path):
+        raise SetupError(f"{path} exists already (--overwrite replaces it)")
+
+
+def write_json(name: str, value: Any) -> None:
+    """A JSON file for people and programs, which is there as a whole or not at all."""
+    path = followed(Path(name))
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    unfinished = path if is_special(path) else unfinished_path(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        if unfinished != path:
+            os.replace(unfinished, path)
+    except OSError as error:
+        if unfinished != path:
+            unfinished.unlink(missing_ok=True)
+        raise PipelineError(f"cannot write {name}: {one_line(error)}") from error

@@ -118,6 +118,67 @@ def test_setup_errors_are_one_line(bart, inputs, tmp_path, capsys):
     assert (tmp_path / "taken.txt").read_text() == "old"
 
 
+def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, capsys):
+    source, out = tmp_path / "some.txt", tmp_path / "out.txt"
+    source.write_text("let there be light\n\nthe earth\n")
+    files = {"--score-path": tmp_path / "s.json", "--report": tmp_path / "r.json"}
+    old = [Path(f"{out}.errors.jsonl"), *files.values()]
+    words = [bart, source, out, *FAST, "--reference", source, "--metrics", "exact", "--quiet"]
+    for option, path in files.items():
+        words += [option, path]
+    for path in old:
+        path.write_text("old")
+        for resume in ([], ["--resume"]):
+            assert call(*words, *resume) == 2
+            assert f"{path} exists already (--overwrite replaces it)" in one_line(capsys)
+        assert path.read_text() == "old"
+        path.unlink()
+    for path in old:
+        path.write_text("old")
+    assert call(*words, "--overwrite") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.txt", "out.txt", "out.txt.errors.jsonl", "r.json", "s.json", "some.txt",
+    ]  # fmt: skip
+    assert [
+        json.loads(path.read_text())[name] for path, name in zip(old, ("line", "samples", "samples"), strict=True)
+    ] == [2, 2, 2]
+    words[1] = inputs
+    words[words.index("--reference") + 1] = inputs
+    assert call(*words, "--overwrite") == 0
+    assert not old[0].exists()
+
+
+def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_path, capsys):
+    out, config = tmp_path / "out.txt", tmp_path / "g.json"
+    config.write_text("{}")
+    (tmp_path / "link.txt").symlink_to(inputs)
+    (tmp_path / "hard.txt").hardlink_to(inputs)
+    reference = tmp_path / "reference.txt"
+    reference.write_bytes(inputs.read_bytes())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for words, message in (
+        (["--report", inputs], "INPUT and the report are"),
+        (["--report", tmp_path / "link.txt"], "INPUT and the report are"),
+        (["--report", tmp_path / "hard.txt"], "INPUT and the report are"),
+        (["--score-path", reference], "the reference and the score path are"),
+        (["--report", config, "--generation-config", config], "the generation config and the report are"),
+        (["--report", out], "OUTPUT and the report are"),
+        (["--report", f"{out}.errors.jsonl"], "the error file of OUTPUT and the report are"),
+        (["--report", f"{out}.partial"], "the work file of OUTPUT and the report are"),
+        (["--report", tmp_path / "x", "--score-path", tmp_path / "." / "x"], "the score path and the report are"),
+    ):
+        for overwrite in ([], ["--overwrite"]):
+            assert call(bart, inputs, out, "--reference", reference, "--quiet", *words, *overwrite) == 2, words
+            said = one_line(capsys)
+            assert message in said and "the same file" in said
+    errors = tmp_path / "out.txt.errors.jsonl"
+    before[errors] = b"{}\n"
+    errors.write_bytes(before[errors])
+    assert call(bart, errors, out, "--overwrite") == 2
+    assert "INPUT and the error file of OUTPUT are the same file" in one_line(capsys)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
     # As root every file can be written, so the answer of the system is given for it.
     monkeypatch.setattr("os.access", lambda path, mode: False)
@@ -157,7 +218,7 @@ def test_without_fastgen_the_output_is_the_same(bart, gpt2, inputs, tmp_path):
     for model, name in ((bart, "bart"), (gpt2, "gpt2")):
         for way, flag in (("with", []), ("without", ["--no-fastgen"])):
             out = tmp_path / f"{name}-{way}.jsonl"
-            report = tmp_path / f"{way}.json"
+            report = tmp_path / f"{name}-{way}.report.json"
             assert call(model, inputs, out, *FAST, "--quiet", "--token-ids", "--report", report, *flag) == 0
         assert (tmp_path / f"{name}-with.jsonl").read_bytes() == (tmp_path / f"{name}-without.jsonl").read_bytes()
 
@@ -197,16 +258,20 @@ def command(*words):
     return [sys.executable, "-m", "fastgen_cli.generate", *map(str, words)]
 
 
-def test_help_and_errors_import_nothing_heavy():
+def test_help_and_errors_import_nothing_heavy(tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text("old")
     code = (
         "import sys; from fastgen_cli.generate import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert main(['m', 'i', 'o', '--nonsense']) == 2\n"
+        f"assert main(['m', 'i', 'o', '--report', {str(report)!r}]) == 2\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--no-repeat-ngram-size" in done.stdout
+    assert f"{report} exists already (--overwrite replaces it)" in done.stderr
 
 
 def test_a_killed_run_resumes_to_the_same_file_and_leaves_no_worker(bart, tmp_path):
@@ -237,6 +302,38 @@ def test_a_killed_run_resumes_to_the_same_file_and_leaves_no_worker(bart, tmp_pa
     assert json.loads(report.read_text())["resumed_samples"] == 4 * done
     assert call(bart, source, tmp_path / "whole.jsonl", *options, "--workers", "0") == 0
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
+    """Ctrl-C in the middle of a run that replaces files: they stay as they were until the resumed run is complete."""
+    source, out, report = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "report.json"
+    source.write_text("\n".join(["", *tiny.sentences(160), ""]) + "\n")
+    errors, partial = Path(f"{out}.errors.jsonl"), Path(f"{out}.partial")
+    for path in (out, errors, report):
+        path.write_text("old")
+    options = ["--do-sample", "--max-new-tokens", "10", "--batch-size", "4", "--device", "cpu", "--quiet"]
+    words = [bart, source, out, *options, "--overwrite", "--report", report]
+    process = subprocess.Popen(
+        command(*words), env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.read_bytes().count(b'{"batch"') >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.count("\n") == 1 and "to continue: " in said, said
+    assert {path.read_text() for path in (out, errors, report)} == {"old"}
+    assert Path(f"{errors}.partial").read_text().count("\n") == 2
+    done = partial.read_bytes().count(b'{"batch"')
+    assert 3 <= done < 40
+    assert call(*words, "--resume") == 1
+    assert json.loads(report.read_text())["resumed_samples"] > 0
+    assert call(bart, source, tmp_path / "whole.jsonl", *options) == 1
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert errors.read_bytes() == (tmp_path / "whole.jsonl.errors.jsonl").read_bytes()
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".unfinished")]
 
 
 def test_the_exit_status_of_the_command(tmp_path):

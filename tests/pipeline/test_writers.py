@@ -12,7 +12,7 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.readers import BadRecord, Problem
 from fastgen.pipeline.settings import Settings
-from fastgen.pipeline.writers import FileOutput, StreamOutput, Totals, text_line
+from fastgen.pipeline.writers import FileOutput, StreamOutput, Totals, check_free, text_line, write_json
 
 BAD = BadRecord(1, 2, "b", Problem("empty", "the text is empty"))
 
@@ -118,6 +118,41 @@ def test_nothing_is_replaced_unasked(tmp_path):
         file_output(tmp_path)
     with pytest.raises(SetupError, match="does not exist"):
         file_output(tmp_path / "none" / "out.txt")
+
+
+def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):
+    path, errors = tmp_path / "out.txt", tmp_path / "out.txt.errors.jsonl"
+    errors.write_text("old")
+    with pytest.raises(SetupError, match="errors.jsonl exists already .--overwrite"):
+        file_output(path, resume=True)
+    assert errors.read_text() == "old"
+    errors.unlink()
+    output = file_output(path)
+    output.window(Window(0, 0, 3, 1, [BAD]))
+    output.close()
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["out.txt.errors.jsonl.partial", "out.txt.partial"]
+    # As if the interrupt had come between the two renames.
+    errors.write_text("own")
+    output = file_output(path, resume=True)
+    output.batch(0, 0, [result(2, "c", 2), result(0, "a", 0)])
+    output.finish(Totals(()))
+    assert path.read_text() == "a\n\nc\n"
+    assert json.loads(errors.read_text())["line"] == 2
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["out.txt", "out.txt.errors.jsonl"]
+
+
+def test_links_are_followed_and_devices_are_not_replaced(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_json(str(tmp_path / "link.json"), 1)
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
+    check_free(settings("-", report="/dev/null"))
+    with pytest.raises(SetupError, match="not a regular file"):
+        check_free(settings("/dev/null", overwrite=True))
+    with pytest.raises(SetupError, match="link.json exists already"):
+        check_free(settings("-", report=str(tmp_path / "link.json")))
 
 
 def test_input_and_output_must_differ(tmp_path):
