@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import WatermarkingConfig
+
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Family
 
 # Ways of decoding. All of them run for every model.
@@ -76,7 +78,7 @@ CONTROL: dict[str, dict[str, Any]] = {
     "renormalize_logits": {"renormalize_logits": True, "repetition_penalty": 1.3},
     "remove_invalid_values": {"remove_invalid_values": True},
     "guidance_scale": {"guidance_scale": 1.5},
-    "watermarking_config": {"watermarking_config": {"bias": 2.0, "seeding_scheme": "lefthash"}},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.0)},
     "several eos tokens": {"eos_token_id": [EOS, 10, 20, 30, 40, 50]},
     "end at the first step": {"sequence_bias": [[[EOS], 1000.0]]},
     "no eos token": {"eos_token_id": None, "pad_token_id": None},

@@ -1,0 +1,291 @@
+"""Where and when FastGen may be imported, switched off and on, and used: processes, threads, calls that are running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from transformers.generation.utils import GenerationMixin
+
+import fastgen
+from tests.equivalence.cases import BEAM
+from tests.equivalence.check import accelerated, assert_same, fallbacks, run
+from tests.equivalence.models import BY_NAME
+
+ROOT = Path(__file__).parents[2]
+
+# What the scripts below have in common: a small model, and a call of it.
+CALL = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(0)
+config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, eos_token_id=1, pad_token_id=0)
+model = GPT2LMHeadModel(config).eval()
+def call(**options):
+    ids = torch.arange(2, 46).view(1, 44)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=4, **options).tolist()
+def counts():
+    return fastgen.stats().get("transformers.generate", {"accelerated": 0, "fallback": {}})
+"""
+
+
+def python(script: str, **environment: str) -> str:
+    """What a script prints, run in a process of its own."""
+    settings = {key: value for key, value in os.environ.items() if not key.startswith("FASTGEN_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**settings, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- importing
+
+
+def test_imports_nothing_heavy() -> None:
+    """Nothing but the standard library, wrapt and FastGen itself; patches wait for the toolkit."""
+    script = """
+import sys
+before = set(sys.modules)
+import fastgen
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+print(sorted(new))
+"""
+    assert python(script).strip() == "['fastgen', 'wrapt']"
+
+
+def test_before_transformers() -> None:
+    python(f"import fastgen\n{CALL}\ncall()\nassert counts()['accelerated'] == 1, counts()")
+
+
+def test_after_transformers() -> None:
+    """And the objects that were there before come back."""
+    script = f"""
+import transformers, transformers.generation.utils as utils
+original = vars(utils.GenerationMixin)["generate"]
+{CALL}
+expected = call()
+import fastgen
+assert call() == expected and counts()["accelerated"] == 1, counts()
+fastgen.disable()
+assert vars(utils.GenerationMixin)["generate"] is original
+assert call() == expected and counts()["accelerated"] == 1, counts()
+fastgen.enable()
+assert call() == expected and counts()["accelerated"] == 2, counts()
+"""
+    python(script)
+
+
+def test_environment_disable() -> None:
+    """FASTGEN_DISABLE=1: importing changes nothing until it is enabled."""
+    script = f"""
+import fastgen
+{CALL}
+import types
+from transformers.generation.utils import GenerationMixin
+assert type(vars(GenerationMixin)["generate"]) is types.FunctionType
+expected = call()
+assert fastgen.stats() == {{}}
+fastgen.enable()
+assert call() == expected and counts()["accelerated"] == 1
+"""
+    python(script, FASTGEN_DISABLE="1")
+
+
+def test_environment_strict() -> None:
+    """FASTGEN_STRICT=1: a fallback raises."""
+    script = f"""
+import fastgen
+{CALL}
+call()
+try:
+    call(use_cache=False)
+except fastgen.FallbackError as error:
+    print(error)
+"""
+    assert "use_cache=False" in python(script, FASTGEN_STRICT="1")
+
+
+def test_module_prints_the_status() -> None:
+    """`python -m fastgen`."""
+    done = subprocess.run([sys.executable, "-m", "fastgen"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "transformers" in done.stdout and "no_repeat_ngram" in done.stdout
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_worker_process(method: str, tmp_path: Path) -> None:
+    """Worker processes have patches and counts of their own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import multiprocessing
+import fastgen
+{CALL}
+def work(_):
+    fastgen.reset_stats()
+    return call(), counts()["accelerated"]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with multiprocessing.get_context({method!r}).Pool(1) as pool:
+        results = pool.map(work, range(2))
+    with fastgen.disabled():
+        expected = call()
+    assert results == [(expected, 1)] * 2, results
+    assert fastgen.stats() == {{}}
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- switching off and on
+
+
+def _targets() -> list[Any]:
+    return [
+        vars(GenerationMixin)["generate"],
+        vars(GenerationMixin)["_prefill"],
+        vars(NoRepeatNGramLogitsProcessor)["__call__"],
+    ]
+
+
+def test_disable_restores_the_very_objects() -> None:
+    patched = _targets()
+    fastgen.disable()
+    original = _targets()
+    assert not any(one is other for one, other in zip(patched, original, strict=True))
+    fastgen.enable()
+    fastgen.enable()
+    assert [target.__wrapped__ for target in _targets()] == original
+    fastgen.disable()
+    fastgen.disable()
+    assert all(one is other for one, other in zip(original, _targets(), strict=True))
+
+
+def test_patched_functions_look_like_the_originals() -> None:
+    """Their name, documentation and signature."""
+    import inspect
+
+    patched = (
+        inspect.signature(GenerationMixin.generate),
+        GenerationMixin.generate.__doc__,
+        GenerationMixin.generate.__name__,
+    )
+    fastgen.disable()
+    original = (
+        inspect.signature(GenerationMixin.generate),
+        GenerationMixin.generate.__doc__,
+        GenerationMixin.generate.__name__,
+    )
+    assert patched == original
+
+
+def test_disabled_block() -> None:
+    """Inside the block nothing is accelerated or counted, nor is anything refused in strict mode."""
+    family = BY_NAME["gpt2"]
+    fastgen.enable(strict=True)
+    with fastgen.disabled():
+        with fastgen.disabled():
+            original = run(family.build(), family.make_inputs(), BEAM)
+        run(family.build(), family.make_inputs(), {**BEAM, "use_cache": False})
+    assert fastgen.stats() == {}
+    assert_same(original, run(family.build(), family.make_inputs(), BEAM))
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("how", ["disable", "disabled", "enable", "reset_stats"])
+def test_switching_during_a_call(how: str) -> None:
+    """A call that is running ends as it began."""
+    family = BY_NAME["llama"]
+
+    class Switches(StoppingCriteria):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.steps += 1
+            if self.steps == 3:
+                if how == "disabled":
+                    with fastgen.disabled():
+                        run(family.build(), family.make_inputs(), {"max_new_tokens": 2})
+                else:
+                    getattr(fastgen, how)()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    options = {**BEAM, "no_repeat_ngram_size": 2, "return_dict_in_generate": True}
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), options)
+    assert_same(original, run(family.build(), family.make_inputs(), {**options, "stopping_criteria": [Switches()]}))
+
+
+# ---- threads
+
+
+def test_threads() -> None:
+    """Several models at once, while one thread has FastGen disabled: nobody notices the others."""
+    names = ["bart", "t5", "gpt2", "llama", "opt", "bloom"]
+    options = {**BEAM, "no_repeat_ngram_size": 2, "return_dict_in_generate": True, "output_scores": True}
+    jobs = [(BY_NAME[name].build(), BY_NAME[name].make_inputs()) for name in names]
+    with fastgen.disabled():
+        expected = [_generate(*job, options) for job in jobs]
+    results: dict[tuple[int, int], Any] = {}
+    start = threading.Barrier(len(names))
+
+    def work(number: int) -> None:
+        start.wait()
+        for repetition in range(3):
+            if names[number] == "opt":
+                with fastgen.disabled():
+                    results[number, repetition] = _generate(*jobs[number], options)
+            else:
+                results[number, repetition] = _generate(*jobs[number], options)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3 * len(names)
+    for (number, _), result in results.items():
+        assert_same(expected[number], result)
+    assert accelerated() == 3 * (len(names) - 1)
+    assert fallbacks() == {}
+
+
+def test_one_model_in_several_threads() -> None:
+    """Calls of the same model at the same time."""
+    family = BY_NAME["llama"]
+    inputs = [family.make_inputs(batch) for batch in (1, 2, 3, 4)]
+    with fastgen.disabled():
+        expected = [_generate(family.build(), each, BEAM) for each in inputs]
+    results: list[Any] = [None] * len(inputs)
+
+    def work(number: int) -> None:
+        results[number] = _generate(family.build(), inputs[number], BEAM)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(expected, results)
+    assert accelerated() == len(inputs)
+
+
+def _generate(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
+    return model.generate(**inputs, **options)
