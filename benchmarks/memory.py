@@ -14,6 +14,7 @@ Two things are measured during one run:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pickle
@@ -81,32 +82,38 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 class KeyValueMeter:
     """Looks at the cache after every forward pass of one `generate` call of `model`.
 
-    The decoding loops hand the outputs of each pass to `_update_model_kwargs_for_generation`. Shadowing that method on
-    the instance shows the cache as it is, and neither keeps it alive nor changes which code runs.
+    The decoding loops hand the outputs of each pass to `_update_model_kwargs_for_generation`. Wrapping that method of
+    the class shows the cache as it is, and neither keeps it alive nor changes which code runs: a method replaced on
+    the model itself would be a reason for FastGen to leave the call alone.
     """
 
     _METHOD = "_update_model_kwargs_for_generation"
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._kind = type(model)
+        self._own = vars(self._kind).get(self._METHOD)
         self.steps = 0
         self.at_end = 0
         self.largest = 0
 
     def __enter__(self) -> KeyValueMeter:
-        original = getattr(self._model, self._METHOD)
+        original = getattr(self._kind, self._METHOD)
 
-        def look(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(original)
+        def look(model: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             self.at_end = storage_bytes(held_tensors(outputs.get("past_key_values")))
             self.largest = max(self.largest, self.at_end)
             self.steps += 1
-            return original(outputs, *args, **kwargs)
+            return original(model, outputs, *args, **kwargs)
 
-        setattr(self._model, self._METHOD, look)
+        setattr(self._kind, self._METHOD, look)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        delattr(self._model, self._METHOD)
+        if self._own is None:
+            delattr(self._kind, self._METHOD)
+        else:
+            setattr(self._kind, self._METHOD, self._own)
 
 
 # ---- peak
