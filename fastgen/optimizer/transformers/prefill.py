@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from fastgen import patching
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.cache import StoreInCache
@@ -44,7 +45,9 @@ _PER_SEQUENCE_OUTPUTS = (
 def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)`."""
     call = Call.current(model)
-    if call is None:
+    # A call prefills once. Another prefill inside of it belongs to a call that is not accelerated: one made by a
+    # criterion, say, under `fastgen.disabled()`.
+    if call is None or call.store is not None or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
     return _prefill(call, wrapped, *args, **kwargs)
 
