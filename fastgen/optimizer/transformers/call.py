@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ class Call:
         scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
             changed in place.
         cache_is_the_users: the user passed the cache in, and looks at it after the call.
+        accelerated, declined: what has been decided, once it has been.
         store: FastGen's K/V store, once the call is accelerated.
     """
 
@@ -33,6 +35,7 @@ class Call:
         self.model = model
         self.scores_are_private = scores_are_private
         self.store: StoreInCache | None = None
+        self.accelerated = False
         self.declined = False
         self._cache_is_the_users = cache_is_the_users
         self._returns_cache = False
@@ -53,13 +56,14 @@ class Call:
 
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
-        self.declined = True
+        self.accelerated, self.declined = False, True
         counters.count_fallback(ENTRY_POINT, reason)
 
-    def accelerate(self, store: StoreInCache, returns_dict: bool) -> None:
+    def accelerate(self, make_store: Callable[[], StoreInCache], returns_dict: bool) -> StoreInCache:
         """This call goes on with FastGen's store in its cache, which a result of `returns_dict` contains."""
-        self.store = store
-        self._returns_cache = returns_dict
+        self.accelerated, self._returns_cache = True, returns_dict
+        self.store = make_store()
+        return self.store
 
     def finish(self) -> None:
         """The call is done: the cache gets the library's own layers back."""

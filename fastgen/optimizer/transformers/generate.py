@@ -41,7 +41,7 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
             call.finish()
             return result
         except BaseException as error:
-            if not (isinstance(error, Exception) and call.store is not None and attempt.may_be_ours(error)):
+            if not (isinstance(error, Exception) and call.accelerated and attempt.may_be_ours(error)):
                 call.break_off()
                 raise
             call.abandon()

@@ -47,7 +47,7 @@ def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     call = Call.current(model)
     # A call prefills once. Another prefill inside of it belongs to a call that is not accelerated: one made by a
     # criterion, say, under `fastgen.disabled()`.
-    if call is None or call.store is not None or call.declined or not patching.is_active():
+    if call is None or call.accelerated or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
     return _prefill(call, wrapped, *args, **kwargs)
 
@@ -75,8 +75,11 @@ def _prefill(
         call.decline(str(declined))
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    store = StoreInCache(model_kwargs["past_key_values"], copies, room=min(to_generate, _MAX_FIRST_ROOM))
-    call.accelerate(store, returns_dict=bool(generation_config.return_dict_in_generate))
+    room = min(to_generate, _MAX_FIRST_ROOM)
+    store = call.accelerate(
+        lambda: StoreInCache(model_kwargs["past_key_values"], copies, room),
+        returns_dict=bool(generation_config.return_dict_in_generate),
+    )
     outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
