@@ -84,7 +84,13 @@ class Patch:
             self.state = f"not applied: {reason}"
             return
         module, _, function = self.wrapper.partition(":")
-        self._installed = wrapt.FunctionWrapper(original, getattr(importlib.import_module(module), function))
+        try:
+            wrapper = getattr(importlib.import_module(module), function)
+        except ImportError as error:
+            # A release without something that the wrapper builds on: the user's own import must not fail for that.
+            self.state = f"not applied: {error}"
+            return
+        self._installed = wrapt.FunctionWrapper(original, wrapper)
         self._owner, self._original = owner, original
         setattr(owner, attribute, self._installed)
         self.state = "applied"

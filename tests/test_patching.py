@@ -65,6 +65,7 @@ def test_suspended_passes_through_and_nests(toolkit):
         ({"target": "Model.walk"}, "does not exist"),
         ({"target": "Other.run"}, "does not exist"),
         ({"condition": lambda target: "it looks different"}, "it looks different"),
+        ({"wrapper": "fastgen_no_such_module:wrapper"}, "No module named"),
     ],
 )
 def test_a_target_that_looks_wrong_is_left_alone(toolkit, changes, reason):
