@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+import transformers.generation.utils  # the targets
 
 import fastgen
 
