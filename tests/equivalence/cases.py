@@ -81,6 +81,7 @@ CONTROL: dict[str, dict[str, Any]] = {
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.0)},
     "several eos tokens": {"eos_token_id": [EOS, 10, 20, 30, 40, 50]},
     "end at the first step": {"sequence_bias": [[[EOS], 1000.0]]},
+    "dynamic cache": {"cache_implementation": "dynamic", "use_cache": True},
     "no eos token": {"eos_token_id": None, "pad_token_id": None},
     "many at once": {
         "no_repeat_ngram_size": 2,

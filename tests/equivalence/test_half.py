@@ -41,3 +41,18 @@ def test_half(family: Family, dtype: torch.dtype, decoding: dict[str, Any]) -> N
     # The first step has gone through the prompt only: its scores differ by rounding, and nothing else.
     first, other = (result.scores[0].float().clamp(min=-50) for result in (original, ours))
     assert (first - other).abs().max() < (0.3 if dtype is torch.bfloat16 else 0.05)
+
+
+@pytest.mark.parametrize("decoding", [BEAM, SAMPLE], ids=["beam", "sample"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")], ids=str)
+def test_autocast(family: Family, attention: str, decoding: dict[str, Any]) -> None:
+    """Parameters in float32, products in bfloat16."""
+    options = {**decoding, "return_dict_in_generate": True, "output_scores": True, "min_new_tokens": 12}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with fastgen.disabled():
+            original = run(family.build(attention), family.make_inputs(), options)
+        ours = run(family.build(attention), family.make_inputs(), options)
+    assert accelerated() == 1
+    assert ours.sequences.shape == original.sequences.shape
+    assert (ours.scores[0].clamp(min=-50) - original.scores[0].clamp(min=-50)).abs().max() < 0.3

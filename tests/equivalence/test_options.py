@@ -155,7 +155,61 @@ def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> N
     assert accelerated() == 2
 
 
+@beam_and_sample
+@seq2seq
+def test_returned_cache_continues_for_a_decoder(family: Family, decoding: dict[str, Any]) -> None:
+    """The same where the cache has a part for the source."""
+    model, inputs = family.build(), family.make_inputs()
+    decoding = {"num_return_sequences": 4, **decoding}
+    copies = decoding["num_return_sequences"]
+
+    def twice() -> Any:
+        first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
+        again = {key: value.repeat_interleave(copies, 0) for key, value in inputs.items()}
+        again |= {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+        return first, model.generate(**again, max_new_tokens=6, return_dict_in_generate=True)
+
+    with fastgen.disabled():
+        original = twice()
+    assert_same(original, twice())
+    assert accelerated() == 2
+
+
 # ---- what is passed in
+
+
+@any_decoding
+@every
+def test_ids_alone(family: Family, decoding: dict[str, Any]) -> None:
+    """No attention mask; the ids by name and by position."""
+    ids = family.make_inputs(padding=None)["input_ids"]
+    check(family.build(), {"input_ids": ids}, {**decoding, **SCORES})
+    check(family.build(), {"inputs": ids}, {**decoding, **SCORES})
+    assert accelerated() == 2
+
+
+@pytest.mark.parametrize("decoding", [BEAM, SAMPLE, {}], ids=["beam", "sample", "greedy"])
+@decoders
+def test_no_input(family: Family, decoding: dict[str, Any]) -> None:
+    """From the token that begins a text."""
+    check(family.build(), {}, {**decoding, **SCORES})
+    assert accelerated() == 1
+
+
+@any_decoding
+def test_token_types(decoding: dict[str, Any]) -> None:
+    family = BY_NAME["gpt2"]
+    inputs = family.make_inputs()
+    check(family.build(), {**inputs, "token_type_ids": inputs["input_ids"] % 5}, {**decoding, **SCORES})
+    assert accelerated() == 1
+
+
+@any_decoding
+@decoders
+def test_position_ids(family: Family, decoding: dict[str, Any]) -> None:
+    """Positions of one's own."""
+    positions = (torch.arange(LONG) * 2).expand(3, LONG).contiguous()
+    check(family.build(), {**family.make_inputs(padding=None), "position_ids": positions}, {**decoding, **SCORES})
 
 
 @decoders
@@ -204,18 +258,23 @@ def test_encoder_outputs(family: Family, decoding: dict[str, Any]) -> None:
     assert accelerated() == 1
 
 
+@pytest.mark.parametrize("knows_model", [False, True], ids=["plain", "for-the-model"])
 @any_decoding
-@decoders
-def test_own_empty_cache(family: Family, decoding: dict[str, Any]) -> None:
+@every
+def test_own_empty_cache(family: Family, decoding: dict[str, Any], knows_model: bool) -> None:
     """A cache that the caller made holds the same after the call."""
+    model = family.build()
 
-    def call(cache: DynamicCache) -> Any:
-        return run(family.build(), family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
+    def make() -> Any:
+        return DynamicCache(config=model.config.get_text_config(decoder=True)) if knows_model else DynamicCache()
+
+    def call() -> Any:
+        cache = transformers.EncoderDecoderCache(make(), make()) if family.encoder_decoder else make()
+        return run(model, family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
 
     with fastgen.disabled():
-        original = call(DynamicCache())
-    mine = DynamicCache()
-    assert_same(original, call(mine))
+        original = call()
+    assert_same(original, call())
     assert accelerated() == 1
 
 
@@ -404,6 +463,32 @@ def test_nested_generate(family: Family, decoding: dict[str, Any]) -> None:
         original = call()
     assert_same(original, call())
     assert accelerated() == 5
+
+
+# ---- where it runs
+
+
+@any_decoding
+@every
+def test_inference_mode(family: Family, decoding: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        _check(family, decoding)
+
+
+@any_decoding
+@every
+def test_with_gradients_wanted(family: Family, decoding: dict[str, Any]) -> None:
+    """Parameters that are being trained, in a model that is in evaluation mode for the moment."""
+    with torch.enable_grad():
+        result = _check(family, decoding)
+    assert not result.scores[0].requires_grad
+
+
+@any_decoding
+@every
+def test_double_precision(family: Family, decoding: dict[str, Any]) -> None:
+    check(copy.deepcopy(family.build()).double(), family.make_inputs(), {**decoding, **SCORES})
+    assert accelerated() == 1
 
 
 # ---- with a tokenizer

@@ -1,0 +1,101 @@
+"""Models made of two: images or text in, text out. And models that take more than text, which are left alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.equivalence.cases import DECODING
+from tests.equivalence.check import accelerated, check, fallbacks
+from tests.equivalence.models import BOS, EOS, LLAMA, LONG, PAD, VOCABULARY, Weights, enliven
+
+_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_IMAGE = {**_TEXT, "image_size": 32, "patch_size": 4}
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+
+
+def _vit_and_trocr() -> Any:
+    decoder = transformers.TrOCRConfig(
+        **_TOKENS,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=64,
+        cross_attention_hidden_size=32,
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.ViTConfig(**_IMAGE), decoder
+    )
+    return transformers.VisionEncoderDecoderModel(config)
+
+
+def _vit_and_gpt2() -> Any:
+    decoder = transformers.GPT2Config(**_TOKENS, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.ViTConfig(**_IMAGE), decoder
+    )
+    return transformers.VisionEncoderDecoderModel(config)
+
+
+def _bert_and_bert() -> Any:
+    encoder = transformers.BertConfig(**_TOKENS, **_TEXT)
+    decoder = transformers.BertConfig(**_TOKENS, **_TEXT, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    return transformers.EncoderDecoderModel(config)
+
+
+def _llava() -> Any:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**{**_IMAGE, "patch_size": 8}, projection_dim=32),
+        text_config=transformers.LlamaConfig(**_TOKENS, **LLAMA),
+        image_token_index=VOCABULARY - 1,
+        image_seq_length=16,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@functools.cache
+def build(make: Any) -> Any:
+    torch.manual_seed(0)
+    model = make().eval()
+    enliven(model, Weights(1))
+    tokens = {key: value for key, value in _TOKENS.items() if key != "vocab_size"}
+    model.generation_config.update(max_new_tokens=8, decoder_start_token_id=BOS, **tokens)
+    return model
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("make", [_vit_and_trocr, _vit_and_gpt2], ids=["vit-trocr", "vit-gpt2"])
+def test_images_to_text(make: Any, decoding: str) -> None:
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    check(build(make), {"pixel_values": images}, {**DECODING[decoding], **SCORES})
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+def test_text_to_text(decoding: str) -> None:
+    ids = torch.randint(4, VOCABULARY, (2, LONG), generator=torch.Generator().manual_seed(0))
+    check(
+        build(_bert_and_bert),
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        {**DECODING[decoding], **SCORES},
+    )
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+def test_images_in_the_prompt(decoding: str) -> None:
+    """Left to the original, with or without an image."""
+    ids = torch.randint(4, VOCABULARY - 1, (2, LONG), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    check(build(_llava), inputs, {**DECODING[decoding], **SCORES})
+    ids = ids.clone()
+    ids[:, 3:19] = VOCABULARY - 1
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    check(build(_llava), {**inputs, "input_ids": ids, "pixel_values": images}, {**DECODING[decoding], **SCORES})
+    assert fallbacks() == {"LlavaForConditionalGeneration takes more than text": 2}
