@@ -66,9 +66,9 @@ def _prefill(
         one_row_ids = _undo_repeat("input_ids", input_ids, copies)
         one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
         prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
-        reason = caches.unsupported(
-            model_kwargs.get("past_key_values"), copies, prompt, to_generate, _masks_windows(call.model)
-        )
+        # In a prefill by chunks, what a chunk sees of a sliding window depends on the cache too.
+        masks_windows = generation_config.prefill_chunk_size is None and _masks_windows(call.model)
+        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate, masks_windows)
         if reason is not None:
             raise Declined(reason)
     except Declined as declined:
