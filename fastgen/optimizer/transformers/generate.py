@@ -95,7 +95,6 @@ class _Attempt:
     """An accelerated call, and all that is needed to do it over with the original code."""
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
-        self._model = model
         self._original = arguments
         self._random_state = RandomState(model.device)
         # `generate` repeats the tensors of a given encoder output in place.
