@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import fastgen
-from benchmarks import machine
+from benchmarks import machine, sides
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 from benchmarks.results import Results
@@ -43,6 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="a selection with fewer repetitions, in under five minutes"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the workloads and stop")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=sides.ALL,
+        metavar="NAME",
+        help=f"what generation is measured with (default: by the workload): {', '.join(sides.ALL)}",
+    )
     parser.add_argument(
         "--repetitions", type=_positive, metavar="N", help="runs of each side (default: by the workload)"
     )
@@ -117,11 +124,11 @@ def run_all(workloads: Sequence[Workload], context: Context, results: Results) -
 def _outcome(record: Record) -> list[str]:
     lines = []
     if "ratio" in record.metrics:
-        baseline, subject = (record.sides[side]["median"] for side in (record.baseline, record.subject))
-        lines.append(
-            f"{record.baseline} {format_seconds(baseline)}, {record.subject} {format_seconds(subject)}: "
-            f"{record.metrics['ratio']:.2f} times as fast"
-        )
+        lines.append(_compared(record, record.baseline, record.subject, record.metrics["ratio"]))
+    for pair, found in record.ratios.items():
+        other, _, subject = pair.partition("/")
+        if (other, subject) != (record.baseline, record.subject):
+            lines.append(_compared(record, other, subject, found["ratio"]))
     if record.identical is not None:
         lines.append("identical" if record.identical else "NOT IDENTICAL")
     if record.accelerated is False:
@@ -133,6 +140,11 @@ def _outcome(record: Record) -> list[str]:
     lines += record.notes
     lines += [f"FAILED: {error}" for error in record.errors]
     return lines
+
+
+def _compared(record: Record, other: str, subject: str, ratio: float) -> str:
+    before, after = (format_seconds(record.sides[side]["median"]) for side in (other, subject))
+    return f"{other} {before}, {subject} {after}: {ratio:.2f} times as fast"
 
 
 def _log(line: str) -> None:
@@ -176,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threads=options.threads,
         repetitions=options.repetitions,
         quick=options.quick,
+        sides=None if options.sides is None else tuple(options.sides),
         log=lambda line: _log("    " + line.rstrip().replace("\n", "\n    ")),
     )
     try:

@@ -1,15 +1,17 @@
-"""Results as a picture: how many times as fast each workload is, with the seconds of both sides."""
+"""Results as a picture: how many times as fast as the library each side of each workload is, with the seconds."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
+from benchmarks.sides import SUBJECT
 
-_FASTER, _SLOWER, _MISSED = "#2a6f97", "#b08968", "#ae2012"
+_FASTER, _SLOWER, _MISSED, _OTHER = "#2a6f97", "#b08968", "#ae2012", "#9aa0a6"
 
 
 def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
@@ -23,13 +25,13 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
 
     # Operators gain far more than models do and get a scale of their own. Imports are not two ways to do the same.
     panels = [
-        [record for record in records if "ratio" in record.metrics and record.group in groups]
-        for groups in (("generation", "pipeline"), ("operator",))
+        [bar for record in records if "ratio" in record.metrics and record.group in groups for bar in _bars(record)]
+        for groups in (("generation", "beams", "pipeline"), ("operator",))
     ]
     panels = [panel for panel in panels if panel]
     if not panels:
         return None
-    heights = [0.9 + 0.42 * len(panel) for panel in panels]
+    heights = [0.9 + sum(bar.height for bar in panel) * 0.42 for panel in panels]
     figure = Figure(figsize=(11, 0.5 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -41,41 +43,79 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
     return buffer.getvalue()
 
 
-def _draw(axes: Any, records: list[Record]) -> None:
-    """One bar for each record, with what it stands for written behind it."""
-    ratios = [record.metrics["ratio"] for record in records]
-    places = range(len(records))
-    axes.barh(places, ratios, color=[_colour(record) for record in records], height=0.66)
-    axes.set_yticks(places, [record.title for record in records], fontsize=9)
-    axes.set_ylim(len(records) - 0.4, -0.6)
+class _Bar(NamedTuple):
+    """One side of a workload: how many times as fast as the baseline, and the seconds of both."""
+
+    record: Record
+    side: str
+    ratio: float
+    label: str
+    height: float
+
+
+def _bars(record: Record) -> list[_Bar]:
+    """FastGen first, and below it, thinner, whatever else the same work was done with."""
+    baseline = record.sides[record.baseline]["median"]
+    bars = [_Bar(record, record.subject, record.metrics["ratio"], record.title, 1.0)]
+    if record.group == "generation":
+        for side, found in record.sides.items():
+            if side not in (record.baseline, record.subject):
+                bars.append(_Bar(record, side, baseline / found["median"], side, 0.7))
+    return bars
+
+
+def _draw(axes: Any, bars: list[_Bar]) -> None:
+    """The bars from top to bottom, with what each stands for written behind it."""
+    ends = list(itertools.accumulate(bar.height for bar in bars))
+    places = [end - bar.height / 2 for end, bar in zip(ends, bars, strict=True)]
+    ratios = [bar.ratio for bar in bars]
+    axes.barh(places, ratios, color=[_colour(bar) for bar in bars], height=[bar.height * 0.66 for bar in bars])
+    axes.set_yticks(places, [bar.label for bar in bars])
+    for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
+        label.set_fontsize(_font_size(bar))
+    axes.set_ylim(ends[-1] + 0.1, -0.1)
     if max(ratios) > 20:
         axes.set_xscale("log")
         axes.set_xlim(min(0.5, *ratios), max(ratios) * 10)
     else:
         axes.set_xlim(0, max(*ratios, 1.0) * 1.45)
     axes.axvline(1, color="black", linewidth=0.8)
-    for place, record in zip(places, records, strict=True):
-        baseline, subject = (record.sides[side]["median"] for side in (record.baseline, record.subject))
-        text = f"{record.metrics['ratio']:.2f}×   {format_seconds(baseline)} → {format_seconds(subject)}"
-        if record.identical is False:
-            text += "   NOT IDENTICAL"
+    for place, bar in zip(places, bars, strict=True):
         axes.annotate(
-            text,
-            (record.metrics["ratio"], place),
+            _text(bar),
+            (bar.ratio, place),
             (8, 0),
             textcoords="offset points",
             va="center",
-            fontsize=9,
+            fontsize=_font_size(bar),
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
-        for target in record.targets:
+        for target in bar.record.targets if bar.side == bar.record.subject else ():
             if target["metric"] == "ratio" and target["applies"] and target["at_least"] is not None:
                 axes.plot([target["at_least"]] * 2, [place - 0.42, place + 0.42], color="black", linestyle=":")
-    axes.set_xlabel("times as fast as unpatched; dotted: target; red: target missed, or not identical", fontsize=9)
+    axes.set_xlabel(
+        "times as fast as unpatched; dotted: target; red: a target missed, or not identical; grey: not FastGen",
+        fontsize=9,
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _colour(record: Record) -> str:
+def _font_size(bar: _Bar) -> float:
+    return 9 if bar.height == 1 else 7.5
+
+
+def _text(bar: _Bar) -> str:
+    baseline, own = (bar.record.sides[side]["median"] for side in (bar.record.baseline, bar.side))
+    text = f"{bar.ratio:.2f}×   {format_seconds(baseline)} → {format_seconds(own)}"
+    if bar.side == bar.record.subject and bar.record.identical is False:
+        text += "   NOT IDENTICAL"
+    return text
+
+
+def _colour(bar: _Bar) -> str:
+    record = bar.record
+    if bar.side != record.subject:
+        return _FASTER if bar.side.startswith(SUBJECT) else _OTHER
     if record.identical is False or any(target["met"] is False for target in record.targets):
         return _MISSED
     return _FASTER if record.metrics["ratio"] >= 1 else _SLOWER

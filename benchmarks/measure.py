@@ -1,4 +1,4 @@
-"""Timing: what the sides are, and how their runs alternate."""
+"""Timing: how the runs of the sides alternate."""
 
 from __future__ import annotations
 
@@ -6,33 +6,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-import fastgen
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the ways to do the same work that a workload compares.
-
-    Attributes:
-        name: how the results call it.
-        active: gives the context manager inside which the work is done in this way.
-    """
-
-    name: str
-    active: Callable[[], AbstractContextManager[Any]]
-
-
-UNPATCHED = Side("transformers", fastgen.disabled)
-PATCHED = Side("fastgen", nullcontext)
-SIDES = {side.name: side for side in (UNPATCHED, PATCHED)}
 
 
 def timed(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[float, T]:
@@ -55,6 +33,7 @@ def alternate(
     runs: Mapping[str, Callable[[], tuple[float, T]]],
     repetitions: int,
     log: Callable[[str], None] = lambda line: None,
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[tuple[float, T]]]:
     """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every side.
 
@@ -62,11 +41,20 @@ def alternate(
         runs: for each side what makes one run; returns its seconds and anything else.
         repetitions: how often each is made.
         log: gets a line for each run.
+        failed: is told of a side that failed, and raises if the others are worth nothing without it. The side makes
+            no more runs and has no results. Without this, a failure ends everything.
     """
     results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):
-        for name, run in runs.items():
-            seconds, value = run()
+        for name in list(results):
+            try:
+                seconds, value = runs[name]()
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(name, error)
+                del results[name]
+                continue
             results[name].append((seconds, value))
             log(f"run {repetition + 1} of {repetitions}, {name}: {format_seconds(seconds)}")
     return results

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import ROOT
-from benchmarks.measure import SIDES, UNPATCHED
+from benchmarks.sides import BASELINE, Job, make
 
 if TYPE_CHECKING:
     from benchmarks.workload import Generation
@@ -193,10 +193,10 @@ def measure(workload: Generation, side: str, device: str, threads: int | None) -
         torch.set_num_threads(threads)
     model, inputs = workload.build(torch.device(device))
     # What the first call of anything loads is not what this side needs for its work.
-    with UNPATCHED.active():
-        workload.generate(model, workload.smallest(inputs), new_tokens=2)
-    with SIDES[side].active(), KeyValueMeter(model) as meter, PeakMemory(torch.device(device)) as peak:
-        tokens = workload.generate(model, inputs)
+    job = Job(workload, model, workload.smallest(inputs), torch.get_num_threads())
+    _run(BASELINE, job, new_tokens=2)
+    with KeyValueMeter(model) as meter, PeakMemory(torch.device(device)) as peak:
+        tokens = _run(side, dataclasses.replace(job, inputs=inputs), workload.new_tokens)
     return {
         "peak_bytes": peak.bytes,
         "peak_method": peak.method,
@@ -206,6 +206,15 @@ def measure(workload: Generation, side: str, device: str, threads: int | None) -
         "model_bytes": storage_bytes(model.parameters()),
         "digest": digest(tokens),
     }
+
+
+def _run(name: str, job: Job, new_tokens: int) -> Tensor:
+    side = make(name)
+    try:
+        side.setup(job)
+        return side.run(new_tokens)
+    finally:
+        side.close()
 
 
 def digest(tokens: Tensor) -> str:

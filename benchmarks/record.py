@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +61,14 @@ class Record:
         name, title, group: of the workload.
         parameters: sizes and options, as far as they matter to a reader.
         baseline, subject: the sides whose medians make the ratio: `baseline` divided by `subject`.
-        sides: for each side what `measure.summary` makes of its runs.
-        metrics: further numbers by name; `ratio` and `baseline_seconds` are always there once something was timed.
-        identical: whether all sides gave the same result in every run; None where that was not looked at.
+        sides: for each side what `measure.summary` makes of its runs; also "warm_up_seconds", and "version" where
+            a side has one of its own.
+        ratios: for each pair of sides "a/b" the median of a divided by that of b, and its spread.
+        metrics: further numbers by name; `ratio` and `baseline_seconds` are always there once something was timed, and
+            so are the ratios under the names of their pairs.
+        skipped: sides that were asked for and not measured, with the reason.
+        same: for sides that may give other tokens than the baseline, the share of sequences in which they do not.
+        identical: whether all other sides gave the same result in every run; None where that was not looked at.
         accelerated: whether every run of the subject was accelerated, with no fallback; None where that has no meaning.
         fallbacks: {entry point: {reason: calls}} over the subject's runs.
         notes: for the reader: where results differ, how memory was measured.
@@ -80,7 +86,10 @@ class Record:
     baseline: str = "transformers"
     subject: str = "fastgen"
     sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    same: dict[str, float] = field(default_factory=dict)
     identical: bool | None = None
     accelerated: bool | None = None
     fallbacks: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -100,17 +109,27 @@ class Record:
             return "failed"
         return "different" if self.identical is False else "ok"
 
-    def compare(self) -> None:
-        """Works out the ratio of the medians and its spread from `sides`."""
-        baseline, subject = self.sides.get(self.baseline), self.sides.get(self.subject)
-        if baseline is None or subject is None:
-            return
+    def compare(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
+        """Works out the ratio of the medians and its spread from `sides`, for the two main sides and for `pairs`."""
+        main = self._ratio(self.baseline, self.subject)
+        if main is not None:
+            self.metrics["ratio"] = main["ratio"]
+            self.metrics["ratio_min"] = main["min"]
+            self.metrics["ratio_max"] = main["max"]
+            self.metrics["baseline_seconds"] = self.sides[self.baseline]["median"]
+        for other, subject in pairs:
+            found = self._ratio(other, subject)
+            if found is not None:
+                self.ratios[f"{other}/{subject}"] = found
+                self.metrics[f"{other}/{subject}"] = found["ratio"]
+
+    def _ratio(self, other: str, subject: str) -> dict[str, float] | None:
+        if other not in self.sides or subject not in self.sides:
+            return None
+        above, below = self.sides[other], self.sides[subject]
         # The spread is that of the pairs: two runs made one after the other saw the same machine.
-        pairs = [a / b for a, b in zip(baseline["seconds"], subject["seconds"], strict=False)]
-        self.metrics["ratio"] = baseline["median"] / subject["median"]
-        self.metrics["ratio_min"] = min(pairs)
-        self.metrics["ratio_max"] = max(pairs)
-        self.metrics["baseline_seconds"] = baseline["median"]
+        pairs = [a / b for a, b in zip(above["seconds"], below["seconds"], strict=False)]
+        return {"ratio": above["median"] / below["median"], "min": min(pairs), "max": max(pairs)}
 
     def judge(self, targets: tuple[Target, ...]) -> None:
         """Holds the metrics against the targets."""

@@ -21,7 +21,7 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
         sections.append("## Generation\n\n" + _generation(generation))
     others = [record for record in records if record.group != "generation" and record.sides]
     if others:
-        sections.append("## Operators, pipeline, import\n\n" + _others(others))
+        sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
     remarks = _remarks(records)
     if remarks:
         sections.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in remarks))
@@ -64,33 +64,67 @@ def _targets(records: list[Record]) -> str:
 
 
 def _generation(records: list[Record]) -> str:
-    rows = []
-    for record in records:
-        if not record.sides:
-            rows.append([_title(record), "failed", "", "", "", "", "", ""])
-            continue
-        rows.append(
-            [
-                _title(record),
-                *(_spread(record.sides.get(side)) for side in (record.baseline, record.subject)),
-                _ratio(record.metrics),
-                _yes(record.identical),
-                _yes(record.accelerated),
-                _memory(record, "kv_bytes_at_end", "kv_ratio"),
-                _memory(record, "peak_bytes", "peak_ratio"),
-            ]
-        )
     head = [
         "workload",
-        "transformers",
-        "fastgen",
+        "side",
+        "time",
+        "FastGen's time",
         "times as fast",
-        "identical",
+        "same tokens",
         "accelerated",
         "K/V memory",
         "peak memory",
     ]
+    rows = []
+    for record in records:
+        rows += _generation_rows(record) or [[_title(record), "failed", *[""] * (len(head) - 2)]]
     return _table(head, rows)
+
+
+def _generation_rows(record: Record) -> list[list[str]]:
+    """A row for each side that FastGen is held against, that of the library first."""
+    rows = []
+    main = f"{record.baseline}/{record.subject}"
+    # Results of earlier versions have the two main sides, and their ratio among the metrics.
+    for pair in dict.fromkeys((main, *record.ratios)):
+        other, _, subject = pair.partition("/")
+        if other not in record.sides or subject not in record.sides:
+            continue
+        rows.append(
+            [
+                _title(record),
+                _side(record, other),
+                _spread(record.sides[other]),
+                _spread(record.sides[subject]) + (f" ({subject})" if subject != record.subject else ""),
+                _ratio(record, pair),
+                *(
+                    (
+                        _yes(record.identical),
+                        _yes(record.accelerated),
+                        _memory(record, "kv_bytes_at_end", "kv_ratio"),
+                        _memory(record, "peak_bytes", "peak_ratio"),
+                    )
+                    if pair == main
+                    else (_same(record, other, subject), "", "", "")
+                ),
+            ]
+        )
+    shown = {name for pair in (main, *record.ratios) for name in pair.split("/")} if rows else set()
+    for name, found in record.sides.items():
+        if name not in shown:
+            rows.append([_title(record), _side(record, name), _spread(found), *[""] * 6])
+    rows += [[_title(record), name, "not measured", *[""] * 6] for name in record.skipped]
+    return rows
+
+
+def _side(record: Record, name: str) -> str:
+    version = record.sides[name].get("version")
+    return f"{name} {version}" if version else name
+
+
+def _same(record: Record, other: str, subject: str) -> str:
+    """In how many of the sequences the side that may differ gave the tokens of the library."""
+    return ", ".join(f"{100 * record.same[name]:.0f} %" for name in (other, subject) if name in record.same)
 
 
 def _others(records: list[Record]) -> str:
@@ -108,6 +142,7 @@ def _remarks(records: list[Record]) -> list[str]:
     for record in records:
         remarks += [f"{record.title}: {error.splitlines()[-1]} (failed)" for error in record.errors if error.strip()]
         remarks += [f"{record.title}: {note}" for note in record.notes]
+        remarks += [f"{record.title}: {name} is not measured: {reason}" for name, reason in record.skipped.items()]
         for entry_point, reasons in record.fallbacks.items():
             remarks += [
                 f"{record.title}: {entry_point} fell back {calls} times: {reason}" for reason, calls in reasons.items()
@@ -130,8 +165,15 @@ def _spread(side: dict[str, Any] | None) -> str:
     return f"{format_seconds(side['median'])} [{format_seconds(side['min'])} - {format_seconds(side['max'])}]"
 
 
-def _ratio(metrics: dict[str, float]) -> str:
-    return f"**{metrics['ratio']:.2f}** [{metrics['ratio_min']:.2f} - {metrics['ratio_max']:.2f}]"
+def _ratio(record: Record, pair: str) -> str:
+    found = record.ratios.get(pair)
+    if found is None:
+        found = {
+            "ratio": record.metrics["ratio"],
+            "min": record.metrics["ratio_min"],
+            "max": record.metrics["ratio_max"],
+        }
+    return f"**{found['ratio']:.2f}** [{found['min']:.2f} - {found['max']:.2f}]"
 
 
 def _memory(record: Record, key: str, ratio: str) -> str:

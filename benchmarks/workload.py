@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +15,24 @@ import torch
 from torch import Tensor
 
 import fastgen
-from benchmarks import memory
-from benchmarks.measure import PATCHED, SIDES, UNPATCHED, Side, alternate, summary, timed
+from benchmarks import memory, sides
+from benchmarks.measure import alternate, format_seconds, summary, timed
 from benchmarks.record import Record, Target
+from benchmarks.sides import BASELINE, SUBJECT, Job, Side, Unsupported
 
 NEVER_SLOWER = Target(
     "not slower, where a run takes over a second", "ratio", at_least=0.95, when=("baseline_seconds", 1.0)
 )
+
+
+def faster_on_cpu(times: float) -> Target:
+    """What the fused and packed operators of the CPU have to add to a shared prefix."""
+    return Target("times as fast as unpatched, on the CPU with all of its operators", "ratio", at_least=times)
+
+
+def faster_than_ctranslate2(times: float) -> Target:
+    """Against the same weights converted to CTranslate2, both in float32."""
+    return Target("times as fast as CTranslate2, both float32", "ctranslate2/fastgen", at_least=times)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class Context:
         threads: of torch; None leaves torch's default.
         repetitions: overrides that of the workloads.
         quick: fewer repetitions, and memory only where it is cheap.
+        sides: the sides of generation; None for those of each workload.
         log: gets progress lines.
     """
 
@@ -38,7 +52,14 @@ class Context:
     threads: int | None = None
     repetitions: int | None = None
     quick: bool = False
+    sides: tuple[str, ...] | None = None
     log: Callable[[str], None] = lambda line: None
+
+    def chosen_sides(self, further: Iterable[str] = ()) -> list[str]:
+        """The sides to measure, for a workload that has these beside the two main ones on the CPU."""
+        if self.sides is not None:
+            return sides.in_order(self.sides)
+        return sides.in_order((BASELINE, SUBJECT, *(further if self.device.type == "cpu" else ())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +96,9 @@ class Workload(ABC):
         return context.repetitions or (self.quick_repetitions if context.quick else self.repetitions)
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
+    """What one run of a side gave: its tokens, and what FastGen counted meanwhile."""
+
     tokens: Tensor
     stats: dict[str, Any]
 
@@ -94,6 +117,7 @@ class Generation(Workload):
         new_tokens: to generate.
         options: further arguments of `generate`.
         config: changes to the configuration of the shape.
+        further_sides: what is measured beside `generate` unpatched and patched, on the CPU.
         memory, quick_memory: measure memory in a full run, and in a quick one.
     """
 
@@ -104,6 +128,7 @@ class Generation(Workload):
     shortest: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    further_sides: tuple[str, ...] = ()
     memory: bool = True
     quick_memory: bool = False
     seed: int = 0
@@ -131,47 +156,42 @@ class Generation(Workload):
         """The shortest useful part of the inputs, for a warm-up."""
         return {name: value[:1, -min(8, value.shape[1]) :] for name, value in inputs.items()}
 
-    def generate(self, model: Any, inputs: dict[str, Tensor], new_tokens: int | None = None) -> Tensor:
-        """One run; returns the tokens."""
+    def generate(self, model: Any, inputs: dict[str, Tensor], new_tokens: int | None = None, **more: Any) -> Tensor:
+        """One run of the model's own `generate`, with more options if given; returns the tokens."""
         length = self.new_tokens if new_tokens is None else new_tokens
         torch.manual_seed(self.seed + 1)
         with torch.no_grad():
-            return model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, **self.options)
+            return model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, **self.options, **more)
 
     def run(self, context: Context, record: Record) -> None:
-        record.parameters = self._parameters()
-        tokens = self._time(context, record)
+        record.parameters = self.parameters()
+        names = context.chosen_sides(self.further_sides)
+        tokens = self._time(context, record, names)
         # The processes that measure memory build the model again: this one's must be gone.
         gc.collect()
-        if self.quick_memory if context.quick else self.memory:
+        if tokens is not None and SUBJECT in names and (self.quick_memory if context.quick else self.memory):
             self._measure_memory(context, record, memory.digest(tokens))
 
-    def _time(self, context: Context, record: Record) -> Tensor:
-        """Times the sides, checks what they did, and returns the tokens of the unpatched side."""
+    def _time(self, context: Context, record: Record, names: list[str]) -> Tensor | None:
+        """Times the sides, checks what they did, and returns the tokens of the baseline, if that is one of them."""
         context.log("building the model")
         model, inputs = self.build(context.device)
         record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.parameters())
-
-        def one_run(side: Side, new_tokens: int | None = None) -> tuple[float, _Outcome]:
-            fastgen.reset_stats()
-            with side.active():
-                seconds, tokens = timed(lambda: self.generate(model, inputs, new_tokens), context.device)
-            return seconds, _Outcome(tokens.cpu(), fastgen.stats())
-
-        for side in SIDES.values():
-            # A few steps touch all code and weights, and give caches of prepared weights the time to fill.
-            one_run(side, min(3, self.new_tokens))
-        results = alternate(
-            {side.name: partial(one_run, side) for side in SIDES.values()}, self.repetitions_in(context), context.log
-        )
-        record.sides = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
-        record.compare()
-        reference = results[UNPATCHED.name][0][1].tokens
-        _check(record, {name: [outcome for _, outcome in runs] for name, runs in results.items()}, reference)
+        job = Job(self, model, inputs, torch.get_num_threads())
+        with ExitStack() as stack:
+            ready = open_sides(stack, {name: (sides.make(name), job) for name in names}, context, record)
+            outcomes = time_sides(ready, self.repetitions_in(context), context, record)
+            record.compare(sides.pairs(side for name, side in ready.items() if name in outcomes))
+        check_code(record, ready, outcomes)
+        if BASELINE not in outcomes:
+            return None
+        reference = outcomes[BASELINE][0].tokens
+        check_tokens(record, ready, outcomes, reference)
         return reference
 
     def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
-        for side in SIDES:
+        both = (BASELINE, SUBJECT)
+        for side in both:
             context.log(f"memory of {side}")
             try:
                 record.memory[side] = memory.measure_in_process(self, side, str(context.device), context.threads)
@@ -181,8 +201,8 @@ class Generation(Workload):
             if record.memory[side]["digest"] != digest:
                 record.identical = False
                 record.notes.append(f"the process that measured the memory of {side} generated other tokens")
-        if len(record.memory) == len(SIDES):
-            unpatched, patched = record.memory[UNPATCHED.name], record.memory[PATCHED.name]
+        if len(record.memory) == len(both):
+            unpatched, patched = record.memory[BASELINE], record.memory[SUBJECT]
             for metric, key in (
                 ("kv_ratio", "kv_bytes_at_end"),
                 ("kv_largest_ratio", "kv_bytes_largest"),
@@ -191,7 +211,8 @@ class Generation(Workload):
                 if unpatched[key]:
                     record.metrics[metric] = patched[key] / unpatched[key]
 
-    def _parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
+        """Sizes and options, for the record."""
         return {
             "shape": self.shape.__name__,
             "batch": self.batch,
@@ -204,19 +225,81 @@ class Generation(Workload):
         }
 
 
-def _check(record: Record, outcomes: dict[str, list[_Outcome]], reference: Tensor) -> None:
-    """Whether the tokens are the same in all runs, and whether each side ran the code that it stands for."""
-    record.identical = True
+def open_sides(
+    stack: ExitStack, jobs: Mapping[str, tuple[Side, Job]], context: Context, record: Record
+) -> dict[str, Side]:
+    """Sets the sides up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
+
+    Args:
+        stack: closes them.
+        jobs: the sides and what each has to do, by the name in the results.
+    """
+    ready = {}
+    for name, (side, job) in jobs.items():
+        stack.callback(side.close)
+        try:
+            side.setup(job)
+            start = time.perf_counter()
+            side.warm_up()
+        except Exception as error:
+            _skip(context, record, name, side, error)
+            continue
+        side.warm_up_seconds = time.perf_counter() - start
+        context.log(f"{name} is ready, after {format_seconds(side.warm_up_seconds)} of warming up")
+        ready[name] = side
+    return ready
+
+
+def time_sides(
+    ready: Mapping[str, Side], repetitions: int, context: Context, record: Record
+) -> dict[str, list[Outcome]]:
+    """Runs the sides in turn, puts their times into the record, and returns what they did."""
+
+    def one_run(side: Side) -> tuple[float, Outcome]:
+        fastgen.reset_stats()
+        seconds, tokens = timed(lambda: side.run(side.job.workload.new_tokens), context.device)
+        if not side.exact and tuple(tokens.shape) != side.job.shape():
+            # Less work than the others did: its time means nothing.
+            raise RuntimeError(f"it made tokens of shape {tuple(tokens.shape)} instead of {side.job.shape()}")
+        return seconds, Outcome(tokens.cpu(), fastgen.stats())
+
+    results = alternate(
+        {name: partial(one_run, side) for name, side in ready.items()},
+        repetitions,
+        context.log,
+        lambda name, error: _skip(context, record, name, ready[name], error),
+    )
+    for name, runs in results.items():
+        record.sides[name] = summary([seconds for seconds, _ in runs])
+        record.sides[name]["warm_up_seconds"] = ready[name].warm_up_seconds
+        if ready[name].version is not None:
+            record.sides[name]["version"] = ready[name].version
+    return {name: [outcome for _, outcome in runs] for name, runs in results.items()}
+
+
+def _skip(context: Context, record: Record, name: str, side: Side, error: Exception) -> None:
+    """Notes why a side has no results. Without one of the two main sides, the workload has failed."""
+    if side.name in (BASELINE, SUBJECT):
+        raise error
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    record.skipped[name] = said if isinstance(error, Unsupported) else f"{type(error).__name__}: {said}"
+    context.log(f"{name} is not measured: {record.skipped[name]}")
+
+
+def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]]) -> None:
+    """Whether each side ran the code that it stands for, and whether the subject was accelerated.
+
+    Raises:
+        RuntimeError: a side that is compared with FastGen ran FastGen's code.
+    """
     for name, runs in outcomes.items():
-        for number, outcome in enumerate(runs):
-            if not torch.equal(outcome.tokens, reference):
-                record.identical = False
-                record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
-    for outcome in outcomes[UNPATCHED.name]:
-        if outcome.stats:
-            raise RuntimeError(f"the unpatched side ran FastGen's code: {outcome.stats}")
+        for outcome in runs:
+            if outcome.stats and not ready[name].fastgen:
+                raise RuntimeError(f"the unpatched side ran FastGen's code: {name}: {outcome.stats}")
+    if record.subject not in outcomes:
+        return
     record.accelerated = True
-    for outcome in outcomes[PATCHED.name]:
+    for outcome in outcomes[record.subject]:
         counts = outcome.stats.get("transformers.generate", {})
         if not counts.get("accelerated") or counts.get("fallback"):
             record.accelerated = False
@@ -224,6 +307,20 @@ def _check(record: Record, outcomes: dict[str, list[_Outcome]], reference: Tenso
             for reason, calls in entry["fallback"].items():
                 reasons = record.fallbacks.setdefault(entry_point, {})
                 reasons[reason] = reasons.get(reason, 0) + calls
+
+
+def check_tokens(
+    record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]], reference: Tensor
+) -> None:
+    """Whether the exact sides gave the reference in every run, and how much of it the others gave."""
+    record.identical = record.identical is not False
+    for name, runs in outcomes.items():
+        for number, outcome in enumerate(runs):
+            if ready[name].exact and not torch.equal(outcome.tokens, reference):
+                record.identical = False
+                record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
+        if not ready[name].exact:
+            record.same[name] = min((reference == run.tokens).all(dim=1).float().mean().item() for run in runs)
 
 
 def _difference(expected: Tensor, found: Tensor) -> str:

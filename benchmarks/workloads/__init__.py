@@ -10,6 +10,7 @@ from benchmarks.workload import Workload
 _MODULES = (
     "imports",
     "no_repeat_ngram",
+    "attention",
     "small_cases",
     "bart_base",
     "t5_base",

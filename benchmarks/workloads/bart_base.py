@@ -1,9 +1,10 @@
-"""BART-base shape: beam search with long sources, as in summarisation."""
+"""BART-base shape: beam search with long sources, as in summarisation, and what more beams cost there."""
 
 from __future__ import annotations
 
 from benchmarks.record import Target
-from benchmarks.workload import NEVER_SLOWER, Generation
+from benchmarks.workload import NEVER_SLOWER, Generation, faster_on_cpu, faster_than_ctranslate2
+from benchmarks.workloads.beam_cost import BeamCost
 from benchmarks.workloads.shapes import bart_base
 
 _OPTIONS = {"num_beams": 4, "no_repeat_ngram_size": 3, "do_sample": False}
@@ -18,9 +19,15 @@ WORKLOADS = [
         length=512,
         new_tokens=64,
         options=_OPTIONS,
+        further_sides=("ctranslate2", "ctranslate2-int8", "fastgen-int8"),
         quick=True,
         quick_memory=True,
-        targets=(NEVER_SLOWER,),
+        targets=(
+            NEVER_SLOWER,
+            faster_on_cpu(3.8),
+            faster_than_ctranslate2(2.2),
+            Target("times as fast as CTranslate2, both int8", "ctranslate2-int8/fastgen-int8", at_least=1.0),
+        ),
     ),
     Generation(
         name="bart-base-b16-s1024",
@@ -30,6 +37,26 @@ WORKLOADS = [
         length=1024,
         new_tokens=64,
         options=_OPTIONS,
-        targets=(Target("times as fast as unpatched", "ratio", at_least=3.2), _KV_MEMORY),
+        further_sides=("ctranslate2",),
+        targets=(
+            Target("times as fast as unpatched", "ratio", at_least=3.2),
+            faster_on_cpu(8),
+            faster_than_ctranslate2(1.4),
+            _KV_MEMORY,
+        ),
+    ),
+    BeamCost(
+        name="bart-base-beam-cost",
+        title="BART-base, batch 4, 1 and 8 beams, source 1024",
+        work=Generation(
+            name="bart-base-b4-s1024",
+            title="BART-base, batch 4, source 1024",
+            shape=bart_base,
+            batch=4,
+            length=1024,
+            new_tokens=64,
+            options={**_OPTIONS, "num_beams": 1},
+        ),
+        targets=(Target("time at 8 beams over time at 1", "cost fastgen", at_most=3.5), NEVER_SLOWER),
     ),
 ]

@@ -85,7 +85,7 @@ class NoRepeatNGram(Workload):
         record.metrics["banned"] = float((results["transformers"] == -math.inf).sum())
         del results
 
-        runs = {name: _sampler(call, context.device) for name, call in work.items()}
+        runs = {name: sampler(call, context.device) for name, call in work.items()}
         samples = alternate(runs, self.repetitions_in(context), context.log)
         record.sides = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
         record.compare()
@@ -93,7 +93,7 @@ class NoRepeatNGram(Workload):
         record.metrics["ratio_to_loop"] = record.sides["loop"]["median"] / record.sides["fastgen"]["median"]
 
 
-def _sampler(call: Callable[[], Any], device: torch.device) -> Callable[[], tuple[float, None]]:
+def sampler(call: Callable[[], Any], device: torch.device) -> Callable[[], tuple[float, None]]:
     """A run that gives the seconds of one call, measured over enough of them."""
 
     def loop(calls: int) -> float:

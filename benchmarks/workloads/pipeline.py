@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine import ROOT
-from benchmarks.measure import PATCHED, UNPATCHED, alternate, summary
+from benchmarks.measure import alternate, summary
 from benchmarks.memory import child_environment
 from benchmarks.record import Record, Target
+from benchmarks.sides import BASELINE, SUBJECT
 from benchmarks.workload import NEVER_SLOWER, Context, Workload
 
 _DETOKENIZER = ("--detokenizer", "moses", "--lang", "en")
@@ -70,22 +71,22 @@ class Pipeline(Workload):
                 return lambda: self._run_command(context, Path(folder), source, options)
 
             runs = {
-                UNPATCHED.name: run_of(*_DETOKENIZER, "--no-fastgen"),
-                PATCHED.name: run_of(*_DETOKENIZER),
+                BASELINE: run_of(*_DETOKENIZER, "--no-fastgen"),
+                SUBJECT: run_of(*_DETOKENIZER),
             }
             if self.plain:
                 runs[_PLAIN] = run_of()
             results = alternate(runs, self.repetitions_in(context), context.log)
         record.sides = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
         record.compare()
-        patched = [run for _, run in results[PATCHED.name]]
-        self._check(record, [run for _, run in results[UNPATCHED.name]], patched)
+        patched = [run for _, run in results[SUBJECT]]
+        self._check(record, [run for _, run in results[BASELINE]], patched)
         # The largest of the runs: a promise about waiting has to hold in each.
         record.metrics["waiting_percent"] = max(100 * run.report["waiting_for_output_share"] for run in patched)
         record.metrics["held_up_percent"] = max(100 * _held_up(run.report["seconds"]) for run in patched)
         record.metrics["samples_per_second"] = max(run.report["samples_per_second"] for run in patched)
         if self.plain:
-            plain, full = record.sides[_PLAIN]["median"], record.sides[PATCHED.name]["median"]
+            plain, full = record.sides[_PLAIN]["median"], record.sides[SUBJECT]["median"]
             record.metrics["detokenising_cost_percent"] = 100 * (full / plain - 1)
 
     def _run_command(

@@ -22,6 +22,8 @@ def bart_base(**changes: Any) -> Any:
         "encoder_ffn_dim": 3072,
         "decoder_ffn_dim": 3072,
         "max_position_embeddings": 1024,
+        # BART forces the last token of an output that is long enough; other toolkits generate it like any other.
+        "forced_eos_token_id": None,
     }
     return BartForConditionalGeneration(BartConfig(**config | changes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.workload import NEVER_SLOWER, Generation
+from benchmarks.workload import NEVER_SLOWER, Generation, faster_on_cpu, faster_than_ctranslate2
 from benchmarks.workloads.shapes import t5_base
 
 WORKLOADS = [
@@ -14,6 +14,7 @@ WORKLOADS = [
         length=128,
         new_tokens=64,
         options={"num_beams": 4, "do_sample": False},
-        targets=(NEVER_SLOWER,),
+        further_sides=("ctranslate2",),
+        targets=(NEVER_SLOWER, faster_on_cpu(3), faster_than_ctranslate2(1.6)),
     )
 ]

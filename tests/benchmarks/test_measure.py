@@ -31,6 +31,25 @@ def test_sides_alternate():
     assert len(lines) == 6 and lines[0] == "run 1 of 3, a: 1.00 s"
 
 
+@pytest.mark.parametrize("fails_in", [1, 2])
+def test_a_side_that_fails_is_left_out(fails_in):
+    runs, told = [], []
+
+    def broken():
+        runs.append("b")
+        if len(runs) == fails_in:
+            raise ValueError("it broke")
+        return 1.0, "b"
+
+    sides = {"a": lambda: (1.0, "a"), "b": broken, "c": lambda: (2.0, "c")}
+    results = alternate(sides, 3, failed=lambda name, error: told.append((name, str(error))))
+    assert results == {"a": [(1.0, "a")] * 3, "c": [(2.0, "c")] * 3}
+    assert told == [("b", "it broke")] and len(runs) == fails_in
+    with pytest.raises(ValueError, match="it broke"):
+        runs.clear()
+        alternate(sides, 3)
+
+
 def test_timed_gives_the_result():
     seconds, value = timed(lambda: "result")
     assert value == "result" and seconds >= 0

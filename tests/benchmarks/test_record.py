@@ -18,6 +18,18 @@ def test_ratio_of_medians_and_its_spread():
     assert made.metrics == {"ratio": 2.5, "ratio_min": 2.0, "ratio_max": 5.0, "baseline_seconds": 5.0}
 
 
+def test_ratios_of_further_sides():
+    made = record(
+        sides={name: summary([seconds]) for name, seconds in (("transformers", 4.0), ("other", 3.0), ("fastgen", 2.0))}
+    )
+    made.compare([("transformers", "fastgen"), ("other", "fastgen"), ("missing", "fastgen"), ("other", "missing")])
+    assert made.metrics["other/fastgen"] == 1.5 and made.metrics["ratio"] == 2.0
+    assert made.ratios == {
+        "transformers/fastgen": {"ratio": 2.0, "min": 2.0, "max": 2.0},
+        "other/fastgen": {"ratio": 1.5, "min": 1.5, "max": 1.5},
+    }
+
+
 def test_no_ratio_without_both_sides():
     made = record(sides={"transformers": summary([4.0])})
     made.compare()

@@ -87,6 +87,46 @@ def test_table(tmp_path):
     assert "Title of busy (!)" in text and "1.5 cores busy" in text
 
 
+def test_table_and_chart_have_every_side(tmp_path):
+    made = record("a", identical=True, accelerated=True, skipped={"fairseq": "it is not installed"})
+    made.sides["ctranslate2"] = {**summary([1.5]), "version": "4.8.5"}
+    made.sides["ctranslate2-int8"] = summary([0.75])
+    made.sides["fastgen-int8"] = summary([0.5])
+    made.sides["alone"] = summary([9.0])
+    made.same = {"ctranslate2": 0.75, "ctranslate2-int8": 0.5, "fastgen-int8": 0.25}
+    made.compare([("transformers", "fastgen"), ("ctranslate2", "fastgen"), ("ctranslate2-int8", "fastgen-int8")])
+    found = Results(tmp_path, ABOUT, [])
+    found.add(made)
+    text = (tmp_path / "results.md").read_text()
+    # The row of the library appears once.
+    assert text.count("| Title of a | transformers |") == 1
+    assert (
+        "| ctranslate2 4.8.5 | 1.50 s [1.50 s - 1.50 s] | 1.00 s [1.00 s - 1.00 s] | **1.50** [1.50 - 1.50] | 75 %"
+        in text
+    )
+    assert "500 ms [500 ms - 500 ms] (fastgen-int8) | **1.50** [1.50 - 1.50] | 50 %, 25 % |" in text
+    assert "| Title of a | alone | 9.00 s [9.00 s - 9.00 s] |  |" in text
+    assert "| Title of a | fairseq | not measured |" in text and "fairseq is not measured: it is not installed" in text
+    bars = results_module.chart._bars(made)
+    assert [bar.side for bar in bars] == ["fastgen", "ctranslate2", "ctranslate2-int8", "fastgen-int8", "alone"]
+    assert [round(bar.ratio, 2) for bar in bars] == [2.0, 1.33, 2.67, 4.0, 0.22]
+
+
+def test_results_from_before_there_were_further_sides(tmp_path):
+    Results(tmp_path, ABOUT, []).add(record("a"))
+    data = json.loads((tmp_path / "results.json").read_text())
+    for field in ("ratios", "skipped", "same"):
+        for each in data["workloads"]:
+            del each[field]
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    Results(tmp_path, ABOUT, []).add(record("b"))
+    text = (tmp_path / "results.md").read_text()
+    for name in ("a", "b"):
+        assert (
+            f"| Title of {name} | transformers | 2.00 s [2.00 s - 2.00 s] | 1.00 s [1.00 s - 1.00 s] | **2.00**" in text
+        )
+
+
 def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch):
     def missing(*args):
         raise ImportError("No module named 'matplotlib'")

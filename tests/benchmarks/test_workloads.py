@@ -15,9 +15,9 @@ import torch
 import fastgen
 from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
-from benchmarks.measure import PATCHED, UNPATCHED, Side
+from benchmarks.sides.generate import Unpatched
 from benchmarks.workload import Context, Generation, Workload
-from benchmarks.workloads import all_workloads
+from benchmarks.workloads import all_workloads, no_repeat_ngram
 from fastgen.decoding import kv
 
 _TINY = {
@@ -72,7 +72,8 @@ def tiny(name: str, /, **changes) -> Generation:
     assert isinstance(workload, Generation)
     config = next(config for shape, config in _TINY.items() if workload.shape.__name__.startswith(shape))
     sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
-    return replace(workload, **{"config": config, **sizes, "memory": False, "targets": (), **changes})
+    fixed = {"memory": False, "targets": (), "further_sides": ()}
+    return replace(workload, **{"config": config, **sizes, **fixed, **changes})
 
 
 def test_names_are_different_and_some_are_quick():
@@ -156,17 +157,49 @@ def test_a_fallback_is_noticed():
 
 
 def test_an_unpatched_side_that_is_patched_is_an_error(monkeypatch):
-    monkeypatch.setattr(
-        workload_module, "SIDES", {"transformers": Side("transformers", nullcontext), "fastgen": PATCHED}
-    )
+    monkeypatch.setattr(Unpatched, "active", lambda self: nullcontext())
     record = run_workload(tiny("gpt2-b4-p512"), Context(threads=1))
-    assert UNPATCHED.name == "transformers" and "unpatched side ran FastGen" in record.errors[0]
+    assert "unpatched side ran FastGen" in record.errors[0]
+
+
+def test_cost_of_beams():
+    workload = _ALL["bart-base-beam-cost"]
+    work = tiny("bart-base-b4-s512", options=workload.work.options)
+    record = run_workload(replace(workload, work=work, beams=(1, 3), repetitions=1), Context(threads=1))
+    assert record.errors == [] and record.identical is True
+    assert set(record.sides) == {
+        "transformers, 1 beam",
+        "transformers, 3 beams",
+        "fastgen, 1 beam",
+        "fastgen, 3 beams",
+    }
+    assert record.metrics["cost fastgen"] > 0 and record.metrics["cost transformers"] > 0
+    assert record.targets[0]["measured"] == record.metrics["cost fastgen"] and record.metrics["ratio"] > 0
+    (note,) = record.notes
+    assert "(transformers)" in note and "(fastgen)" in note
+
+
+def test_attention_alone(monkeypatch):
+    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
+    workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
+    record = run_workload(workload, Context(repetitions=1))
+    assert record.errors == [] and set(record.sides) == {"transformers", "fastgen", "copy"}
+    assert record.targets[0]["measured"] == record.metrics["of_copy_bandwidth"] > 0
+
+
+def test_attention_that_is_wrong_is_an_error(monkeypatch):
+    from fastgen.ops import attention
+
+    monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
+    original = attention.shared_prefix_attention
+    monkeypatch.setattr(attention, "shared_prefix_attention", lambda *args: original(*args) * 1.01)
+    workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
+    record = run_workload(workload, Context(repetitions=1))
+    assert record.status == "failed" and "the operator differs" in record.errors[0]
 
 
 @pytest.mark.parametrize("length", [2, 64])
 def test_no_repeat_ngram(length, monkeypatch):
-    from benchmarks.workloads import no_repeat_ngram
-
     monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     workload = replace(_ALL["no-repeat-ngram-64"], length=length, rows=3, vocabulary=50, different_tokens=4)
     record = run_workload(workload, Context(repetitions=1))

@@ -1,0 +1,81 @@
+"""What a side is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from benchmarks.workload import Generation
+
+
+class Unsupported(Exception):
+    """A side cannot do this work here; the message is the reason, for the reader of the results."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a side has to do.
+
+    Attributes:
+        workload: says how much to generate, and with which options.
+        model: the model in Transformers. A side that converts it leaves it as it is.
+        inputs: "input_ids" and "attention_mask".
+        threads: to use.
+    """
+
+    workload: Generation
+    model: Any
+    inputs: dict[str, Tensor]
+    threads: int
+
+    def shape(self) -> tuple[int, int]:
+        """Of the tokens to make, with the prompt or the decoder's start token before them."""
+        rows, length = self.inputs["input_ids"].shape
+        rows *= self.workload.options.get("num_return_sequences", 1)
+        return rows, self.workload.new_tokens + (1 if self.model.config.is_encoder_decoder else length)
+
+
+class Side(ABC):
+    """One way to do the work. It is set up once, run a few times in turn with the others, and closed.
+
+    Attributes:
+        name: how the options and the results call it.
+        fastgen: it is FastGen that is measured, not what FastGen is compared with.
+        exact: its tokens must be those of the baseline.
+        rival: the side of FastGen that it is held against.
+        version: of what does the work, where that is not in the versions of the whole run.
+        warm_up_seconds: set by the harness.
+    """
+
+    fastgen = False
+    exact = False
+    version: str | None = None
+    warm_up_seconds: float
+
+    def __init__(self, name: str, rival: str = "fastgen") -> None:
+        self.name = name
+        self.rival = rival
+
+    def setup(self, job: Job) -> None:
+        """Gets ready; not timed.
+
+        Raises:
+            Unsupported: this side cannot do the job.
+        """
+        self.job = job
+
+    def warm_up(self) -> None:
+        """Makes whatever happens only once happen before the timing."""
+        # A few steps touch all code and weights, and give caches of prepared weights the time to fill.
+        self.run(min(3, self.job.workload.new_tokens))
+
+    @abstractmethod
+    def run(self, new_tokens: int) -> Tensor:
+        """One timed run; returns the tokens as `generate` does: with the prompt, or with the decoder's start token."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Gives back what `setup` took. Called in every case, also where that failed."""

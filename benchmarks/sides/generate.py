@@ -1,0 +1,60 @@
+"""`model.generate` as it is, and with FastGen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+import fastgen
+from benchmarks.sides.base import Job, Side, Unsupported
+from fastgen import settings as fastgen_settings
+
+
+class Unpatched(Side):
+    """The library alone: the baseline."""
+
+    exact = True
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Inside this, `generate` works in the way of this side."""
+        return fastgen.disabled()
+
+    def run(self, new_tokens: int) -> Tensor:
+        with self.active():
+            return self.job.workload.generate(self.job.model, self.job.inputs, new_tokens)
+
+
+class Patched(Unpatched):
+    """FastGen, with other settings than its own where some are given; those may change the tokens.
+
+    Args:
+        name: of the side.
+        settings: for `fastgen.enable`.
+    """
+
+    fastgen = True
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name)
+        self._settings = dict(settings or {})
+        self.exact = not self._settings
+
+    def setup(self, job: Job) -> None:
+        super().setup(job)
+        unknown = [name for name in self._settings if not hasattr(fastgen_settings.current(), name)]
+        if unknown:
+            raise Unsupported(f"FastGen {fastgen.__version__} has no setting {', '.join(unknown)}")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before = {name: getattr(fastgen_settings.current(), name) for name in self._settings}
+        if self._settings:
+            fastgen.enable(**self._settings)
+        try:
+            yield
+        finally:
+            if before:
+                fastgen.enable(**before)
