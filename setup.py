@@ -69,7 +69,7 @@ def extensions() -> list[Extension]:
         return Extension(
             f"fastgen.ops.libfastgen_{device}",
             sources=sorted(path.as_posix() for path in (CSRC / device).glob(pattern)),
-            depends=[path.as_posix() for path in CSRC.glob("*.h")] + ["setup.py"],
+            depends=[path.as_posix() for path in CSRC.rglob("*.h")] + ["setup.py"],
             include_dirs=[str(torch / "include")],
             library_dirs=[str(torch / "lib")],
             libraries=libraries,

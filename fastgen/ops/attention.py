@@ -12,7 +12,10 @@ Shapes, used throughout:
     prefix                  [batch, kv heads, N, dim]
     suffix                  [rows, kv heads, T, dim], or None while there is none
 
-Everything here is plain torch, and runs on every device torch has.
+The products `shared_prefix_scores` and `shared_prefix_context` are plain torch, for models with attention code of their
+own. `shared_prefix_attention` is the whole of it. For the few queries of a decoding step it is an operator,
+`torch.ops.fastgen.shared_prefix_attention`, defined here together with its reference, which serves every device that
+has no kernel of its own. Kernels: csrc/cpu/shared_prefix_attention.cpp.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.ops import _library
+
+_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def backend() -> str:
     """Which implementation serves this operator."""
-    return "torch reference"
+    return _library.backend("fastgen::shared_prefix_attention")
 
 
 def _by_input(x: Tensor, kv_heads: int, copies: int) -> Tensor:
@@ -102,6 +109,8 @@ def shared_prefix_attention(
     suffix_values: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    *,
+    ancestry: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention over a shared prefix and an own suffix.
 
@@ -109,17 +118,68 @@ def shared_prefix_attention(
     `enable_gqa=True`, `dropout_p=0` and `is_causal=False`, for the same `attn_mask` and `scale`.
 
     Args:
-        query: [rows, heads, Q, dim].
-        prefix_keys, prefix_values: [batch, kv heads, N, dim]; values may have another dim than keys.
+        query: [rows, heads, Q, dim], any floating dtype.
+        prefix_keys, prefix_values: [batch, kv heads, N, dim] of the same dtype; values may have another dim than keys.
         suffix_keys, suffix_values: [rows, kv heads, T, dim], or None both.
         mask: broadcastable to [rows, heads, Q, N + T]; bool (True: attend) or additive in the dtype of the query.
         scale: factor on the scores; 1 / sqrt(dim) by default.
+        ancestry: [rows, T], int32: suffix position t of row r is stored in row `ancestry[r, t]` of the suffix tensors;
+            in row r itself by default. So rows that continue others need not be moved.
 
     Returns:
-        [rows, heads, Q, dim of the values], in the dtype of the query.
+        [rows, heads, Q, dim of the values], in the dtype of the query. A query that may attend to nothing gives zeros.
+
+    Raises:
+        RuntimeError: a shape, a type or a device is not as above.
     """
+    if not _suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
+        return reference(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry)
+    return torch.ops.fastgen.shared_prefix_attention.default(
+        query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
+    )
+
+
+# The kernel is for the queries of decoding steps. From so many rows on that share a prefix, blocked matrix products
+# over the whole of it take less time than they save in memory traffic.
+MAX_KERNEL_ROWS = 64
+
+
+def _suits_kernel(query: Tensor, *others: Tensor | None) -> bool:
+    """Whether the operator may have these tensors: types it has, no gradient, no cast by autocast, few queries."""
+    prefix_keys = others[0]
+    assert prefix_keys is not None
+    device, dtype = query.device.type, query.dtype
+    if device != "cpu" or dtype not in _KERNEL_TYPES:
+        return False
+    rows_sharing = query.shape[0] * query.shape[1] * query.shape[2]
+    if rows_sharing > MAX_KERNEL_ROWS * prefix_keys.shape[0] * prefix_keys.shape[1]:
+        return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, *others)):
+        return False
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
+
+
+def reference(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    ancestry: Tensor | None = None,
+) -> Tensor:
+    """`shared_prefix_attention` in plain torch, for any device and any number of queries."""
+    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry)
+    if query.shape[0] == 0 or query.shape[2] == 0:
+        return query.new_empty(*query.shape[:3], prefix_values.shape[3])
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if suffix_keys is None or suffix_values is None:
         return _prefix_attention(query, prefix_keys, prefix_values, mask, scale)
+    if ancestry is not None:
+        suffix_keys, suffix_values = _descend(suffix_keys, ancestry), _descend(suffix_values, ancestry)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     # Scaling the query instead of the scores: it is the smaller tensor by far.
@@ -139,6 +199,12 @@ def shared_prefix_attention(
     return shared_prefix_context(weights, prefix_values, suffix_values)
 
 
+def _descend(suffix: Tensor, ancestry: Tensor) -> Tensor:
+    """The suffix as `ancestry` says: position t of row r is that of row `ancestry[r, t]`."""
+    positions = torch.arange(suffix.shape[2], device=suffix.device)
+    return suffix.transpose(1, 2)[ancestry.long(), positions].transpose(1, 2)
+
+
 def _prefix_attention(
     query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
@@ -147,7 +213,6 @@ def _prefix_attention(
     batch, kv_heads, prefix_length, _ = prefix_keys.shape
     copies = rows // batch
     if mask is not None:
-        mask = mask.expand(rows, *mask.shape[-3:]) if mask.dim() == 4 else mask.expand(rows, 1, length, prefix_length)
         # A mask for all heads stays one; the query heads of a group are rows, of which each needs a row of the mask.
         mask_heads = 1 if mask.shape[1] == 1 else kv_heads
         mask = mask.expand(rows, mask_heads * (heads // kv_heads), length, prefix_length)
@@ -156,3 +221,97 @@ def _prefix_attention(
         _by_input(query, kv_heads, copies), prefix_keys, prefix_values, attn_mask=mask, scale=scale
     )
     return _by_row(context, heads, copies)
+
+
+def _check(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    mask: Tensor | None,
+    ancestry: Tensor | None,
+) -> None:
+    """Raises on what the operator does not take. Keep in step with csrc/cpu/shared_prefix_attention.cpp."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise RuntimeError(f"shared_prefix_attention: {message}")
+
+    def require_part(name: str, part: Tensor, rows: int, dim: int, length: int) -> None:
+        require(
+            part.dtype == query.dtype and part.device == query.device,
+            f"{name} must have the device and the type of the query",
+        )
+        require(
+            tuple(part.shape) == (rows, kv_heads, length, dim),
+            f"{name} must be {[rows, kv_heads, length, dim]}, but is {list(part.shape)}",
+        )
+
+    require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
+    require(
+        prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim], keys and values"
+    )
+    rows, heads, queries, dim = query.shape
+    batch, kv_heads, length, _ = prefix_keys.shape
+    value_dim = prefix_values.shape[3]
+    require(
+        rows % batch == 0 if batch > 0 else rows == 0,
+        f"the {rows} rows of the query must be a multiple of the {batch} rows of the prefix",
+    )
+    require(
+        heads % kv_heads == 0 if kv_heads > 0 else heads == 0,
+        f"the {heads} heads of the query must be a multiple of the {kv_heads} heads of the prefix",
+    )
+    require_part("prefix_keys", prefix_keys, batch, dim, length)
+    require_part("prefix_values", prefix_values, batch, value_dim, length)
+    require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
+    require(suffix_keys is not None or ancestry is None, "ancestry needs a suffix")
+    suffix_length = 0
+    if suffix_keys is not None and suffix_values is not None:
+        require(suffix_keys.dim() == 4, "the suffix must be [rows, kv heads, T, dim]")
+        suffix_length = suffix_keys.shape[2]
+        require_part("suffix_keys", suffix_keys, rows, dim, suffix_length)
+        require_part("suffix_values", suffix_values, rows, value_dim, suffix_length)
+    if ancestry is not None:
+        require(
+            ancestry.dtype == torch.int32 and tuple(ancestry.shape) == (rows, suffix_length),
+            f"ancestry must be an int32 tensor {[rows, suffix_length]}",
+        )
+    if mask is not None:
+        scores = (rows, heads, queries, length + suffix_length)
+        missing = 4 - mask.dim()
+        require(
+            missing >= 0 and all(size in (1, scores[missing + i]) for i, size in enumerate(mask.shape)),
+            f"the mask {list(mask.shape)} cannot be expanded to {list(scores)}",
+        )
+        require(
+            mask.dtype in (torch.bool, torch.float32, query.dtype),
+            "the mask must be bool, float32 or of the type of the query",
+        )
+
+
+def _fake(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    ancestry: Tensor | None = None,
+) -> Tensor:
+    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry)
+    return query.new_empty(*query.shape[:3], prefix_values.shape[3])
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define(
+    "shared_prefix_attention(Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys=None, "
+    "Tensor? suffix_values=None, Tensor? mask=None, float? scale=None, *, Tensor? ancestry=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("shared_prefix_attention", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("fastgen::shared_prefix_attention", _fake, lib=_LIBRARY)
+_library.load_kernels()

@@ -1,4 +1,13 @@
-"""Shared-prefix attention against ordinary attention in float64 on the repeated tensors."""
+"""Shared-prefix attention against ordinary attention in float64 on the repeated tensors, on every backend there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,9 +15,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.ops.attention import shared_prefix_attention, shared_prefix_context, shared_prefix_scores
+from fastgen.ops import attention
+from fastgen.ops.attention import reference, shared_prefix_attention, shared_prefix_context, shared_prefix_scores
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 shapes = st.fixed_dictionaries(
     {
@@ -97,3 +109,382 @@ def test_inputs_are_left_alone(device):
     shared_prefix_attention(query, pk, pv, suffix, suffix, mask=mask)
     for tensor, old in zip((query, pk, pv, suffix, mask), before, strict=True):
         assert torch.equal(tensor, old)
+
+
+# ---- the operator: every instruction set that the kernel is compiled for, and the reference
+
+
+def has_kernel() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::shared_prefix_attention", "CPU")
+
+
+@pytest.fixture(params=["avx512", "avx2", "default", "reference"], scope="session")
+def operator(request):
+    """The operator on one instruction set. Where the machine lacks it, the next narrower one is used instead."""
+    if request.param == "reference":
+        return reference
+    if not has_kernel():
+        pytest.skip(f"no CPU kernel in this process: {attention.backend()}")
+
+    def kernel(*args, **kwargs):
+        before = os.environ.get("ATEN_CPU_CAPABILITY")
+        os.environ["ATEN_CPU_CAPABILITY"] = request.param
+        try:
+            return torch.ops.fastgen.shared_prefix_attention(*args, **kwargs)
+        finally:
+            if before is None:
+                del os.environ["ATEN_CPU_CAPABILITY"]
+            else:
+                os.environ["ATEN_CPU_CAPABILITY"] = before
+
+    return kernel
+
+
+def expected(query, pk, pv, sk, sv, mask=None, scale=None, ancestry=None):
+    """The definition, in float64, on the full tensors."""
+    query, pk, pv, sk, sv = (x if x is None else x.double() for x in (query, pk, pv, sk, sv))
+    rows, heads = query.shape[:2]
+
+    def full(prefix, suffix):
+        full = prefix.repeat_interleave(rows // prefix.shape[0], dim=0)
+        if suffix is not None:
+            if ancestry is not None:
+                suffix = torch.stack([suffix[owners, :, range(suffix.shape[2])] for owners in ancestry.tolist()])
+                suffix = suffix.transpose(1, 2)
+            full = torch.cat([full, suffix], dim=2)
+        return full.repeat_interleave(heads // prefix.shape[1], dim=1)
+
+    keys, values = full(pk, sk), full(pv, sv)
+    scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        mask = torch.ones(scores.shape, dtype=torch.bool)
+    mask = mask.expand(scores.shape)
+    allowed = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    if mask.dtype != torch.bool:
+        scores = scores + mask.double()
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0) @ values
+
+
+def laid_out(layout: str, generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random [rows, heads, length, dim] as a view into memory that is NaN everywhere else."""
+    rows, heads, length, dim = shape
+    if layout == "contiguous":
+        memory = view = torch.full(shape, math.nan, dtype=dtype)
+    elif layout == "with room":
+        memory = torch.full((rows, heads, length + 5, dim), math.nan, dtype=dtype)
+        view = memory[:, :, :length]
+    elif layout == "swapped":  # as projections come: positions before heads
+        memory = torch.full((rows, length, heads, dim), math.nan, dtype=dtype)
+        view = memory.transpose(1, 2)
+    else:  # between others in every dimension
+        memory = torch.full((rows + 2, 2 * heads + 1, length + 2, dim + 3), math.nan, dtype=dtype)
+        view = memory[1 : rows + 1, 1 : 2 * heads + 1 : 2, 1 : length + 1, 2 : dim + 2]
+    view.copy_(torch.randn(shape, generator=generator, dtype=torch.float64))
+    return view
+
+
+@st.composite
+def problems(draw):
+    """Arguments of the operator, of any shape, layout and mask."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(KERNEL_TYPES))
+    batch, copies, kv_heads, group = (draw(st.integers(1, most)) for most in (3, 5, 3, 4))
+    queries = draw(st.integers(1, 3))
+    # Around the kernel's blocks of 64 positions, and the chunks of 256 and more that a prefix is divided into.
+    prefix = draw(st.sampled_from([0, 1, 2, 3, 5, 17, 63, 64, 65, 127, 129, 200, 257, 530]))
+    suffix = draw(st.sampled_from([None, 0, 1, 2, 3, 7, 16, 65]))
+    dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 72, 80, 128, 256]))
+    value_dim = draw(st.sampled_from([dim, 1, 5, 31, 32, 64, 80, 100]))
+    rows, heads, length = batch * copies, kv_heads * group, prefix + (suffix or 0)
+
+    layouts = st.sampled_from(["contiguous", "with room", "swapped", "between others"])
+    query = laid_out(draw(layouts), generator, dtype, rows, heads, queries, dim)
+    parts = [laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, dim)]
+    parts.append(laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, value_dim))
+    if suffix is None:
+        parts += [None, None]
+    else:
+        parts.append(laid_out(draw(layouts), generator, dtype, rows, kv_heads, suffix, dim))
+        parts.append(laid_out(draw(layouts), generator, dtype, rows, kv_heads, suffix, value_dim))
+
+    mask = None
+    kind = draw(st.sampled_from(["none", "bool", "additive", "additive float32"]))
+    if kind != "none":
+        whole = (rows, heads, queries, length)
+        shape = [size if draw(st.booleans()) else 1 for size in whole]
+        shape = shape[draw(st.integers(0, 4)) :] if draw(st.booleans()) else shape
+        chance = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+        mask = torch.rand(shape, generator=generator) < chance
+        if draw(st.booleans()) and shape and shape[-1] == length:
+            mask[..., : length // 2] = False  # padding in front: whole blocks that nothing may attend to
+        if kind != "bool":
+            # Both ways in which libraries write a mask.
+            lowest = draw(st.sampled_from([-math.inf, torch.finfo(torch.float32).min]))
+            lowest = -math.inf if dtype == torch.float16 else lowest  # does not fit
+            bias = torch.randn(shape, generator=generator).masked_fill_(~mask, lowest)
+            mask = bias.to(dtype if kind == "additive" else torch.float32)
+        if mask.dim() >= 2 and draw(st.booleans()):
+            mask = mask.transpose(-1, -2).contiguous().transpose(-1, -2)
+        if draw(st.booleans()):
+            mask = mask.expand(whole)  # the same elements, seen through strides of zero
+    ancestry = None
+    if suffix and draw(st.booleans()):
+        owner = torch.randint(0, copies, (rows, suffix), generator=generator, dtype=torch.int32)
+        ancestry = owner + (torch.arange(rows, dtype=torch.int32) // copies * copies).unsqueeze(1)
+    scale = draw(st.sampled_from([None, 1.0, 0.3, 0.0]))
+    return (query, *parts, mask, scale), {"ancestry": ancestry}
+
+
+class TestOperator:
+    @settings(max_examples=300)
+    @given(problem=problems())
+    def test_any_problem(self, operator, problem):
+        args, kwargs = problem
+        query, dtype = args[0], args[0].dtype
+        wanted = expected(*args, **kwargs)
+        unchanged = [x.clone() if isinstance(x, torch.Tensor) else None for x in args]
+        result = operator(*args, **kwargs)
+        assert result.dtype == dtype and result.shape == wanted.shape
+        # The reference rounds scores and weights of half precision; the kernel only what it reads and writes.
+        tolerance = TOLERANCE[dtype] * (3 if operator is reference and dtype.itemsize == 2 else 1)
+        scale = max(1.0, float(query.shape[-1]) ** 0.5 * (args[6] or 0)) if dtype.itemsize == 2 else 1.0
+        if operator is not reference or scale == 1.0:
+            torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
+        for argument, old in zip(args, unchanged, strict=True):
+            if old is not None:
+                torch.testing.assert_close(argument, old, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("kind", ["bool", "additive"])
+    @pytest.mark.parametrize("broadcast", list(itertools.product([False, True], repeat=4)))
+    def test_masks_of_every_broadcast_shape(self, operator, kind, broadcast):
+        query, pk, pv = torch.randn(6, 4, 2, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 24)
+        sk, sv = torch.randn(6, 2, 5, 16), torch.randn(6, 2, 5, 24)
+        shape = [1 if one else size for one, size in zip(broadcast, (6, 4, 2, 75), strict=True)]
+        mask = torch.rand(shape) < 0.7
+        if kind == "additive":
+            mask = torch.randn(shape).masked_fill_(~mask, -math.inf)
+        for end in (70, 75):
+            part = mask if mask.shape[-1] == 1 else mask[..., :end]
+            suffix = (sk, sv) if end == 75 else (None, None)
+            result = operator(query, pk, pv, *suffix, part)
+            torch.testing.assert_close(result.double(), expected(query, pk, pv, *suffix, part), rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1e2, 1e4, 1e18])
+    def test_is_stable(self, operator, magnitude):
+        """The largest score may come first, last, in the prefix or in the suffix, and be of any size."""
+        torch.manual_seed(1)
+        query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
+        values, own = torch.randn(2, 2, 600, 8), torch.randn(4, 2, 9, 8)
+        keys = prefix * magnitude
+        # Exact products, so that the rounding of large scores is no part of the comparison.
+        query, keys, suffix = query.sign(), keys.sign() * magnitude, suffix.sign() * magnitude
+        result = operator(query, keys, values, suffix, own, None, 1.0)
+        torch.testing.assert_close(
+            result.double(), expected(query, keys, values, suffix, own, None, 1.0), rtol=2e-5, atol=2e-5
+        )
+        assert result.isfinite().all()
+
+    def test_weights_are_exact_to_a_few_units_in_the_last_place(self, operator):
+        """Two positions with scores x and 0 give e^x / (e^x + 1) from values 1 and 0."""
+        x = torch.cat([-torch.rand(4000) * 87.0, torch.linspace(-87, 0, 4000), torch.tensor([-0.0, -1e-30, -87.3])])
+        query = x.view(-1, 1, 1, 1)
+        pk, pv = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1), torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
+        result = operator(query, pk, pv, None, None, None, 1.0).flatten().double()
+        wanted = x.double().exp() / (x.double().exp() + 1)
+        assert float(((result - wanted) / wanted).abs().max()) < 4 * 2**-24
+        far = operator(torch.tensor([-88.0, -1e3, -1e38]).view(-1, 1, 1, 1), pk, pv, None, None, None, 1.0)
+        assert far.max() <= 1e-38
+
+    def test_a_query_that_may_attend_to_nothing_gives_zeros(self, operator):
+        query, prefix, suffix = torch.randn(6, 2, 2, 8), torch.randn(2, 2, 70, 8), torch.randn(6, 2, 3, 8)
+        for dtype in (torch.bool, torch.float32):
+            mask = torch.rand(6, 1, 2, 73) < 0.5
+            mask[1], mask[3, :, 1], mask[4, ..., :70] = False, False, False
+            nothing = ~mask.any(-1).expand(6, 2, 2)
+            if dtype == torch.float32:
+                mask = torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+            result = operator(query, prefix, prefix, suffix, suffix, mask)
+            assert torch.equal(result[nothing], torch.zeros_like(result[nothing]))
+            assert result.isfinite().all()
+            torch.testing.assert_close(
+                result.double(), expected(query, prefix, prefix, suffix, suffix, mask), rtol=2e-5, atol=2e-5
+            )
+
+    def test_nan_and_infinity_are_those_of_softmax(self, operator):
+        query, prefix, suffix = torch.ones(4, 1, 1, 4), torch.rand(2, 1, 70, 4), torch.rand(4, 1, 3, 4)
+        for bad in (math.nan, math.inf, -math.inf):
+            keys, own = prefix.clone(), suffix.clone()
+            keys[1, :, 66] = bad
+            own[1, :, 2] = bad
+            result = operator(query, keys, prefix, own, suffix)
+            wanted = expected(query, keys, prefix, own, suffix)
+            torch.testing.assert_close(result.double(), wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+    def test_no_score_above_negative_infinity_gives_zeros(self, operator):
+        """As the fused kernels of torch have it, whether or not it was the mask."""
+        keys, values = torch.full((2, 1, 70, 4), -math.inf), torch.rand(2, 1, 70, 4)
+        result = operator(torch.ones(4, 1, 1, 4), keys, values, None, None)
+        assert torch.equal(result, torch.zeros_like(result))
+
+    def test_positions_that_are_masked_for_all_are_not_read(self, operator):
+        if operator is reference:
+            pytest.skip("the reference multiplies by weights of zero")
+        query, keys, values = torch.randn(4, 2, 1, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
+        mask = torch.ones(4, 1, 1, 300, dtype=torch.bool)
+        mask[:2, ..., :128] = False
+        padded = keys.clone(), values.clone()
+        for part in padded:
+            part[0, :, :128] = math.nan
+        assert torch.equal(operator(query, *padded, None, None, mask), operator(query, keys, values, None, None, mask))
+
+    @pytest.mark.parametrize(
+        ("batch", "kv_heads", "prefix", "suffix"), [(1, 1, 1000, 3), (1, 2, 40, 200), (5, 12, 300, 7), (2, 3, 0, 9)]
+    )
+    def test_any_number_of_threads_gives_the_same(self, operator, batch, kv_heads, prefix, suffix):
+        if operator is reference:
+            pytest.skip("products of torch depend on the number of threads")
+        query = torch.randn(batch * 4, kv_heads * 2, 1, 64)
+        parts = [torch.randn(batch, kv_heads, prefix, 64) for _ in "kv"]
+        parts += [torch.randn(batch * 4, kv_heads, suffix, 64) for _ in "kv"]
+        before = torch.get_num_threads()
+        results = []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(operator(query, *parts))
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+        torch.testing.assert_close(results[0].double(), expected(query, *parts), rtol=2e-5, atol=2e-5)
+
+    def test_every_element_is_written_and_nothing_else(self, operator):
+        """Memory that is given out again still has its old contents: NaN, of which none may be left."""
+        query, pk = torch.randn(6, 3, 1, 40), torch.randn(2, 3, 70, 40)
+        for _ in range(20):
+            freed = torch.full((6, 3, 1, 33), math.nan)
+            del freed
+            assert operator(query, pk, torch.randn(2, 3, 70, 33), None, None).isfinite().all()
+
+    def test_empty_dimensions(self, operator):
+        for rows, heads, queries, value_dim in [(0, 2, 1, 4), (4, 2, 0, 4), (4, 2, 1, 0)]:
+            query, pk = torch.randn(rows, heads, queries, 8), torch.randn(rows // 2, 2, 5, 8)
+            result = operator(query, pk, torch.randn(rows // 2, 2, 5, value_dim), None, None)
+            assert result.shape == (rows, heads, queries, value_dim)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({0: torch.zeros(5, 4, 1, 8)}, "must be a multiple of"),
+            ({0: torch.zeros(4, 3, 1, 8)}, "must be a multiple of"),
+            ({0: torch.zeros(4, 4, 8)}, "query must be"),
+            ({1: torch.zeros(2, 2, 5, 9)}, "prefix"),
+            ({2: torch.zeros(2, 2, 6, 8)}, "prefix"),
+            ({2: torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "the type of the query"),
+            ({3: None}, "both keys and values"),
+            ({4: torch.zeros(4, 2, 2, 8)}, "suffix"),
+            ({3: torch.zeros(2, 2, 3, 8)}, "suffix"),
+            ({5: torch.zeros(4, 1, 1, 7)}, "mask"),
+            ({5: torch.zeros(1, 4, 1, 1, 8)}, "mask"),
+            ({5: torch.zeros(1, dtype=torch.int64)}, "mask must be"),
+            ({"ancestry": torch.zeros(4, 2, dtype=torch.int32)}, "ancestry"),
+            ({"ancestry": torch.zeros(4, 3, dtype=torch.int64)}, "ancestry"),
+        ],
+    )
+    def test_wrong_arguments(self, operator, change, said):
+        right = [torch.zeros(4, 4, 1, 8), *[torch.zeros(2, 2, 5, 8) for _ in "kv"]]
+        right += [torch.zeros(4, 2, 3, 8) for _ in "kv"] + [torch.zeros(4, 1, 1, 8)]
+        operator(*right)
+        wrong = [change.get(place, argument) for place, argument in enumerate(right)]
+        with pytest.raises(RuntimeError, match=said):
+            operator(*wrong, ancestry=change.get("ancestry"))
+
+    def test_ancestry_outside_of_the_rows(self, operator):
+        if operator is reference:
+            pytest.skip("indexing of torch says so in its own words")
+        part, own = torch.zeros(2, 1, 5, 8), torch.zeros(4, 1, 3, 8)
+        for row in (-1, 4):
+            table = torch.full((4, 3), row, dtype=torch.int32)
+            with pytest.raises(RuntimeError, match="ancestry names row"):
+                operator(torch.zeros(4, 1, 1, 8), part, part, own, own, ancestry=table)
+
+
+def test_ancestry_reads_what_a_reorder_would_have_moved():
+    query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 40, 8), torch.randn(4, 2, 3, 8)
+    order = torch.tensor([1, 1, 3, 2])
+    ancestry = order.int().unsqueeze(1).expand(4, 3)
+    moved = shared_prefix_attention(query, prefix, prefix, suffix[order], suffix[order])
+    torch.testing.assert_close(shared_prefix_attention(query, prefix, prefix, suffix, suffix, ancestry=ancestry), moved)
+
+
+def test_schema_and_shapes_are_right():
+    query, prefix, suffix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8), torch.randn(4, 2, 3, 8)
+    mask = torch.ones(4, 1, 1, 8, dtype=torch.bool)
+    for args in [(query, prefix, prefix), (query, prefix, prefix, suffix, suffix, mask, 0.5)]:
+        torch.library.opcheck(
+            torch.ops.fastgen.shared_prefix_attention, args, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+class TestWhatServes:
+    """Which calls of `shared_prefix_attention` go to the kernel, and that the others work as they always did."""
+
+    @pytest.fixture
+    def served(self, monkeypatch):
+        """The names of what has served."""
+        names = []
+
+        def record(*args, **kwargs):
+            names.append("reference")
+            return reference(*args, **kwargs)
+
+        monkeypatch.setattr(attention, "reference", record)
+        return names
+
+    def test_a_decoding_step(self, served):
+        query, prefix, suffix = torch.randn(8, 2, 1, 8), torch.randn(2, 2, 50, 8), torch.randn(8, 2, 3, 8)
+        shared_prefix_attention(query, prefix, prefix, suffix, suffix)
+        shared_prefix_attention(query, prefix, prefix)
+        assert served == []
+
+    def test_many_queries(self, served):
+        query, prefix = torch.randn(2, 2, 500, 8), torch.randn(2, 2, 500, 8)
+        shared_prefix_attention(query, prefix, prefix)
+        assert served == ["reference"]
+
+    def test_other_types(self, served):
+        query, prefix = torch.randn(4, 2, 1, 8).double(), torch.randn(2, 2, 5, 8).double()
+        assert shared_prefix_attention(query, prefix, prefix).dtype == torch.float64
+        assert served == ["reference"]
+
+    def test_gradients(self, served):
+        query, prefix = torch.randn(4, 2, 1, 8, requires_grad=True), torch.randn(2, 2, 5, 8)
+        shared_prefix_attention(query, prefix, prefix).sum().backward()
+        assert query.grad is not None and query.grad.isfinite().all()
+        with torch.no_grad():
+            shared_prefix_attention(query, prefix, prefix)
+        assert served == ["reference"]
+
+    def test_autocast(self, served):
+        query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert shared_prefix_attention(query, prefix, prefix).dtype == torch.bfloat16
+            half = query.bfloat16(), prefix.bfloat16(), prefix.bfloat16()
+            assert shared_prefix_attention(*half).dtype == torch.bfloat16
+        assert served == ["reference"]
+
+
+def test_without_the_extension():
+    code = """
+import torch
+from fastgen.ops import attention
+prefix, suffix, query = torch.randn(2, 2, 5, 8), torch.randn(4, 2, 3, 8), torch.randn(4, 2, 1, 8)
+args = query, prefix, prefix, suffix, suffix
+assert torch.equal(torch.ops.fastgen.shared_prefix_attention(*args), attention.reference(*args))
+assert torch.equal(attention.shared_prefix_attention(*args), attention.reference(*args))
+print(attention.backend())
+"""
+    environment = os.environ | {"FASTGEN_NO_EXT": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch reference: FASTGEN_NO_EXT is set")

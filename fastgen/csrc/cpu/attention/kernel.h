@@ -1,0 +1,494 @@
+// Shared-prefix attention for one instruction set. Included once for each, inside a namespace of its own that defines
+// Vector and the operations on it (vector_*.h). For that reason there is no include guard, and nothing of the standard
+// library is called but memcpy: a function that the linker merges with its twins of other files must not be compiled
+// for an instruction set that the machine may lack.
+//
+// The softmax is computed online, block by block (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// 2018; Dao et al., "FlashAttention", NeurIPS 2022): scores exist for one block of positions at a time, and what has
+// been summed up so far is scaled whenever a larger score is met.
+
+// Positions per block. Their K or V at the usual head size of 64 is half of a first-level cache of 32 KiB.
+constexpr int64_t kBlock = 64;
+static_assert(kBlock % kLanes == 0 && kBlock % 4 == 0, "the kernels work on whole vectors, and on four keys at a time");
+
+// Keys and values of up to kBlock positions, which may lie anywhere. Behind the last key it is repeated up to a
+// multiple of four.
+template <typename scalar_t>
+struct Block {
+  int64_t length;
+  const scalar_t* keys[kBlock];
+  const scalar_t* values[kBlock];
+};
+
+// What a matrix of queries has seen of K and V so far.
+struct State {
+  float* context;  // [rows, width]: the sum of exp(score - largest) * value
+  float* largest;  // [rows]
+  float* total;    // [rows]: the sum of exp(score - largest)
+  int64_t rows, width;
+
+  State from_row(int64_t row, int64_t count) const {
+    return {context + row * width, largest + row, total + row, count, width};
+  }
+};
+
+// Memory that a thread works in.
+struct Scratch {
+  float* query;    // [rows, padded dim], scaled, padded with zeros
+  float* scores;   // [rows, kBlock]
+  float* factors;  // [rows]
+  float* state;
+};
+
+inline State state_in(float* memory, const AttentionProblem& problem) {
+  const int64_t rows = problem.matrix_rows(), width = AttentionProblem::padded(problem.value_dim);
+  return {memory, memory + rows * width, memory + rows * (width + 1), rows, width};
+}
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <typename scalar_t>
+inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0, int64_t l = 0) {
+  return static_cast<const scalar_t*>(x.data) + i * x.strides[0] + j * x.strides[1] + k * x.strides[2] +
+         l * x.strides[3];
+}
+
+// The first `count` lanes, fewer than there are, and zeros.
+template <typename scalar_t>
+inline Vector load_first(const scalar_t* from, int64_t count) {
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = to_float(from[i]);
+  return load(lanes);
+}
+
+// e^x for x <= 0; results below the smallest normal number may be zero. e^x = 2^n e^r with n the integer nearest to
+// x / ln 2, and e^r a polynomial whose coefficients minimise the largest relative error, 3e-9, over |r| <= ln 2 / 2.
+inline Vector exponential(Vector x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
+  // 2^-127 is made as zero, which ends the results; NaN passes.
+  x = maximum(broadcast(-88.0f), x);
+  const Vector rounded = multiply_add(x, broadcast(1.44269504f), broadcast(kRounder));
+  const Vector n = rounded - broadcast(kRounder);
+  // ln 2 in two parts, of which the first has so few digits that its product with n is exact.
+  const Vector r = multiply_add(n, broadcast(-1.42860677e-6f), multiply_add(n, broadcast(-0.693145752f), x));
+  Vector tail = broadcast(0.0013814542f);
+  tail = multiply_add(tail, r, broadcast(0.0083687454f));
+  tail = multiply_add(tail, r, broadcast(0.041668389f));
+  tail = multiply_add(tail, r, broadcast(0.16666521f));
+  tail = multiply_add(tail, r, broadcast(0.49999994f));
+  const Vector one_and_r = r + broadcast(1.0f);
+  return multiply_add(tail, r * r, one_and_r) * power_of_two(rounded);
+}
+
+inline float exponential(float x) {
+  float lanes[kLanes];
+  store(lanes, exponential(broadcast(x)));
+  return lanes[0];
+}
+
+// ---- scores: queries times keys
+
+template <int kRows, typename scalar_t>
+inline void score_rows(const float* query, int64_t query_width, const Block<scalar_t>& block, int64_t dim,
+                       float* scores) {
+  const int64_t whole = dim / kLanes * kLanes;
+  for (int64_t j = 0; j < block.length; j += 4) {
+    const scalar_t* const* keys = block.keys + j;
+    Vector sums[kRows][4];
+    for (int r = 0; r < kRows; ++r) {
+      for (int k = 0; k < 4; ++k) sums[r][k] = broadcast(0.0f);
+    }
+    for (int64_t d = 0; d < whole; d += kLanes) {
+      const Vector key[4] = {load(keys[0] + d), load(keys[1] + d), load(keys[2] + d), load(keys[3] + d)};
+      for (int r = 0; r < kRows; ++r) {
+        const Vector q = load(query + r * query_width + d);
+        for (int k = 0; k < 4; ++k) sums[r][k] = multiply_add(q, key[k], sums[r][k]);
+      }
+    }
+    if (whole < dim) {
+      for (int k = 0; k < 4; ++k) {
+        const Vector key = load_first(keys[k] + whole, dim - whole);
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][k] = multiply_add(load(query + r * query_width + whole), key, sums[r][k]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) store_sums(scores + r * kBlock + j, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+  }
+}
+
+template <typename scalar_t>
+void score(const float* query, int64_t query_width, int64_t rows, const Block<scalar_t>& block, int64_t dim,
+           float* scores) {
+  int64_t row = 0;
+  for (; row + kScoreRows <= rows; row += kScoreRows) {
+    score_rows<kScoreRows>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+  }
+  for (; row + 2 <= rows; row += 2) {
+    score_rows<2>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+  }
+  if (row < rows) score_rows<1>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+}
+
+// ---- context: weights times values
+
+// context[r][column ...] = factors[r] * context + weights * values. Of the last vector, `last` lanes are values if
+// kPartial.
+template <int kRows, int kVectors, bool kPartial, typename scalar_t>
+inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column, int64_t last,
+                            const float* factors, float* context, int64_t width) {
+  Vector sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      sums[r][v] = load(context + r * width + column + v * kLanes) * broadcast(factors[r]);
+    }
+  }
+  for (int64_t j = 0; j < block.length; ++j) {
+    const scalar_t* from = block.values[j] + column;
+    Vector value[kVectors];
+    for (int v = 0; v < kVectors; ++v) value[v] = kPartial ? load_first(from, last) : load(from + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const Vector weight = broadcast(weights[r * kBlock + j]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(context + r * width + column + v * kLanes, sums[r][v]);
+  }
+}
+
+template <int kRows, typename scalar_t>
+void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t value_dim, const float* factors,
+                     float* context, int64_t width) {
+  int64_t column = 0;
+  for (; column + kContextVectors * kLanes <= value_dim; column += kContextVectors * kLanes) {
+    add_values_tile<kRows, kContextVectors, false>(weights, block, column, 0, factors, context, width);
+  }
+  for (; column + kLanes <= value_dim; column += kLanes) {
+    add_values_tile<kRows, 1, false>(weights, block, column, 0, factors, context, width);
+  }
+  if (column < value_dim) {
+    add_values_tile<kRows, 1, true>(weights, block, column, value_dim - column, factors, context, width);
+  }
+}
+
+template <typename scalar_t>
+void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, const float* factors,
+                const State& state) {
+  int64_t row = 0;
+  for (; row + kContextRows <= state.rows; row += kContextRows) {
+    add_values_rows<kContextRows>(weights + row * kBlock, block, value_dim, factors + row,
+                                  state.context + row * state.width, state.width);
+  }
+  for (; row + 2 <= state.rows; row += 2) {
+    add_values_rows<2>(weights + row * kBlock, block, value_dim, factors + row, state.context + row * state.width,
+                       state.width);
+  }
+  if (row < state.rows) {
+    add_values_rows<1>(weights + row * kBlock, block, value_dim, factors + row, state.context + row * state.width,
+                       state.width);
+  }
+}
+
+// ---- masks
+
+// The mask of one query, from some position on.
+struct MaskRow {
+  const void* data;  // null: everything may be attended to
+  int64_t stride;
+  ElementType type;
+};
+
+inline int64_t element_size(ElementType type) {
+  return type == ElementType::kBool ? 1 : type == ElementType::kFloat ? 4 : 2;
+}
+
+// `matrix_row` counts in the order of AttentionProblem, from the first copy of `input` on.
+inline MaskRow mask_row(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t matrix_row,
+                        int64_t position) {
+  const Strided& mask = problem.mask;
+  if (mask.data == nullptr) return {nullptr, 0, problem.mask_type};
+  const int64_t row = input * problem.copies + matrix_row / (problem.group * problem.queries);
+  const int64_t head = kv_head * problem.group + matrix_row / problem.queries % problem.group;
+  const int64_t query = matrix_row % problem.queries;
+  const int64_t offset =
+      row * mask.strides[0] + head * mask.strides[1] + query * mask.strides[2] + position * mask.strides[3];
+  return {static_cast<const char*>(mask.data) + offset * element_size(problem.mask_type), mask.strides[3],
+          problem.mask_type};
+}
+
+template <typename mask_t>
+inline void add_mask(float* scores, int64_t length, const mask_t* mask, int64_t stride) {
+  if (stride == 1) {  // said apart, so that the compiler vectorises it
+    for (int64_t j = 0; j < length; ++j) scores[j] += to_float(mask[j]);
+  } else {
+    for (int64_t j = 0; j < length; ++j) scores[j] += to_float(mask[j * stride]);
+  }
+}
+
+inline void apply_mask(float* scores, int64_t length, const MaskRow& mask) {
+  if (mask.data == nullptr) return;
+  switch (mask.type) {
+    case ElementType::kBool: {
+      const auto* allowed = static_cast<const uint8_t*>(mask.data);
+      if (mask.stride == 1) {
+        for (int64_t j = 0; j < length; ++j) scores[j] = allowed[j] ? scores[j] : kNegativeInfinity;
+      } else {
+        for (int64_t j = 0; j < length; ++j) scores[j] = allowed[j * mask.stride] ? scores[j] : kNegativeInfinity;
+      }
+      break;
+    }
+    case ElementType::kFloat: return add_mask(scores, length, static_cast<const float*>(mask.data), mask.stride);
+    case ElementType::kHalf: return add_mask(scores, length, static_cast<const c10::Half*>(mask.data), mask.stride);
+    case ElementType::kBFloat16:
+      return add_mask(scores, length, static_cast<const c10::BFloat16*>(mask.data), mask.stride);
+  }
+}
+
+template <typename mask_t>
+inline bool any_above_negative_infinity(const mask_t* mask, int64_t length, int64_t stride) {
+  for (int64_t j = 0; j < length; ++j) {
+    if (!(to_float(mask[j * stride]) == kNegativeInfinity)) return true;
+  }
+  return false;
+}
+
+// Whether the mask allows any of `length` positions.
+inline bool allows_any(const MaskRow& mask, int64_t length) {
+  if (mask.data == nullptr) return length > 0;
+  switch (mask.type) {
+    case ElementType::kBool: {
+      const auto* allowed = static_cast<const uint8_t*>(mask.data);
+      for (int64_t j = 0; j < length; ++j) {
+        if (allowed[j * mask.stride]) return true;
+      }
+      return false;
+    }
+    case ElementType::kFloat:
+      return any_above_negative_infinity(static_cast<const float*>(mask.data), length, mask.stride);
+    case ElementType::kHalf:
+      return any_above_negative_infinity(static_cast<const c10::Half*>(mask.data), length, mask.stride);
+    case ElementType::kBFloat16:
+      return any_above_negative_infinity(static_cast<const c10::BFloat16*>(mask.data), length, mask.stride);
+  }
+  return true;
+}
+
+// Whether any of the queries may attend to any of the positions. Padding, which none of them may, is not read.
+inline bool is_visible(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t rows,
+                       int64_t position, int64_t length) {
+  const void* last = nullptr;
+  for (int64_t i = 0; i < rows; ++i) {
+    const MaskRow mask = mask_row(problem, input, kv_head, first_row + i, position);
+    if (mask.data != nullptr && mask.data == last) continue;  // a mask that queries share
+    if (allows_any(mask, length)) return true;
+    last = mask.data;
+  }
+  return false;
+}
+
+// ---- softmax
+
+// Turns the scores of a block into weights, and makes the state ready for them; `factor` is what the context has to be
+// scaled by. Scores behind the last one, up to a whole vector, are overwritten.
+inline void weigh(float* scores, int64_t length, float* largest_so_far, float* total, float* factor) {
+  const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
+  for (int64_t j = length; j < padded; ++j) scores[j] = kNegativeInfinity;
+  Vector top = broadcast(*largest_so_far);
+  for (int64_t j = 0; j < padded; j += kLanes) top = maximum(load(scores + j), top);
+  const float largest_now = largest(top);
+  // While nothing has been allowed, -inf - -inf must not make NaN. A score that is NaN itself is not skipped.
+  const float reference = largest_now == kNegativeInfinity ? 0.0f : largest_now;
+  const Vector shift = broadcast(reference);
+  Vector sums = broadcast(0.0f);
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    const Vector weight = exponential(load(scores + j) - shift);
+    store(scores + j, weight);
+    sums = sums + weight;
+  }
+  *factor = *largest_so_far == largest_now ? 1.0f : exponential(*largest_so_far - reference);
+  *total = *total * *factor + sum(sums);
+  *largest_so_far = largest_now;
+}
+
+// Adds the positions of a block to what the queries `first_row`, ... of the matrix have seen.
+template <typename scalar_t>
+void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t position,
+            Block<scalar_t>& block, const Scratch& scratch, const State& state) {
+  for (int64_t j = block.length; j % 4 != 0; ++j) block.keys[j] = block.keys[block.length - 1];
+  const int64_t query_width = AttentionProblem::padded(problem.dim);
+  score(scratch.query + first_row * query_width, query_width, state.rows, block, problem.dim, scratch.scores);
+  for (int64_t i = 0; i < state.rows; ++i) {
+    float* scores = scratch.scores + i * kBlock;
+    apply_mask(scores, block.length, mask_row(problem, input, kv_head, first_row + i, position));
+    weigh(scores, block.length, state.largest + i, state.total + i, scratch.factors + i);
+  }
+  add_values(scratch.scores, block, problem.value_dim, scratch.factors, state);
+}
+
+// ---- a matrix of queries, its start and its end
+
+inline void clear(const State& state) {
+  for (int64_t i = 0; i < state.rows * state.width; ++i) state.context[i] = 0.0f;
+  for (int64_t i = 0; i < state.rows; ++i) {
+    state.largest[i] = kNegativeInfinity;
+    state.total[i] = 0.0f;
+  }
+}
+
+// Copies rows `first_row`, ... of the matrix of queries to the same rows of the scratch memory.
+template <typename scalar_t>
+void gather_queries(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t rows,
+                    const Scratch& scratch) {
+  const int64_t width = AttentionProblem::padded(problem.dim);
+  for (int64_t i = first_row; i < first_row + rows; ++i) {
+    const int64_t row = input * problem.copies + i / (problem.group * problem.queries);
+    const int64_t head = kv_head * problem.group + i / problem.queries % problem.group;
+    const scalar_t* from = at<scalar_t>(problem.query, row, head, i % problem.queries);
+    const int64_t stride = problem.query.strides[3];
+    float* to = scratch.query + i * width;
+    for (int64_t d = 0; d < problem.dim; ++d) to[d] = to_float(from[d * stride]) * problem.scale;
+    for (int64_t d = problem.dim; d < width; ++d) to[d] = 0.0f;
+  }
+}
+
+// Adds what `other` has seen to `state`.
+inline void merge(const State& state, const State& other) {
+  for (int64_t i = 0; i < state.rows; ++i) {
+    const float a = state.largest[i], b = other.largest[i];
+    const float top = a > b ? a : b;
+    const float reference = top == kNegativeInfinity ? 0.0f : top;
+    const float factor = a == top ? 1.0f : exponential(a - reference);
+    const float other_factor = b == top ? 1.0f : exponential(b - reference);
+    state.largest[i] = top;
+    state.total[i] = state.total[i] * factor + other.total[i] * other_factor;
+    const Vector scale = broadcast(factor), other_scale = broadcast(other_factor);
+    float* context = state.context + i * state.width;
+    const float* more = other.context + i * state.width;
+    for (int64_t d = 0; d < state.width; d += kLanes) {
+      store(context + d, multiply_add(load(more + d), other_scale, load(context + d) * scale));
+    }
+  }
+}
+
+template <typename scalar_t>
+void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
+                      const Scratch& scratch, const State& state) {
+  const int64_t first_row = copy * problem.group * problem.queries;
+  const int64_t row = input * problem.copies + copy;
+  Block<scalar_t> block;
+  for (int64_t start = 0; start < problem.suffix_length; start += kBlock) {
+    block.length = smaller(kBlock, problem.suffix_length - start);
+    const int64_t position = problem.prefix_length + start;
+    if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
+    for (int64_t j = 0; j < block.length; ++j) {
+      const int64_t owner = problem.ancestry.data == nullptr ? row : *at<int32_t>(problem.ancestry, row, start + j);
+      block.keys[j] = at<scalar_t>(problem.suffix_keys, owner, kv_head, start + j);
+      block.values[j] = at<scalar_t>(problem.suffix_values, owner, kv_head, start + j);
+    }
+    attend(problem, input, kv_head, first_row, position, block, scratch, state);
+  }
+}
+
+// Divides by the sums of the weights, and writes the output of some rows of the matrix.
+template <typename scalar_t>
+void finish(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, const State& state) {
+  const int64_t heads = problem.kv_heads * problem.group;
+  for (int64_t i = 0; i < state.rows; ++i) {
+    const int64_t matrix_row = first_row + i;
+    const int64_t row = input * problem.copies + matrix_row / (problem.group * problem.queries);
+    const int64_t head = kv_head * problem.group + matrix_row / problem.queries % problem.group;
+    const int64_t place = (row * heads + head) * problem.queries + matrix_row % problem.queries;
+    scalar_t* to = static_cast<scalar_t*>(problem.output) + place * problem.value_dim;
+    const float* context = state.context + i * state.width;
+    // Without a weight nothing was attended to, and the context is zeros.
+    const float total = state.total[i] == 0.0f ? 1.0f : state.total[i];
+    for (int64_t d = 0; d < problem.value_dim; ++d) to[d] = scalar_t(context[d] / total);
+  }
+}
+
+// ---- tasks
+
+// Memory for a thread, aligned to cache lines.
+class Workspace {
+ public:
+  explicit Workspace(const AttentionProblem& problem) {
+    const int64_t rows = problem.matrix_rows();
+    const int64_t query = rows * AttentionProblem::padded(problem.dim), scores = rows * kBlock;
+    const int64_t factors = AttentionProblem::padded(rows);
+    const int64_t size = query + scores + factors + problem.state_size();
+    memory_ = allocate_floats(size);
+    scratch = {memory_, memory_ + query, memory_ + query + scores, memory_ + query + scores + factors};
+  }
+  ~Workspace() { free_floats(memory_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  Scratch scratch;
+
+ private:
+  float* memory_;
+};
+
+template <typename scalar_t>
+void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) {
+  const Workspace workspace(problem);
+  const Scratch& scratch = workspace.scratch;
+  const int64_t rows = problem.matrix_rows();
+  Block<scalar_t> block;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t chunk = task % problem.chunks;
+    const int64_t kv_head = task / problem.chunks % problem.kv_heads;
+    const int64_t input = task / problem.chunks / problem.kv_heads;
+    const State state =
+        state_in(problem.fused ? scratch.state : problem.states + task * problem.state_size(), problem);
+    clear(state);
+    gather_queries<scalar_t>(problem, input, kv_head, 0, rows, scratch);
+    const int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
+    for (int64_t start = chunk * problem.chunk_length; start < stop; start += kBlock) {
+      block.length = smaller(kBlock, stop - start);
+      if (!is_visible(problem, input, kv_head, 0, rows, start, block.length)) continue;
+      for (int64_t j = 0; j < block.length; ++j) {
+        block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
+        block.values[j] = at<scalar_t>(problem.prefix_values, input, kv_head, start + j);
+      }
+      attend(problem, input, kv_head, 0, start, block, scratch, state);
+    }
+    if (!problem.fused) continue;
+    const int64_t rows_per_copy = problem.group * problem.queries;
+    for (int64_t copy = 0; copy < problem.copies; ++copy) {
+      attend_suffix_of<scalar_t>(problem, input, kv_head, copy, scratch,
+                                 state.from_row(copy * rows_per_copy, rows_per_copy));
+    }
+    finish<scalar_t>(problem, input, kv_head, 0, state);
+  }
+}
+
+template <typename scalar_t>
+void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) {
+  const Workspace workspace(problem);
+  const int64_t rows_per_copy = problem.group * problem.queries;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t copy = task % problem.copies, matrix = task / problem.copies;
+    const int64_t kv_head = matrix % problem.kv_heads, input = matrix / problem.kv_heads;
+    const int64_t first_row = copy * rows_per_copy;
+    float* states = problem.states + matrix * problem.chunks * problem.state_size();
+    const State state = state_in(states, problem).from_row(first_row, rows_per_copy);
+    for (int64_t chunk = 1; chunk < problem.chunks; ++chunk) {
+      merge(state, state_in(states + chunk * problem.state_size(), problem).from_row(first_row, rows_per_copy));
+    }
+    if (problem.suffix_length > 0) {
+      gather_queries<scalar_t>(problem, input, kv_head, first_row, rows_per_copy, workspace.scratch);
+      attend_suffix_of<scalar_t>(problem, input, kv_head, copy, workspace.scratch, state);
+    }
+    finish<scalar_t>(problem, input, kv_head, first_row, state);
+  }
+}
+
+inline AttentionKernels kernels(ElementType type) {
+  switch (type) {
+    case ElementType::kHalf: return {attend_prefix<c10::Half>, attend_suffix<c10::Half>};
+    case ElementType::kBFloat16: return {attend_prefix<c10::BFloat16>, attend_suffix<c10::BFloat16>};
+    default: return {attend_prefix<float>, attend_suffix<float>};
+  }
+}

@@ -1,0 +1,49 @@
+// Shared-prefix attention on the CPU: one call of the operator as its kernels see it, whatever they are compiled for.
+#pragma once
+
+#include <cstdint>
+
+namespace fastgen {
+
+enum class ElementType { kBool, kFloat, kHalf, kBFloat16 };
+
+// A tensor of up to four dimensions as memory and strides, both in elements; dimensions that broadcast have stride 0.
+struct Strided {
+  const void* data = nullptr;
+  int64_t strides[4] = {0, 0, 0, 0};
+};
+
+// Shapes: query [rows, heads, queries, dim], prefix [batch, kv heads, prefix length, dim], suffix
+// [rows, kv heads, suffix length, dim], mask [rows, heads, queries, prefix + suffix length], ancestry
+// [rows, suffix length], with rows = batch * copies and heads = kv heads * group.
+//
+// All that reads the K/V of one input and kv head is worked on together, as a matrix of copies * group * queries rows
+// in that order.
+struct AttentionProblem {
+  int64_t batch, copies, kv_heads, group, queries, prefix_length, suffix_length, dim, value_dim;
+  float scale;
+  Strided query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry;
+  ElementType mask_type;
+  void* output;  // [rows, heads, queries, value_dim], contiguous
+
+  // The prefix is read in chunks, which may be read at the same time. Each leaves a state, see `State` in kernel.h;
+  // `states` holds [batch * kv heads, chunks] of them. With `fused`, there is one chunk, and who reads it goes on with
+  // the suffixes and writes the output.
+  int64_t chunks, chunk_length;
+  bool fused;
+  float* states;
+
+  int64_t matrix_rows() const { return copies * group * queries; }
+  // Rows in scratch memory are padded to whole vectors of every width that there is.
+  static int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
+  int64_t state_size() const { return matrix_rows() * (padded(value_dim) + 2); }
+};
+
+// What one kernel does for one element type. Tasks of `attend_prefix` are (input, kv head, chunk), those of
+// `attend_suffix` are (input, kv head, copy), the last varying fastest.
+struct AttentionKernels {
+  void (*attend_prefix)(const AttentionProblem& problem, int64_t begin, int64_t end);
+  void (*attend_suffix)(const AttentionProblem& problem, int64_t begin, int64_t end);
+};
+
+}  // namespace fastgen

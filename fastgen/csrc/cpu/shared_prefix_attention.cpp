@@ -1,0 +1,198 @@
+// Shared-prefix attention on the CPU. The schema is defined in fastgen/ops/attention.py.
+//
+// All queries that read the K/V of one input and kv head, those of every copy and of every head of the group, are a
+// matrix that goes over it once. Long prefixes are read in chunks that are put together afterwards, so that there is
+// work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
+// prefix is divided depends on shapes alone: the result is the same for any number of threads.
+#include "attention/kernels.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+
+namespace {
+
+using fastgen::AttentionProblem;
+using fastgen::ElementType;
+using fastgen::Strided;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Chunks are made until there are so many tasks, enough for the cores of one socket to end at about the same time, but
+// no chunk is shorter than its share of the work of putting the chunks together is worth.
+constexpr int64_t kTasks = 256;
+constexpr int64_t kMinChunk = 256;
+// About as many multiplications as it takes to pay for waking a thread.
+constexpr int64_t kProductsPerTask = 1 << 17;
+
+// Keep in step with `_check` in fastgen/ops/attention.py, which says the same of the reference.
+void check_part(const char* name, const Tensor& part, const Tensor& query, int64_t rows, int64_t kv_heads) {
+  STD_TORCH_CHECK(part.is_cpu() && part.scalar_type() == query.scalar_type(), "shared_prefix_attention: ", name,
+                  " must have the device and the type of the query");
+  STD_TORCH_CHECK(part.dim() == 4 && part.size(0) == rows && part.size(1) == kv_heads, "shared_prefix_attention: ",
+                  name, " must be [", rows, ", ", kv_heads, ", length, dim]");
+  STD_TORCH_CHECK(part.stride(3) == 1 || part.size(3) <= 1, "shared_prefix_attention: the last dimension of ", name,
+                  " must be contiguous");
+}
+
+void check_pair(const char* name, const Tensor& keys, const Tensor& values, int64_t dim, int64_t value_dim) {
+  STD_TORCH_CHECK(keys.size(2) == values.size(2), "shared_prefix_attention: keys and values of the ", name,
+                  " must have the same length");
+  STD_TORCH_CHECK(keys.size(3) == dim && values.size(3) == value_dim,
+                  "shared_prefix_attention: the dims of the ", name, " do not fit");
+}
+
+void check_ancestry(const Tensor& ancestry, int64_t rows, int64_t length) {
+  STD_TORCH_CHECK(ancestry.is_cpu() && ancestry.scalar_type() == ScalarType::Int && ancestry.dim() == 2 &&
+                      ancestry.size(0) == rows && ancestry.size(1) == length,
+                  "shared_prefix_attention: ancestry must be an int32 tensor [", rows, ", ", length, "] on the CPU");
+  const auto* table = static_cast<const int32_t*>(ancestry.const_data_ptr());
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < length; ++j) {
+      const int32_t row = table[i * ancestry.stride(0) + j * ancestry.stride(1)];
+      STD_TORCH_CHECK(row >= 0 && row < rows, "shared_prefix_attention: ancestry names row ", row, " of ", rows);
+    }
+  }
+}
+
+ElementType element_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool: return ElementType::kBool;
+    case ScalarType::Half: return ElementType::kHalf;
+    case ScalarType::BFloat16: return ElementType::kBFloat16;
+    default: return ElementType::kFloat;
+  }
+}
+
+Strided strided(const Tensor& x) {
+  Strided result;
+  result.data = x.const_data_ptr();
+  for (int64_t i = 0; i < x.dim(); ++i) result.strides[i] = x.stride(i);
+  return result;
+}
+
+// The mask as if it had been expanded to the shape of the scores.
+Strided strided_mask(const Tensor& mask, const int64_t (&scores)[4]) {
+  STD_TORCH_CHECK(mask.dim() <= 4, "shared_prefix_attention: the mask has ", mask.dim(), " dimensions");
+  Strided result;
+  result.data = mask.const_data_ptr();
+  const int64_t missing = 4 - mask.dim();
+  for (int64_t i = 0; i < mask.dim(); ++i) {
+    const int64_t size = mask.size(i), wanted = scores[missing + i];
+    STD_TORCH_CHECK(size == wanted || size == 1, "shared_prefix_attention: dimension ", i, " of the mask is ", size,
+                    " and cannot be expanded to ", wanted);
+    result.strides[missing + i] = size == 1 ? 0 : mask.stride(i);
+  }
+  return result;
+}
+
+void divide(AttentionProblem& problem, int64_t threads) {
+  const int64_t matrices = problem.batch * problem.kv_heads;
+  const int64_t longest = std::max<int64_t>(1, (problem.prefix_length + kMinChunk - 1) / kMinChunk);
+  problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, longest);
+  problem.chunk_length = (problem.prefix_length + problem.chunks - 1) / problem.chunks;
+  // Suffixes that are longer than the prefix are worth tasks of their own where the matrices are too few.
+  const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.copies > problem.prefix_length;
+  problem.fused = problem.chunks == 1 && !long_suffixes;
+}
+
+void attend(AttentionProblem& problem, ElementType type) {
+  const auto kernels = fastgen::choose_kernels(type);
+  divide(problem, torch::stable::get_num_threads());
+  const int64_t tasks = problem.batch * problem.kv_heads * problem.chunks;
+  std::unique_ptr<float[]> states;
+  if (!problem.fused) {
+    states.reset(new float[tasks * problem.state_size()]);
+    problem.states = states.get();
+  }
+  const int64_t products_per_position = problem.group * problem.queries * (problem.dim + problem.value_dim);
+  const auto grain = [](int64_t products) { return 1 + kProductsPerTask / (1 + products); };
+  const int64_t suffix_products = products_per_position * problem.suffix_length;
+  const int64_t chunk_products = products_per_position * problem.copies * problem.chunk_length;
+  torch::stable::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.copies : 0)),
+                              [&](int64_t begin, int64_t end) { kernels.attend_prefix(problem, begin, end); });
+  if (problem.fused) return;
+  torch::stable::parallel_for(0, problem.batch * problem.kv_heads * problem.copies, grain(suffix_products),
+                              [&](int64_t begin, int64_t end) { kernels.attend_suffix(problem, begin, end); });
+}
+
+Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor prefix_values,
+                                   std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
+                                   std::optional<Tensor> mask, std::optional<double> scale,
+                                   std::optional<Tensor> ancestry) {
+  const ScalarType type = query.scalar_type();
+  STD_TORCH_CHECK(query.is_cpu() && query.dim() == 4, "shared_prefix_attention: query must be [rows, heads, Q, dim]");
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
+                  "shared_prefix_attention: query must be float32, float16 or bfloat16");
+  STD_TORCH_CHECK(prefix_keys.dim() == 4 && prefix_values.dim() == 4,
+                  "shared_prefix_attention: the prefix must be [batch, kv heads, N, dim]");
+  const int64_t rows = query.size(0), heads = query.size(1), queries = query.size(2), dim = query.size(3);
+  const int64_t batch = prefix_keys.size(0), kv_heads = prefix_keys.size(1);
+  STD_TORCH_CHECK(batch > 0 ? rows % batch == 0 : rows == 0, "shared_prefix_attention: the ", rows,
+                  " rows of the query must be a multiple of the ", batch, " rows of the prefix");
+  STD_TORCH_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, "shared_prefix_attention: the ", heads,
+                  " heads of the query must be a multiple of the ", kv_heads, " heads of the prefix");
+  check_part("prefix_keys", prefix_keys, query, batch, kv_heads);
+  check_part("prefix_values", prefix_values, query, batch, kv_heads);
+  const int64_t value_dim = prefix_values.size(3);
+  check_pair("prefix", prefix_keys, prefix_values, dim, value_dim);
+  STD_TORCH_CHECK(suffix_keys.has_value() == suffix_values.has_value(),
+                  "shared_prefix_attention: a suffix needs both keys and values");
+  STD_TORCH_CHECK(suffix_keys || !ancestry, "shared_prefix_attention: ancestry needs a suffix");
+  int64_t suffix_length = 0;
+  if (suffix_keys) {
+    check_part("suffix_keys", *suffix_keys, query, rows, kv_heads);
+    check_part("suffix_values", *suffix_values, query, rows, kv_heads);
+    check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
+    suffix_length = suffix_keys->size(2);
+  }
+  if (ancestry) check_ancestry(*ancestry, rows, suffix_length);
+
+  AttentionProblem problem{};
+  problem.batch = batch;
+  problem.kv_heads = kv_heads;
+  problem.queries = queries;
+  problem.prefix_length = prefix_keys.size(2);
+  problem.suffix_length = suffix_length;
+  problem.dim = dim;
+  problem.value_dim = value_dim;
+  problem.mask_type = ElementType::kBool;
+  if (mask) {
+    const ScalarType mask_type = mask->scalar_type();
+    STD_TORCH_CHECK(mask->is_cpu() &&
+                        (mask_type == ScalarType::Bool || mask_type == type || mask_type == ScalarType::Float),
+                    "shared_prefix_attention: the mask must be bool, float32 or of the type of the query, on the CPU");
+    problem.mask = strided_mask(*mask, {rows, heads, queries, problem.prefix_length + suffix_length});
+    problem.mask_type = element_type(mask_type);
+  }
+  Tensor output = torch::stable::new_empty(query, {rows, heads, queries, value_dim});
+  if (output.numel() == 0) return output;
+
+  problem.copies = rows / batch;
+  problem.group = heads / kv_heads;
+  problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
+  problem.query = strided(query);
+  problem.prefix_keys = strided(prefix_keys);
+  problem.prefix_values = strided(prefix_values);
+  if (suffix_keys) {
+    problem.suffix_keys = strided(*suffix_keys);
+    problem.suffix_values = strided(*suffix_values);
+  }
+  if (ancestry) problem.ancestry = strided(*ancestry);
+  problem.output = output.mutable_data_ptr();
+  attend(problem, element_type(type));
+  return output;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("shared_prefix_attention", TORCH_BOX(&shared_prefix_attention_cpu));
+}
