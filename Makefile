@@ -3,12 +3,13 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+GPU_CHECK_ARGS ?=
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format test-versions bench bench-quick wheel clean
+.PHONY: help setup demo test lint format test-versions bench bench-quick gpu-check wheel clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +36,9 @@ bench: setup ## all benchmarks; the results go to benchmarks/results
 
 bench-quick: setup ## small benchmarks, in under five minutes
 	$(BIN)/python -m benchmarks --quick
+
+gpu-check: ## check and measure all that needs an NVIDIA GPU, in nine minutes, with the Python that has torch
+	$(PYTHON) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
 wheel: setup ## build a wheel into dist
 	rm -rf build

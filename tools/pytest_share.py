@@ -1,0 +1,88 @@
+"""A pytest plugin that runs a share of the tests, says what became of each, and stops at a given time.
+
+    FASTGEN_SHARE=K/N               run every N-th test of a random order, from the K-th on
+    FASTGEN_SHARE_SEED=S            what the order comes from; the same in all shares
+    FASTGEN_SHARE_REPORT=FILE       gets a JSON object on a line per test, written when the test ends
+    FASTGEN_SHARE_STOP=T            start no test after T (seconds since 1970)
+
+With `--device` other than the CPU, the models and inputs of tests/equivalence are moved there. They are made on the
+CPU, so that weights and tokens are those that the tests were chosen for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device", default="cpu")
+    if device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
+        move_models(device)
+
+
+def move_models(device: str) -> None:
+    """Makes the models and inputs of the equivalence grid come on `device`."""
+    import torch
+
+    from tests.equivalence import models
+
+    # Products in full float32, convolutions too: what is compared is FastGen, not two roundings.
+    torch.backends.cudnn.allow_tf32 = False
+    build, make_inputs = models.Family.build, models.Family.make_inputs
+
+    @functools.wraps(build)
+    def build_there(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return build(self, *args, **kwargs).to(device)
+
+    @functools.wraps(make_inputs)
+    def make_inputs_there(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value.to(device) for name, value in make_inputs(self, *args, **kwargs).items()}
+
+    models.Family.build = build_there
+    models.Family.make_inputs = make_inputs_there
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    place, _, shares = os.environ.get("FASTGEN_SHARE", "0/1").partition("/")
+    order = sorted(items, key=lambda item: item.nodeid)
+    random.Random(os.environ.get("FASTGEN_SHARE_SEED", "0")).shuffle(order)
+    mine = order[int(place) :: int(shares)]
+    config.hook.pytest_deselected(items=[item for item in order if item not in set(mine)])
+    items[:] = mine
+    _write({"chosen": len(mine)})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # A test is its call; a failure or a skip may also come before it, and a failure after it.
+    if report.when == "call" or report.outcome != "passed":
+        _write({"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)})
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if time.time() > float(os.environ.get("FASTGEN_SHARE_STOP", "inf")):
+        item.session.shouldstop = "the time for this share is over"
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if report.outcome == "passed":
+        return ""
+    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(crash.message if crash is not None else report.longrepr)
+    return text.splitlines()[0][:300] if text else ""
+
+
+def _write(line: dict[str, Any]) -> None:
+    path = os.environ.get("FASTGEN_SHARE_REPORT")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
