@@ -183,11 +183,10 @@ class Generation(Workload):
             outcomes = time_sides(ready, self.repetitions_in(context), context, record)
             record.compare(sides.pairs(side for name, side in ready.items() if name in outcomes))
         check_code(record, ready, outcomes)
+        check_tokens(record, ready, outcomes)
         if BASELINE not in outcomes:
             return None
-        reference = outcomes[BASELINE][0].tokens
-        check_tokens(record, ready, outcomes, reference)
-        return reference
+        return outcomes[BASELINE][0].tokens
 
     def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
         both = (BASELINE, SUBJECT)
@@ -258,7 +257,7 @@ def time_sides(
     def one_run(side: Side) -> tuple[float, Outcome]:
         fastgen.reset_stats()
         seconds, tokens = timed(lambda: side.run(side.job.workload.new_tokens), context.device)
-        if not side.exact and tuple(tokens.shape) != side.job.shape():
+        if side.name not in (BASELINE, SUBJECT) and tuple(tokens.shape) != side.job.shape():
             # Less work than the others did: its time means nothing.
             raise RuntimeError(f"it made tokens of shape {tuple(tokens.shape)} instead of {side.job.shape()}")
         return seconds, Outcome(tokens.cpu(), fastgen.stats())
@@ -296,6 +295,9 @@ def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str,
         for outcome in runs:
             if outcome.stats and not ready[name].fastgen:
                 raise RuntimeError(f"the unpatched side ran FastGen's code: {name}: {outcome.stats}")
+    for name, runs in outcomes.items():
+        if ready[name].fastgen and name != record.subject and not all(_was_accelerated(run.stats) for run in runs):
+            record.notes.append(f"{name} was not accelerated throughout: {runs[0].stats}")
     if record.subject not in outcomes:
         return
     record.accelerated = True
@@ -309,18 +311,29 @@ def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str,
                 reasons[reason] = reasons.get(reason, 0) + calls
 
 
-def check_tokens(
-    record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]], reference: Tensor
-) -> None:
-    """Whether the exact sides gave the reference in every run, and how much of it the others gave."""
-    record.identical = record.identical is not False
+def _was_accelerated(stats: Mapping[str, Any]) -> bool:
+    return any(entry["accelerated"] for entry in stats.values()) and not any(
+        entry["fallback"] for entry in stats.values()
+    )
+
+
+def check_tokens(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]]) -> None:
+    """Whether every side made the tokens that it must make, and how many of the baseline's the others made."""
+    references = {ready[name].name: runs[0].tokens for name, runs in outcomes.items()}
     for name, runs in outcomes.items():
+        side = ready[name]
+        reference = references.get(side.must_equal or "")
         for number, outcome in enumerate(runs):
-            if ready[name].exact and not torch.equal(outcome.tokens, reference):
+            if reference is not None and not torch.equal(outcome.tokens, reference):
                 record.identical = False
                 record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
-        if not ready[name].exact:
-            record.same[name] = min((reference == run.tokens).all(dim=1).float().mean().item() for run in runs)
+        if side.must_equal != BASELINE and BASELINE in references:
+            end = -1 if side.forced_end else None
+            baseline = references[BASELINE][:, :end]
+            same = [(baseline == outcome.tokens[:, :end]).all(dim=1).float().mean().item() for outcome in runs]
+            record.same[name] = min(same)
+    if record.identical is None and BASELINE in references:
+        record.identical = True
 
 
 def _difference(expected: Tensor, found: Tensor) -> str:

@@ -19,9 +19,11 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "transformers-compile": ("compiled", "Compiled", {}),
     "ctranslate2": ("ctranslate2", "CTranslate2", {"compute_type": "float32"}),
     "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rival": "fastgen-int8"}),
+    "fairseq": ("fairseq", "FairSeq", {"rival": "fastgen-fairseq"}),
     SUBJECT: ("generate", "Patched", {}),
     "fastgen-int8": ("generate", "Patched", {"settings": {"cpu_weights": "int8"}}),
     "fastgen-bf16": ("generate", "Patched", {"settings": {"cpu_weights": "bf16"}}),
+    "fastgen-fairseq": ("fairseq", "FastFairSeq", {}),
 }
 
 ALL = tuple(_MAKERS)
@@ -49,8 +51,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 def pairs(sides: Iterable[Side]) -> list[tuple[str, str]]:
     """Which side is held against which of FastGen's: (other, FastGen's).
 
-    Each is held against FastGen in the precision it has itself, or in fp32 where that was not measured; FastGen's
-    other precisions are held against the baseline as well.
+    Each is held against FastGen in its own precision and toolkit, or as it comes where that was not measured. FastGen
+    in other precisions and toolkits is held against the baseline as well.
     """
     measured = {side.name: side for side in sides}
     found = []

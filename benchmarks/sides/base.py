@@ -45,14 +45,16 @@ class Side(ABC):
     Attributes:
         name: how the options and the results call it.
         fastgen: it is FastGen that is measured, not what FastGen is compared with.
-        exact: its tokens must be those of the baseline.
+        must_equal: the side whose tokens it must make; None where other arithmetic may lead to others.
+        forced_end: its last token is the end token whatever the model says, and tells nothing.
         rival: the side of FastGen that it is held against.
         version: of what does the work, where that is not in the versions of the whole run.
         warm_up_seconds: set by the harness.
     """
 
     fastgen = False
-    exact = False
+    must_equal: str | None = None
+    forced_end = False
     version: str | None = None
     warm_up_seconds: float
 

@@ -16,7 +16,7 @@ from fastgen import settings as fastgen_settings
 class Unpatched(Side):
     """The library alone: the baseline."""
 
-    exact = True
+    must_equal: str | None = "transformers"
 
     def active(self) -> AbstractContextManager[Any]:
         """Inside this, `generate` works in the way of this side."""
@@ -40,7 +40,8 @@ class Patched(Unpatched):
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(name)
         self._settings = dict(settings or {})
-        self.exact = not self._settings
+        if self._settings:
+            self.must_equal = None
 
     def setup(self, job: Job) -> None:
         super().setup(job)

@@ -95,7 +95,7 @@ def _in_turn(call: Callable[[Any], Tensor], layers: Iterable[Any]) -> Callable[[
 WORKLOADS = [
     SharedPrefixAttention(
         name="attention-b16-s1024",
-        title="Attention over a shared prefix, batch 16, 12 heads, 4 beams, prefix 1,024",
+        title="Attention, 16 x 12 heads, 4 beams, prefix 1,024",
         targets=(Target("K/V read per second, as a part of what a copy moves", "of_copy_bandwidth", at_least=0.7),),
     )
 ]

@@ -13,6 +13,7 @@ from benchmarks import sides
 from benchmarks.__main__ import USAGE, main, run_workload
 from benchmarks.sides import Job, Unsupported, generate
 from benchmarks.sides.ctranslate2 import CTranslate2
+from benchmarks.sides.fairseq import FairSeq, FastFairSeq
 from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, t5_small
 from fastgen import settings
@@ -176,7 +177,7 @@ def test_a_compiled_model_is_left_as_it_was(monkeypatch):
 def test_settings_of_a_side_hold_while_it_runs(monkeypatch):
     side = generate.Patched("fastgen-strict", {"strict": True})
     side.setup(job(work(gpt2, _GPT2)))
-    assert not side.exact and side.fastgen
+    assert side.must_equal is None and side.fastgen
     before = settings.current()
     with side.active():
         assert settings.current().strict
@@ -186,6 +187,34 @@ def test_settings_of_a_side_hold_while_it_runs(monkeypatch):
 def test_a_setting_that_is_not_there_costs_the_side():
     with pytest.raises(Unsupported, match="no setting faster"):
         generate.Patched("fastgen-faster", {"faster": True}).setup(job(work(gpt2, _GPT2)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
+@pytest.mark.parametrize("changes", [{}, {"shortest": 4, "options": {"num_beams": 2, "num_return_sequences": 2}}])
+def test_fairseq_does_the_same_work(changes):
+    names = ("transformers", "fairseq", "fastgen", "fastgen-fairseq")
+    record = run_workload(work(bart_base, _BART, **changes), Context(threads=1, sides=names))
+    assert record.errors == [] and record.skipped == {} and record.identical is True
+    assert "fairseq/fastgen-fairseq" in record.ratios and record.sides["fairseq"]["version"]
+    # Of the beams the one with the likeliest end is chosen, so another may win; most do not.
+    assert record.same["fairseq"] > 0.5 and record.same["fairseq"] == record.same["fastgen-fairseq"]
+
+
+def test_fairseq_that_is_not_installed_costs_its_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    record = run_workload(work(bart_base, _BART, further_sides=("fairseq",)), Context(threads=1))
+    assert "FairSeq cannot be imported" in record.skipped["fairseq"] and record.status == "ok"
+
+
+def test_a_side_must_equal_another_than_the_baseline(monkeypatch):
+    tokens = torch.zeros(3, 18, dtype=torch.long)
+    for kind, number in ((FairSeq, 0), (FastFairSeq, 1)):
+        monkeypatch.setattr(kind, "setup", sides.Side.setup)
+        monkeypatch.setattr(kind, "run", lambda self, new_tokens, number=number: tokens + number)
+    record = run_workload(work(gpt2, _GPT2, further_sides=("fairseq", "fastgen-fairseq")), Context(threads=1))
+    assert record.identical is False and record.same == {"fairseq": 0.0, "fastgen-fairseq": 0.0}
+    assert "run 1 of fastgen-fairseq: 3 of 3 sequences differ, the first at position 0" in record.notes
+    assert "fastgen-fairseq was not accelerated throughout: {}" in record.notes
 
 
 def test_what_is_held_against_what():
