@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from benchmarks.sides.base import Job, Side, Unsupported
 
 class Compiled(Side):
     """The forward pass of the model is compiled; the decoding loop and the encoder stay as they are."""
+
+    _forward: Any = None
 
     def setup(self, job: Job) -> None:
         super().setup(job)
@@ -34,5 +38,7 @@ class Compiled(Side):
             del model.forward
 
     def close(self) -> None:
-        self._forward = None
-        torch.compiler.reset()
+        if self._forward is not None:
+            self._forward = None
+            # The compiled code is kept by torch, not by what was compiled.
+            torch.compiler.reset()
