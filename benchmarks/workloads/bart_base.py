@@ -37,7 +37,7 @@ WORKLOADS = [
         length=1024,
         new_tokens=64,
         options=_OPTIONS,
-        further_sides=("ctranslate2",),
+        further_sides=("ctranslate2", "fairseq", "fastgen-fairseq"),
         targets=(
             Target("times as fast as unpatched", "ratio", at_least=3.2),
             faster_on_cpu(8),
