@@ -18,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device that the tests run on: cpu (default), cuda, cuda:1, ...")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton's kernels run on a CPU in its interpreter. It decides that when it is imported, which toolkits do.
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device named by --device. The run stops if it was asked for and is not there."""
