@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen import counters, patching, settings
 from fastgen._version import __version__
 from fastgen.counters import FallbackError
+from fastgen.optimizer import fairseq as _fairseq
 from fastgen.optimizer import transformers as _transformers
 from fastgen.patching import PatchSet
 
@@ -34,7 +35,7 @@ __all__ = [
     "status",
 ]
 
-_patches = PatchSet(_transformers.patches())
+_patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 
 
 def enable(*, strict: bool | None = None) -> None:

@@ -67,6 +67,9 @@ class Patch:
     def name(self) -> str:
         return f"{self.module}.{self.target}"
 
+    def prepare(self) -> None:
+        """Called when FastGen is enabled, before `apply` and whether the module is imported or not."""
+
     def apply(self) -> None:
         """Wraps the target, or records in `state` why not. Does nothing when it is applied already."""
         if self._installed is not None:
@@ -124,6 +127,7 @@ class PatchSet:
         with self._lock:
             _enabled = True
             for patch in self.patches:
+                patch.prepare()
                 if patch.module not in sys.modules:
                     patch.state = "waiting for import"
                 if patch.module not in self._hooked:

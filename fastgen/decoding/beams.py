@@ -53,6 +53,13 @@ class Beams:
             self._index = index
         return self._move
 
+    def keep(self, inputs: Tensor) -> None:
+        """Goes on with the given inputs only, [n] in ascending order; the rows of the others are gone."""
+        self.batch = inputs.shape[0]
+        self._index = self._move = None
+        if self._common is not None:
+            self._common = self._common[inputs.cpu()]
+
     def _plan(self, index: Tensor, length: int) -> Move | None:
         if index.shape != (self.rows,):
             raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")

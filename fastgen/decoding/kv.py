@@ -49,6 +49,12 @@ class GrowingTensor:
         part = self._data[:, :, start : self.length]
         part[rows] = part.index_select(0, sources)
 
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with the given rows only, which are at least one and in ascending order."""
+        kept = self.view()[rows]
+        self._data = self._data[: rows.shape[0]]
+        self._data[:, :, : self.length] = kept
+
 
 class LayerKV:
     """K and V of one attention layer through one call of `generate`.
@@ -173,6 +179,19 @@ class LayerKV:
         device = self._suffix[0].view().device
         for part in self._suffix:
             part.move(move.rows.to(device), move.sources.to(device), move.start + self._repeated)
+
+    def keep(self, inputs: Tensor) -> None:
+        """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
+        if self._beams is None:
+            raise ValueError("inputs can be left out once they have branched, not before")
+        copies = self._beams.copies
+        rows = (inputs.unsqueeze(1) * copies + torch.arange(copies, device=inputs.device)).flatten()
+        if self._prefix is not None:
+            kept = inputs if self._is_shared else rows
+            self._prefix = self._prefix[0][kept], self._prefix[1][kept]
+        for part in self._suffix or ():
+            part.keep(rows)
+        self._handles = None
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         """K and V as ordinary contiguous tensors [rows, heads, length, dim], for who takes the cache over."""

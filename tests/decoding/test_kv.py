@@ -74,6 +74,50 @@ def test_layer_equals_repeating_concatenating_and_indexing(batch, copies, chunks
             assert torch.equal(have, want) and have.is_contiguous()
 
 
+@given(
+    copies=st.integers(1, 3),
+    prefix=st.integers(0, 4),
+    left=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5),
+    shared=st.booleans(),
+    grows=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_inputs_that_are_finished_leave_the_layer(copies, prefix, left, shared, grows, seed):
+    torch.manual_seed(seed)
+    batch = 4
+    layer, beams = LayerKV(2), Beams(batch, copies)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
+        patch.setattr(kv, "MIN_SHARED_BYTES", 0)
+        keys = torch.randn(batch, 2, prefix, 3)
+        if prefix:
+            layer.extend(keys, keys)
+        layer.branch(beams)
+        full = keys.repeat_interleave(copies, dim=0)
+        for goes_on in left:
+            if grows or not prefix:
+                new = torch.randn(batch * copies, 2, 1, 3)
+                full = torch.cat([full, new], dim=2)
+                assert torch.equal(layer.extend(new, new)[0] + 0, full)
+            inputs = torch.tensor(goes_on[:batch]).nonzero().squeeze(1)
+            if 0 < len(inputs) < batch:
+                layer.keep(inputs)
+                beams.keep(inputs)
+                full = full.unflatten(0, (batch, copies))[inputs].flatten(0, 1)
+                batch = len(inputs)
+                assert torch.equal(layer.read()[0] + 0, full)
+            index = torch.randint(copies, (batch, copies)) + torch.arange(batch).unsqueeze(1) * copies
+            layer.reorder(index.view(-1))
+            full = full[index.view(-1)]
+        assert torch.equal(layer.materialize()[1], full)
+
+
+def test_inputs_leave_a_layer_only_when_they_have_branched():
+    with pytest.raises(ValueError, match="branched"):
+        LayerKV(1).keep(torch.tensor([0]))
+
+
 def test_the_prefix_is_stored_once_and_never_moves():
     layer, beams = LayerKV(4), Beams(2, 4)
     keys = torch.randn(2, 8, 1024, 16)

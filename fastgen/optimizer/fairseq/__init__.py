@@ -1,0 +1,102 @@
+"""FairSeq: what makes it run on a current Python, and the functions that are hooked to make its generation fast.
+
+`SequenceGenerator._generate` opens a call and repeats it with the original code should anything go wrong. Inside of it,
+`MultiheadAttention` uses FastGen's K/V store, the ensemble leaves the encoder output as it is and reorders that store,
+and a language model's prefix is run at once. The loop, the searches and the models stay FairSeq's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fastgen.optimizer.fairseq.dataclasses import HashableConfigs
+from fastgen.optimizer.fairseq.globals import ModuleGlobal, missing_from_fairseq, numpy_lacks
+from fastgen.patching import Patch
+
+# FairSeq's releases that are tested; fairseq-fixed calls itself 0.12.3.
+TESTED_VERSIONS = ("0.12", "0.12")
+
+_ATTENTION_PARAMETERS = (
+    "self query key value key_padding_mask incremental_state need_weights static_kv attn_mask before_softmax "
+    "need_head_weights"
+)
+
+
+def patches() -> list[Patch]:
+    """Every patch that FastGen applies to FairSeq."""
+    return [*_compatibility(), *_generation()]
+
+
+def _compatibility() -> list[Patch]:
+    """What FairSeq 0.12 needs to run on Python, torch and NumPy as they are today."""
+    adapters = __name__
+    layers = "fairseq.modules.transformer_layer"
+    load = f"{adapters}.checkpoints:load"
+    numpy = f"{adapters}.globals:old_numpy"
+    return [
+        HashableConfigs(),
+        Patch("fairseq.checkpoint_utils", "load_checkpoint_to_cpu", load),
+        Patch("fairseq.checkpoint_utils", "load_ema_from_checkpoint", load),
+        Patch("fairseq.distributed.utils", "_broadcast_object_slow", load),
+        ModuleGlobal("fairseq.data.data_utils", "np", numpy, numpy_lacks("int")),
+        ModuleGlobal("fairseq.data.language_pair_dataset", "np", numpy, numpy_lacks("compat")),
+        ModuleGlobal("fairseq.data.token_block_dataset", "np", numpy, numpy_lacks("compat")),
+        ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
+        Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{adapters}.encoder:load_from_state_dict"),
+        ModuleGlobal("fairseq", "libnat", f"{adapters}.libnat:make", missing_from_fairseq("libnat")),
+    ]
+
+
+def _generation() -> list[Patch]:
+    """What makes `SequenceGenerator` fast."""
+    generator = "fairseq.sequence_generator"
+    adapter = f"{__name__}.generate"
+
+    def hook(target: str, function: str, parameters: str) -> Patch:
+        return Patch(generator, target, f"{adapter}:{function}", _takes(parameters))
+
+    return [
+        Patch(
+            "fairseq.modules.multihead_attention",
+            "MultiheadAttention.forward",
+            f"{__name__}.attention:attention",
+            _takes(_ATTENTION_PARAMETERS),
+        ),
+        Patch(
+            "fairseq.ngram_repeat_block",
+            "NGramRepeatBlock.forward",
+            f"{__name__}.ngrams:no_repeat_ngram",
+            _takes("self tokens lprobs bsz beam_size step"),
+        ),
+        hook("EnsembleModel.reorder_encoder_out", "reorder_encoder_out", "self encoder_outs new_order"),
+        hook(
+            "EnsembleModel.reorder_incremental_state", "reorder_incremental_state", "self incremental_states new_order"
+        ),
+        hook(
+            "EnsembleModel.forward_decoder",
+            "forward_decoder",
+            "self tokens encoder_outs incremental_states temperature",
+        ),
+        hook(
+            "SequenceGenerator._prefix_tokens",
+            "prefix_tokens",
+            "self step lprobs scores tokens prefix_tokens beam_size",
+        ),
+        # Last: without the others it would open calls that nobody serves.
+        hook("SequenceGenerator._generate", "generate", "self sample prefix_tokens constraints bos_token"),
+    ]
+
+
+def _takes(parameters: str) -> Callable[[Any], str | None]:
+    """The condition that the target's parameters are those that the wrapper was written for."""
+    expected = parameters.split()
+
+    def check(original: Any) -> str | None:
+        found = list(inspect.signature(original).parameters)
+        if found == expected:
+            return None
+        return f"{original.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
+
+    return check

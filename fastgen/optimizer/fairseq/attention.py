@@ -1,0 +1,105 @@
+"""FairSeq's attention on FastGen's K/V.
+
+`MultiheadAttention` concatenates to its K/V in every step and copies all of them when the beams are reordered. In an
+accelerated call it uses a `LayerKV`: the K/V of the source once per source, what is generated in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.optimizer.fairseq.call import Call, Declined, State
+
+
+def attention(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `MultiheadAttention.forward`."""
+    call = Call.current()
+    if call is None:
+        return wrapped(*args, **kwargs)
+    return _attention(call, wrapped, module, *args, **kwargs)
+
+
+def _attention(
+    call: Call,
+    wrapped: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_padding_mask: Tensor | None = None,
+    incremental_state: State | None = None,
+    need_weights: bool = True,
+    static_kv: bool = False,
+    attn_mask: Tensor | None = None,
+    before_softmax: bool = False,
+    need_head_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Shapes are the library's: query [positions, rows, dim], key and value [positions, sources, dim].
+
+    Weights are made where the decoder uses them (`need_head_weights`); those of the other layers are dropped anyway.
+    """
+    state = call.state(module, incremental_state)
+    if state is None:
+        # The encoder, or a language model that takes part in the scores.
+        return wrapped(
+            query,
+            key,
+            value,
+            key_padding_mask=key_padding_mask,
+            incremental_state=incremental_state,
+            need_weights=need_weights,
+            static_kv=static_kv,
+            attn_mask=attn_mask,
+            before_softmax=before_softmax,
+            need_head_weights=need_head_weights,
+        )
+    if module.self_attention:
+        # The padding mask is left out: only a sequence without any score has padding in it.
+        keys, values = _own(call, module, query, state)
+        mask = attn_mask
+    else:
+        keys, values = _of_source(call, module, key, state)
+        mask = call.mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
+    queries = _heads(module, module.q_proj(query))
+    if need_head_weights:
+        context, weights = _with_weights(queries, keys, values, mask)
+    else:
+        context, weights = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), None
+    return module.out_proj(context.permute(2, 0, 1, 3).flatten(2)), weights
+
+
+def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """K and V of self-attention, with those of the new positions."""
+    layer, is_new = call.layer(module, state)
+    if is_new and not call.is_prefilling:
+        layer.branch(call.beams)  # from the first position on, each sequence has its own
+    return layer.extend(_heads(module, module.k_proj(query)), _heads(module, module.v_proj(query)))
+
+
+def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """K and V of the encoder output, made at the first step."""
+    layer, is_new = call.layer(module, state)
+    if is_new:
+        if key.shape[1] != call.beams.batch:
+            raise Declined("the encoder output does not have a row for each source")
+        layer.extend(_heads(module, module.k_proj(key)).contiguous(), _heads(module, module.v_proj(key)).contiguous())
+        layer.branch(call.beams)
+    return layer.read()
+
+
+def _heads(module: Any, x: Tensor) -> Tensor:
+    """[positions, rows, dim] -> [rows, heads, positions, head dim]."""
+    return x.unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
+
+
+def _with_weights(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The context, and the weights as [heads, rows, queries, keys]."""
+    scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(-1, -2))
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    return torch.matmul(weights.type_as(queries), values), weights.transpose(0, 1)

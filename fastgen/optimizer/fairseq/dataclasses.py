@@ -1,0 +1,107 @@
+"""FairSeq's configuration classes on Python 3.11 and later.
+
+FairSeq writes `common: CommonConfig = CommonConfig()`. From Python 3.11 on, a dataclass refuses a default that has no
+hash, and dataclasses have none, because they compare by value. FairSeq's own, and those of its users that are derived
+from them, are hashed by identity here: then they are accepted as defaults, as they always were.
+
+The class that all of them inherit from and the first one that is refused are in the same module, so something has to
+be done while that module runs: it is given a `dataclass` decorator of its own. No other module sees it, and Python's
+own decorator, with its check, stays as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from fastgen.patching import Patch
+
+_MODULE = "fairseq.dataclass.configs"
+_BASE = "FairseqDataclass"
+
+
+@dataclass(eq=False)
+class HashableConfigs(Patch):
+    """Makes FairSeq's dataclasses hashable, from the import of the module that defines the first of them."""
+
+    module: str = _MODULE
+    target: str = _BASE
+    wrapper: str = ""
+
+    def prepare(self) -> None:
+        if self.module not in sys.modules and _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+
+    def apply(self) -> None:
+        made_here = "__init_subclass__" in vars(getattr(sys.modules[self.module], _BASE, object))
+        self.state = "applied" if made_here else "not applied: fairseq was imported before"
+
+    def remove(self) -> None:
+        """From now on FairSeq is imported as it is. Classes that exist already keep their hash."""
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        self.state = "not enabled"
+
+
+class _Finder(MetaPathFinder):
+    """Finds the one module where everybody else finds it, and has it run by `_Loader`."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target) if finder is not self else None
+            if spec is not None and hasattr(spec.loader, "get_code"):
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(wrapt.ObjectProxy):
+    """The module's own loader, but `import dataclasses` gives the module `_for_configs`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        loader = self.__wrapped__
+        module.__loader__ = module.__spec__.loader = loader  # type: ignore[union-attr]
+        names = vars(module)
+        names["__builtins__"] = {**vars(builtins), "__import__": _import}
+        try:
+            exec(loader.get_code(module.__name__), names)
+        finally:
+            names["__builtins__"] = builtins
+        # Post-import hooks find modules by a loader of their own, which `_Finder` may have come before.
+        wrapt.notify_module_loaded(module)
+
+
+def _import(name: str, *args: Any, **kwargs: Any) -> ModuleType:
+    module = builtins.__import__(name, *args, **kwargs)
+    return _for_configs if module is dataclasses else module
+
+
+def _dataclass(cls: Any = None, /, **options: Any) -> Any:
+    """`dataclasses.dataclass`, but what inherits from FairSeq's base class is hashed by identity."""
+    if cls is None:
+        return lambda cls: _dataclass(cls, **options)
+    if cls.__name__ == _BASE:
+        cls.__init_subclass__ = classmethod(_hash_by_identity)
+    return dataclasses.dataclass(cls, **options)
+
+
+def _hash_by_identity(cls: type) -> None:
+    # A hash of its own is one that the decorator, which comes afterwards, leaves alone.
+    if "__hash__" not in vars(cls):
+        cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+_for_configs = ModuleType("dataclasses")
+vars(_for_configs).update({**vars(dataclasses), "dataclass": _dataclass})
+_finder = _Finder()

@@ -1,0 +1,165 @@
+"""The hook around `SequenceGenerator._generate`, and those in `EnsembleModel` that its loop goes through.
+
+The loop, the search and the scores stay FairSeq's. Every reason not to accelerate a call is looked at before anything
+is changed. A call that fails nevertheless is repeated with the original code, from the same random state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import counters, patching
+from fastgen.decoding.randomness import RandomState
+from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Declined
+from fastgen.optimizer.fairseq.prefill import Prefill, prefix_to_run
+from fastgen.optimizer.fairseq.support import attentions_of, unsupported
+
+# Allocated at first for the positions to come, at the most; more when that is full.
+_MAX_FIRST_ROOM = 64
+
+
+def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `SequenceGenerator._generate(sample, prefix_tokens, constraints, bos_token)`."""
+    if not patching.is_active():
+        return _original(wrapped, args, kwargs)
+    try:
+        arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    except TypeError:
+        return wrapped(*args, **kwargs)  # which raises it
+    reason = unsupported(generator)
+    if reason is not None:
+        counters.count_fallback(ENTRY_POINT, reason)
+        return _original(wrapped, args, kwargs)
+    random_state = RandomState(next(generator.model.parameters()).device)
+    try:
+        with Call.entered(_open(generator, arguments)):
+            result = wrapped(*args, **kwargs)
+        counters.count_accelerated(ENTRY_POINT)
+        return result
+    except Declined as declined:
+        random_state.restore()
+        counters.count_fallback(ENTRY_POINT, str(declined))
+        return _original(wrapped, args, kwargs)
+    except (counters.FallbackError, torch.OutOfMemoryError):
+        raise  # the original code needs more memory, not less
+    except Exception as error:
+        failure = error
+    random_state.restore()
+    return _repeat(wrapped, args, kwargs, failure)
+
+
+def _original(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with the original code, also when it is made from inside an accelerated one."""
+    with Call.entered(None):
+        return wrapped(*args, **kwargs)
+
+
+def _repeat(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Exception) -> Any:
+    """The call with the original code, after an accelerated call that failed.
+
+    Raises:
+        FallbackError: in strict mode, from `failure`.
+        Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
+    """
+    result = _original(wrapped, args, kwargs)
+    reason = f"{type(failure).__name__} in the accelerated call: {failure}"
+    try:
+        counters.count_fallback(ENTRY_POINT, reason)
+    except counters.FallbackError as strict:
+        raise strict from failure
+    warnings.warn(
+        f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return result
+
+
+def _open(generator: Any, arguments: dict[str, Any]) -> Call:
+    sample = arguments["sample"]["net_input"]
+    source = next((sample[name] for name in ("src_tokens", "source", "features") if name in sample), None)
+    longest = generator.max_len - 1
+    if source is not None and not generator.match_source_len:
+        longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), longest)
+    room = max(min(longest + 1, _MAX_FIRST_ROOM), 1)
+    call = Call(generator.model, generator.beam_size, attentions_of(generator.model), room)
+    if arguments.get("constraints") is None and not generator.match_source_len:
+        bos = arguments.get("bos_token")
+        bos = generator.eos if bos is None else bos
+        prefix = prefix_to_run(generator, bos, arguments.get("prefix_tokens"), longest)
+        call.prefill = Prefill(prefix) if prefix is not None else None
+    return call
+
+
+def reorder_encoder_out(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `EnsembleModel.reorder_encoder_out(encoder_outs, new_order)`.
+
+    The loop repeats the encoder output for the beams, and then reorders it in every step. It is needed once, for the
+    K/V of the source, with one row per source.
+    """
+    call = Call.current(ensemble)
+    return wrapped(*args, **kwargs) if call is None else _keep_encoder_out(call, *args, **kwargs)
+
+
+def _keep_encoder_out(call: Call, encoder_outs: list[Any] | None, new_order: Tensor) -> list[Any]:
+    if call.beams is None:
+        call.begin(new_order.shape[0])
+    return encoder_outs if encoder_outs is not None else []
+
+
+def reorder_incremental_state(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `EnsembleModel.reorder_incremental_state(incremental_states, new_order)`."""
+    call = Call.current(ensemble)
+    return wrapped(*args, **kwargs) if call is None else _reorder(call, *args, **kwargs)
+
+
+def _reorder(call: Call, incremental_states: list[Any], new_order: Tensor) -> None:
+    call.reorder(new_order)
+
+
+def forward_decoder(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `EnsembleModel.forward_decoder(tokens, encoder_outs, incremental_states, temperature)`."""
+    call = Call.current(ensemble)
+    if call is None or call.prefill is None:
+        return wrapped(*args, **kwargs)
+    return _from_prefill(call, call.prefill, wrapped, *args, **kwargs)
+
+
+def _from_prefill(
+    call: Call,
+    prefill: Prefill,
+    wrapped: Any,
+    tokens: Tensor,
+    encoder_outs: Any,
+    incremental_states: list[Any],
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    step = tokens.shape[1] - 1
+    if step == 0:
+        prefill.run(call, call.ensemble.single_model, tokens[:: call.copies], incremental_states[0], temperature)
+    if step == prefill.steps:
+        call.prefill = None
+    if step <= prefill.steps:
+        return prefill.log_probs(step), None
+    return wrapped(tokens, encoder_outs, incremental_states, temperature)
+
+
+def prefix_tokens(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `SequenceGenerator._prefix_tokens(step, lprobs, scores, tokens, prefix_tokens, beam_size)`."""
+    call = Call.current(generator.model)
+    if call is None or call.prefill is None:
+        return wrapped(*args, **kwargs)
+    return _prefix_tokens(call.prefill, wrapped, *args, **kwargs)
+
+
+def _prefix_tokens(
+    prefill: Prefill, wrapped: Any, step: int, lprobs: Tensor, scores: Tensor, tokens: Tensor, *rest: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if step < prefill.steps:
+        return lprobs, tokens, scores  # all but the prefix is ruled out already
+    return wrapped(step, lprobs, scores, tokens, *rest, **kwargs)

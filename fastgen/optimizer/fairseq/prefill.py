@@ -1,0 +1,105 @@
+"""A language model's prefix, run at once and once per source.
+
+FairSeq generates with a forced prefix: a step for each of its tokens, in which every other token is ruled out. The loop
+still takes these steps here, because the search and the scores belong to it, but it gets from one pass over the prefix
+what it asks the model for in each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastgen.optimizer.fairseq.call import Call, State
+
+# The log-probabilities of the vocabulary are made for so many numbers at a time.
+_CHUNK = 2**24
+
+
+class Prefill:
+    """The first tokens of every source, [sources, P], all of them known."""
+
+    def __init__(self, prefix: Tensor) -> None:
+        self.prefix = prefix
+        self._copies = 0
+        # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V].
+        self._of_prefix: Tensor | None = None
+        self._behind: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the loop in which the prefix decides."""
+        return self.prefix.shape[1]
+
+    def run(self, call: Call, model: Any, first: Tensor, state: State, temperature: float) -> None:
+        """The pass over the prefix, which follows the tokens `first`, [sources, 1]."""
+        tokens = torch.cat([first, self.prefix], dim=1)
+        self._copies = call.copies
+        with call.prefilling(state):
+            features, extra = model.decoder.extract_features(tokens, encoder_out=None, incremental_state=None)
+        of_prefix = []
+        chunk = max(_CHUNK // (tokens.shape[0] * len(model.decoder.dictionary)), 1)
+        for start in range(0, tokens.shape[1], chunk):
+            scores = model.decoder.output_layer(features[:, start : start + chunk]).div_(temperature)
+            scores = model.get_normalized_probs((scores, extra), log_probs=True, sample=None)
+            forced = self.prefix[:, start : start + chunk]
+            of_prefix.append(scores[:, : forced.shape[1]].gather(2, forced.unsqueeze(2)).squeeze(2))
+            self._behind = scores[:, -1]
+        self._of_prefix = torch.cat(of_prefix, dim=1)
+
+    def log_probs(self, step: int) -> Tensor:
+        """What the model says in a step up to `steps`, [rows, V]; of what the prefix rules out, -inf."""
+        if step == self.steps:
+            return self._behind.repeat_interleave(self._copies, dim=0)
+        scores = self._behind.new_full((self._behind.shape[0] * self._copies, self._behind.shape[1]), -math.inf)
+        tokens, known = self.prefix[:, step : step + 1], self._of_prefix[:, step : step + 1]
+        copies = self._copies
+        return scores.scatter_(1, tokens.repeat_interleave(copies, dim=0), known.repeat_interleave(copies, dim=0))
+
+    def keep(self, sources: Tensor) -> None:
+        """Goes on with the given sources only."""
+        self.prefix, self._of_prefix, self._behind = (
+            part[sources] for part in (self.prefix, self._of_prefix, self._behind)
+        )
+
+
+def prefix_to_run(generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Tensor | None:
+    """The part of the prefix that is the same for every sequence of a source and known beforehand, or None.
+
+    It ends where the first source's prefix does. None as well where it is not certain that every sequence with a score
+    follows the prefix: the n-gram blocker or the search might rule out one of its tokens.
+    """
+    from fairseq import search
+
+    model = generator.model
+    if prefix is None or model.has_encoder() or model.models_size != 1 or prefix.dim() != 2:
+        return None
+    searches = (search.BeamSearch, search.DiverseBeamSearch, search.DiverseSiblingsSearch, search.Sampling)
+    decoder = model.single_model.decoder
+    # A LayerDropModuleList draws a random number in each pass, so the number of passes matters.
+    if type(generator.search) not in searches or type(decoder.layers) is not torch.nn.ModuleList:
+        return None
+    if generator.vocab_size <= 4 * generator.beam_size + 8 or bos == generator.pad:
+        return None
+    free = prefix.eq(generator.pad) | prefix.eq(generator.eos)
+    known = int((free.cumsum(dim=1) == 0).all(dim=0).sum())
+    prefix = prefix[:, : min(known, max_len)]
+    if prefix.shape[1] < 2:
+        return None
+    blocker = generator.repeat_ngram_blocker
+    if blocker is not None and _repeats_ngram(prefix, bos, blocker.no_repeat_ngram_size):
+        return None
+    return prefix
+
+
+def _repeats_ngram(prefix: Tensor, bos: int, n: int) -> bool:
+    for row in prefix.tolist():
+        row = [bos, *row]
+        ngrams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+        if len(set(ngrams)) < len(ngrams):
+            return True
+    return False

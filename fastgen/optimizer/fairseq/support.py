@@ -1,0 +1,122 @@
+"""Which generators, ensembles and models can be accelerated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import wrapt
+from fairseq import search, sequence_generator
+from fairseq.models.transformer import TransformerDecoderBase
+from fairseq.modules import FairseqDropout, MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+
+_DECODER_METHODS = (
+    "forward",
+    "extract_features",
+    "extract_features_scriptable",
+    "reorder_incremental_state",
+    "reorder_incremental_state_scripting",
+)
+# What has to be hooked for the K/V to be kept here; a release of FairSeq in which one could not be is left alone.
+_HOOKED = (
+    (MultiheadAttention, "forward"),
+    (sequence_generator.EnsembleModel, "forward_decoder"),
+    (sequence_generator.EnsembleModel, "reorder_encoder_out"),
+    (sequence_generator.EnsembleModel, "reorder_incremental_state"),
+    (sequence_generator.SequenceGenerator, "_prefix_tokens"),
+)
+_ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out", "reorder_incremental_state")
+
+
+def unsupported(generator: Any) -> str | None:
+    """Why generators like this are not accelerated, or None when they are."""
+    for owner, name in _HOOKED:
+        if not isinstance(vars(owner).get(name), wrapt.FunctionWrapper):
+            return f"{owner.__name__}.{name} is not hooked"
+    ensemble = generator.model
+    if type(ensemble) not in (sequence_generator.EnsembleModel, sequence_generator.EnsembleModelWithAlignment):
+        return f"the ensemble is a {type(ensemble).__name__}"
+    replaced = [name for name in _ENSEMBLE_METHODS if name in vars(ensemble)]
+    if replaced:
+        return f"{replaced[0]} has been replaced on this ensemble"
+    if type(generator.search).__module__ != search.__name__:
+        return f"{type(generator.search).__name__} is not one of the library's searches"
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    devices = {parameter.device for parameter in ensemble.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        return f"the parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}"
+    for model in ensemble.models:
+        reason = _model_unsupported(model, generator)
+        if reason is not None:
+            return reason
+    return None
+
+
+def attentions_of(ensemble: Any) -> set[int]:
+    """`id` of every attention module in the decoders."""
+    return {id(attention) for model in ensemble.models for attention in _attentions(model.decoder)}
+
+
+def _attentions(decoder: Any) -> Iterator[Any]:
+    for layer in decoder.layers.children():
+        yield layer.self_attn
+        if layer.encoder_attn is not None:
+            yield layer.encoder_attn
+
+
+def _model_unsupported(model: Any, generator: Any) -> str | None:
+    if isinstance(model, torch.jit.ScriptModule):
+        return "a scripted model"
+    decoder = getattr(model, "decoder", None)
+    if not isinstance(decoder, TransformerDecoderBase):
+        return f"{type(decoder if decoder is not None else model).__name__} is not a Transformer decoder"
+    for name in _DECODER_METHODS:
+        if getattr(type(decoder), name) is not getattr(TransformerDecoderBase, name) or name in vars(decoder):
+            return f"{type(decoder).__name__} has a {name} of its own"
+    if decoder.padding_idx != generator.pad:
+        return "the decoder pads with another token than the dictionary"
+    for layer in decoder.layers.children():
+        reason = _layer_unsupported(layer, generator.beam_size)
+        if reason is not None:
+            return reason
+    return _modules_unsupported(model)
+
+
+def _layer_unsupported(layer: Any, beam_size: int) -> str | None:
+    kind = type(layer)
+    if getattr(kind, "forward", None) is not TransformerDecoderLayerBase.forward or "forward" in vars(layer):
+        return f"{kind.__name__} has a forward pass of its own"
+    if layer.cross_self_attention:
+        return "self-attention over the source"
+    for attention in (layer.self_attn, layer.encoder_attn):
+        if attention is None:
+            continue
+        if type(attention) is not MultiheadAttention or "forward" in vars(attention):
+            return f"attention of type {type(attention).__name__}"
+        if attention.use_xformers or attention.bias_k is not None or attention.add_zero_attn or attention.onnx_trace:
+            return "attention with xformers, additional keys or in an ONNX trace"
+    if not layer.self_attn.self_attention or (
+        layer.encoder_attn is not None and not layer.encoder_attn.encoder_decoder_attention
+    ):
+        return "attention of another kind than self-attention and attention to the source"
+    if layer.encoder_attn is not None and beam_size % layer.encoder_attn.beam_size != 0:
+        return "the model has been set to another beam size since the generator was made"
+    return None
+
+
+def _modules_unsupported(model: Any) -> str | None:
+    ours = {id(attention) for attention in _attentions(model.decoder)} | {id(model.decoder)}
+    for module in model.modules():
+        if module.training:
+            return "the model, or a part of it, is in training mode"
+        if isinstance(module, FairseqDropout) and module.apply_during_inference and module.p > 0:
+            return "dropout is retained"
+    for module in model.decoder.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "forward hooks are registered on the decoder"
+        if hasattr(module, "reorder_incremental_state") and id(module) not in ours:
+            return f"{type(module).__name__} keeps state other than K/V"
+    return None

@@ -1,0 +1,49 @@
+"""FairSeq's tests need FairSeq; everything else does without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import kv
+
+try:
+    VERSION: str | None = metadata.version("fairseq")
+except metadata.PackageNotFoundError:
+    try:
+        VERSION = metadata.version("fairseq-fixed")
+    except metadata.PackageNotFoundError:
+        VERSION = None
+
+if VERSION is None and not os.environ.get("FASTGEN_REQUIRE_FAIRSEQ"):
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_report_header() -> str:
+    return f"fairseq: {VERSION or 'not installed, its tests are left out'}"
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
+
+    A prefix is shared however few bytes it has: that of a tiny model would never be worth it.
+    """
+    monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
+    before = settings.current()
+    fastgen.enable()
+    fastgen.reset_stats()
+    yield
+    settings.change(strict=before.strict)
+    fastgen.enable()
+
+
+@pytest.fixture
+def strict(counted: None) -> None:
+    """A fallback fails the test."""
+    fastgen.enable(strict=True)
