@@ -143,6 +143,10 @@ def _remarks(records: list[Record]) -> list[str]:
         remarks += [f"{record.title}: {error.splitlines()[-1]} (failed)" for error in record.errors if error.strip()]
         remarks += [f"{record.title}: {note}" for note in record.notes]
         remarks += [f"{record.title}: {name} is not measured: {reason}" for name, reason in record.skipped.items()]
+        for name, side in record.sides.items():
+            # That is more than a warm-up: something was compiled, which the user waits for as well.
+            if side.get("warm_up_seconds", 0.0) > 2 * side["median"] + 1:
+                remarks.append(f"{record.title}: {name} took {format_seconds(side['warm_up_seconds'])} to get ready")
         for entry_point, reasons in record.fallbacks.items():
             remarks += [
                 f"{record.title}: {entry_point} fell back {calls} times: {reason}" for reason, calls in reasons.items()

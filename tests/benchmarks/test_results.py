@@ -90,7 +90,8 @@ def test_table(tmp_path):
 def test_table_and_chart_have_every_side(tmp_path):
     made = record("a", identical=True, accelerated=True, skipped={"fairseq": "it is not installed"})
     made.sides["ctranslate2"] = {**summary([1.5]), "version": "4.8.5"}
-    made.sides["ctranslate2-int8"] = summary([0.75])
+    made.sides["ctranslate2-int8"] = {**summary([0.75]), "warm_up_seconds": 60.0}
+    made.sides["fastgen"]["warm_up_seconds"] = 0.5
     made.sides["fastgen-int8"] = summary([0.5])
     made.sides["alone"] = summary([9.0])
     made.same = {"ctranslate2": 0.75, "ctranslate2-int8": 0.5, "fastgen-int8": 0.25}
@@ -107,6 +108,7 @@ def test_table_and_chart_have_every_side(tmp_path):
     assert "500 ms [500 ms - 500 ms] (fastgen-int8) | **1.50** [1.50 - 1.50] | 50 %, 25 % |" in text
     assert "| Title of a | alone | 9.00 s [9.00 s - 9.00 s] |  |" in text
     assert "| Title of a | fairseq | not measured |" in text and "fairseq is not measured: it is not installed" in text
+    assert text.count("to get ready") == 1 and "ctranslate2-int8 took 60.00 s to get ready" in text
     bars = results_module.chart._bars(made)
     assert [bar.side for bar in bars] == ["fastgen", "ctranslate2", "ctranslate2-int8", "fastgen-int8", "alone"]
     assert [round(bar.ratio, 2) for bar in bars] == [2.0, 1.33, 2.67, 4.0, 0.22]
