@@ -20,13 +20,19 @@ has no kernel of its own. Kernels: csrc/cpu/shared_prefix_attention.cpp.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
 
-_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The most query rows (copies * query heads per kv head * Q) that go to the kernel: without a suffix, and with one, when
+# the reference has two products each and a softmax instead of one fused kernel. Beyond, blocked matrix products over
+# many rows gain more than is lost in memory traffic; bfloat16 products even have hardware of their own. Measured with
+# AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
+MAX_ROWS = {torch.float32: (16, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
 def backend() -> str:
@@ -133,30 +139,42 @@ def shared_prefix_attention(
         RuntimeError: a shape, a type or a device is not as above.
     """
     if not _suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
-        return reference(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry)
+        return _composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
     return torch.ops.fastgen.shared_prefix_attention.default(
         query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
     )
 
 
-# The kernel is for the queries of decoding steps. From so many rows on that share a prefix, blocked matrix products
-# over the whole of it take less time than they save in memory traffic.
-MAX_KERNEL_ROWS = 64
-
-
-def _suits_kernel(query: Tensor, *others: Tensor | None) -> bool:
-    """Whether the operator may have these tensors: types it has, no gradient, no cast by autocast, few queries."""
-    prefix_keys = others[0]
-    assert prefix_keys is not None
+def _suits_kernel(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    mask: Tensor | None,
+) -> bool:
+    """Whether the kernel can have these tensors, and takes less time than the reference."""
     device, dtype = query.device.type, query.dtype
-    if device != "cpu" or dtype not in _KERNEL_TYPES:
+    if device != "cpu" or dtype not in MAX_ROWS or (dtype.itemsize == 2 and not _converts_halves()):
         return False
-    rows_sharing = query.shape[0] * query.shape[1] * query.shape[2]
-    if rows_sharing > MAX_KERNEL_ROWS * prefix_keys.shape[0] * prefix_keys.shape[1]:
+    if query.dim() != 4 or prefix_keys.dim() != 4:
         return False
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, *others)):
+    matrices = prefix_keys.shape[0] * prefix_keys.shape[1]
+    if query.shape[:3].numel() > matrices * MAX_ROWS[dtype][suffix_keys is not None]:
         return False
+    tensors = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    if any(x is not None and (x.stride(-1) != 1 or x.dtype != dtype) for x in tensors[1:5]):
+        return False
+    # Under autocast the result has its type.
     return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
+
+
+@functools.cache
+def _converts_halves() -> bool:
+    """Whether the kernel reads half precision with instructions made for it."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def reference(
@@ -170,8 +188,22 @@ def reference(
     *,
     ancestry: Tensor | None = None,
 ) -> Tensor:
-    """`shared_prefix_attention` in plain torch, for any device and any number of queries."""
+    """The operator in plain torch, for any device. Arguments as in the schema."""
     _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry)
+    return _composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
+
+
+def _composed(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    mask: Tensor | None,
+    scale: float | None,
+    ancestry: Tensor | None,
+) -> Tensor:
+    """Made of operations of torch, which take what autocast makes of types that differ."""
     if query.shape[0] == 0 or query.shape[2] == 0:
         return query.new_empty(*query.shape[:3], prefix_values.shape[3])
     if mask is not None:
@@ -188,7 +220,8 @@ def reference(
         if mask.dtype == torch.bool:
             scores = scores.masked_fill_(mask.logical_not(), float("-inf"))
         else:
-            scores = scores.add_(mask)
+            # The lowest number of float32 would be -inf in half precision.
+            scores = scores.add_(mask) if mask.dtype == scores.dtype else scores + mask
     # Half-precision scores are normalised in float32, as fused kernels do.
     normalised = torch.promote_types(query.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=normalised).to(query.dtype)

@@ -434,11 +434,13 @@ class TestWhatServes:
         """The names of what has served."""
         names = []
 
-        def record(*args, **kwargs):
-            names.append("reference")
-            return reference(*args, **kwargs)
+        composed = attention._composed
 
-        monkeypatch.setattr(attention, "reference", record)
+        def record(*args):
+            names.append("reference")
+            return composed(*args)
+
+        monkeypatch.setattr(attention, "_composed", record)
         return names
 
     def test_a_decoding_step(self, served):
@@ -447,8 +449,25 @@ class TestWhatServes:
         shared_prefix_attention(query, prefix, prefix)
         assert served == []
 
-    def test_many_queries(self, served):
-        query, prefix = torch.randn(2, 2, 500, 8), torch.randn(2, 2, 500, 8)
+    @pytest.mark.parametrize("dtype", attention.MAX_ROWS)
+    def test_many_queries(self, served, dtype, monkeypatch):
+        monkeypatch.setattr(attention, "_converts_halves", lambda: True)
+        prefix, own = torch.randn(2, 2, 50, 8, dtype=dtype), torch.randn(4, 2, 3, 8, dtype=dtype)
+        for suffix, most in zip([None, own], attention.MAX_ROWS[dtype], strict=True):
+            for queries, by in [(most // 4, []), (most // 4 + 1, ["reference"])]:
+                served.clear()
+                shared_prefix_attention(torch.randn(4, 4, queries, 8, dtype=dtype), prefix, prefix, suffix, suffix)
+                assert served == by, (suffix is None, queries)
+
+    def test_half_precision_without_instructions_for_it(self, served, monkeypatch):
+        monkeypatch.setattr(attention, "_converts_halves", lambda: False)
+        for dtype in KERNEL_TYPES:
+            prefix = torch.randn(2, 2, 5, 8, dtype=dtype)
+            shared_prefix_attention(torch.randn(4, 2, 1, 8, dtype=dtype), prefix, prefix)
+        assert served == ["reference"] * 2
+
+    def test_strides_that_the_kernel_does_not_take(self, served):
+        query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 8, 5).transpose(-1, -2)
         shared_prefix_attention(query, prefix, prefix)
         assert served == ["reference"]
 
@@ -471,7 +490,11 @@ class TestWhatServes:
             assert shared_prefix_attention(query, prefix, prefix).dtype == torch.bfloat16
             half = query.bfloat16(), prefix.bfloat16(), prefix.bfloat16()
             assert shared_prefix_attention(*half).dtype == torch.bfloat16
-        assert served == ["reference"]
+            assert served == ["reference"]
+            # Rotary embeddings leave keys in float32 where the values are not.
+            for own in ((None, None), (query, half[0])):
+                mixed = shared_prefix_attention(query, prefix, half[1], *own)
+                assert mixed.dtype == torch.bfloat16
 
 
 def test_without_the_extension():

@@ -95,24 +95,31 @@ inline void score_rows(const float* query, int64_t query_width, const Block<scal
   for (int64_t j = 0; j < block.length; j += 4) {
     const scalar_t* const* keys = block.keys + j;
     Vector sums[kRows][4];
+    FASTGEN_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      FASTGEN_UNROLL
       for (int k = 0; k < 4; ++k) sums[r][k] = broadcast(0.0f);
     }
     for (int64_t d = 0; d < whole; d += kLanes) {
       const Vector key[4] = {load(keys[0] + d), load(keys[1] + d), load(keys[2] + d), load(keys[3] + d)};
+      FASTGEN_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const Vector q = load(query + r * query_width + d);
+        FASTGEN_UNROLL
         for (int k = 0; k < 4; ++k) sums[r][k] = multiply_add(q, key[k], sums[r][k]);
       }
     }
     if (whole < dim) {
+      FASTGEN_UNROLL
       for (int k = 0; k < 4; ++k) {
         const Vector key = load_first(keys[k] + whole, dim - whole);
+        FASTGEN_UNROLL
         for (int r = 0; r < kRows; ++r) {
           sums[r][k] = multiply_add(load(query + r * query_width + whole), key, sums[r][k]);
         }
       }
     }
+    FASTGEN_UNROLL
     for (int r = 0; r < kRows; ++r) store_sums(scores + r * kBlock + j, sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
   }
 }
@@ -138,7 +145,9 @@ template <int kRows, int kVectors, bool kPartial, typename scalar_t>
 inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column, int64_t last,
                             const float* factors, float* context, int64_t width) {
   Vector sums[kRows][kVectors];
+  FASTGEN_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    FASTGEN_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       sums[r][v] = load(context + r * width + column + v * kLanes) * broadcast(factors[r]);
     }
@@ -146,13 +155,18 @@ inline void add_values_tile(const float* weights, const Block<scalar_t>& block, 
   for (int64_t j = 0; j < block.length; ++j) {
     const scalar_t* from = block.values[j] + column;
     Vector value[kVectors];
+    FASTGEN_UNROLL
     for (int v = 0; v < kVectors; ++v) value[v] = kPartial ? load_first(from, last) : load(from + v * kLanes);
+    FASTGEN_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Vector weight = broadcast(weights[r * kBlock + j]);
+      FASTGEN_UNROLL
       for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
     }
   }
+  FASTGEN_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    FASTGEN_UNROLL
     for (int v = 0; v < kVectors; ++v) store(context + r * width + column + v * kLanes, sums[r][v]);
   }
 }

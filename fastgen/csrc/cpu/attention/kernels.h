@@ -20,6 +20,13 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop over registers: compilers keep an array in registers only once the loops over it are gone.
+#if defined(__GNUC__)
+#define FASTGEN_UNROLL _Pragma("GCC unroll 16")
+#else
+#define FASTGEN_UNROLL
+#endif
+
 namespace fastgen {
 namespace {
 
