@@ -9,6 +9,7 @@ Transformers itself is imported. `python -m fastgen` prints what is patched and 
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +39,29 @@ __all__ = [
 _patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 
 
-def enable(*, strict: bool | None = None) -> None:
+def enable(*, strict: bool | None = None, packed_weights: str | None = None) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
     Args:
         strict: raise `FallbackError` where a call would fall back to the original code; unchanged if None. The default
             is that of the environment variable FASTGEN_STRICT.
+        packed_weights: how long the packed copies of a model's weights on the CPU live: "call", "keep" or "never" (see
+            `fastgen.settings.Settings`); unchanged if None. The default is that of FASTGEN_PACKED_WEIGHTS, or "call".
+
+    Raises:
+        ValueError: `packed_weights` is none of these.
     """
-    if strict is not None:
-        settings.change(strict=strict)
+    changes = {"strict": strict, "packed_weights": packed_weights}
+    settings.change(**{name: value for name, value in changes.items() if value is not None})
     _patches.enable()
 
 
 def disable() -> None:
     """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
     _patches.disable()
+    layers = sys.modules.get("fastgen.decoding.linear_layers")
+    if layers is not None:  # nothing was packed where nothing was imported
+        layers.PackedLayers.drop_kept()
 
 
 def disabled() -> AbstractContextManager[None]:

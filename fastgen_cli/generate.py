@@ -306,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Sequence[str]) -> int:
     import fastgen
+    from fastgen import settings as switches
     from fastgen.pipeline import Settings, run
 
     given = vars(namespace).copy()
@@ -313,6 +314,10 @@ def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Seque
     if given.pop("no_fastgen"):
         fastgen.disable()
     settings = Settings(generation=generation, **given)
+    packed_weights = switches.current().packed_weights
+    if packed_weights == "call":
+        # The model is this command's own: nobody writes to its weights between two batches.
+        switches.change(packed_weights="keep")
     try:
         report = run(settings)
     except KeyboardInterrupt:
@@ -321,6 +326,8 @@ def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Seque
         again = [word for word in words if word not in ("--resume",)]
         print(f"{PROGRAM}: interrupted; to continue: {PROGRAM} {shlex.join([*again, '--resume'])}", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        switches.change(packed_weights=packed_weights)
     if not settings.quiet:
         print(_summary(report), file=sys.stderr)
     if report.metrics and not (settings.quiet and settings.score_path):

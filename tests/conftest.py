@@ -13,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("fastgen", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("fastgen")
 
+# What tests measure while others run is nothing to remember.
+os.environ.setdefault("FASTGEN_CACHE", "")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device that the tests run on: cpu (default), cuda, cuda:1, ...")

@@ -8,17 +8,23 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import kv
+from fastgen.decoding import kv, linear_layers
 from fastgen.decoding.shared import SharedKV
+from fastgen.ops import linear
 
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
 
-    A prefix is shared however few bytes it has: that of a tiny model would never be worth it.
+    A prefix is shared however few bytes it has, and every weight is packed: those of a tiny model would never be worth
+    it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(linear_layers.PackedLayers, "_shapes", {})
+    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
     before = settings.current()
     fastgen.enable()
     fastgen.reset_stats()

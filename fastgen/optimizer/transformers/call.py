@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from transformers.pytorch_utils import Conv1D
+
 from fastgen import counters
+from fastgen.decoding.linear_layers import LINEAR, PackedLayers
 
 if TYPE_CHECKING:
     from fastgen.optimizer.transformers.cache import StoreInCache
 
 ENTRY_POINT = "transformers.generate"
+
+# The classes of linear layers, and whether their weight is stored transposed.
+_LINEAR_LAYERS = {**LINEAR, Conv1D: True}
 
 
 class Declined(Exception):
@@ -40,6 +47,7 @@ class Call:
         self._cache_is_the_users = cache_is_the_users
         self._returns_cache = False
         self._token: Any = None
+        self._packed = ExitStack()
 
     @classmethod
     def current(cls, model: Any = None) -> Call | None:
@@ -49,14 +57,17 @@ class Call:
 
     def __enter__(self) -> Call:
         self._token = Call._active.set(self)
+        self._packed.enter_context(PackedLayers.of(self.model, _LINEAR_LAYERS))
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._packed.close()
         Call._active.reset(self._token)
 
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
         self.accelerated, self.declined = False, True
+        self._packed.close()
         counters.count_fallback(ENTRY_POINT, reason)
 
     def accelerate(self, make_store: Callable[[], StoreInCache], returns_dict: bool) -> StoreInCache:
@@ -79,6 +90,7 @@ class Call:
 
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""
+        self._packed.close()
         if self.store is not None:
             self.store.restore()
             self.store = None

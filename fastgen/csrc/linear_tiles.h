@@ -1,0 +1,81 @@
+// The inner loops of the packed linear layer for one instruction set. Included once per instruction set by
+// cpu/linear.cpp, inside a namespace of its own, with these defined:
+//   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
+//   FASTGEN_WIDTH    floats of a vector
+//   FASTGEN_VECTORS  vectors across a panel
+//   FASTGEN_ROWS     rows of a tile: FASTGEN_ROWS x FASTGEN_VECTORS sums stay in registers
+// No include guard: it is meant to be included several times.
+
+typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
+
+constexpr int64_t kPanel = FASTGEN_WIDTH * FASTGEN_VECTORS;  // outputs of a panel
+constexpr int64_t kTileRows = FASTGEN_ROWS;
+
+// y[kRows, kPanel] = first (one row for all; y itself if null) + x[kRows, depth] times panel[depth, kPanel]. The products
+// are summed among themselves first, so that the rounding of a long sum is that of its parts.
+// Meanwhile it asks for what is used next: kLines cache lines from `next` on for each input, `step` floats apart.
+template <int kRows, int kLines>
+FASTGEN_TARGET void tile(const float* x, int64_t x_stride, const float* panel, int64_t depth, const float* first, float* y,
+                         int64_t y_stride, const float* next, int64_t step) {
+  Vector sums[kRows][FASTGEN_VECTORS] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Vector* weights = reinterpret_cast<const Vector*>(panel + k * kPanel);
+#pragma GCC unroll 8
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + k * step + line * kLine, 0, 2);
+    Vector w[FASTGEN_VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < FASTGEN_VECTORS; ++v) w[v] = weights[v];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const float value = x[r * x_stride + k];
+#pragma GCC unroll 8
+      for (int v = 0; v < FASTGEN_VECTORS; ++v) sums[r][v] += value * w[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < FASTGEN_VECTORS; ++v) {
+      Vector* target = reinterpret_cast<Vector*>(y + r * y_stride) + v;
+      *target = (first != nullptr ? reinterpret_cast<const Vector*>(first)[v] : *target) + sums[r][v];
+    }
+  }
+}
+
+using Tile = void (*)(const float*, int64_t, const float*, int64_t, const float*, float*, int64_t, const float*, int64_t);
+
+template <int kLines, size_t... kRows>
+constexpr std::array<Tile, sizeof...(kRows)> make_tiles(std::index_sequence<kRows...>) {
+  return {&tile<static_cast<int>(kRows) + 1, kLines>...};
+}
+
+// By the number of lines to ask for, less one, and the number of rows, less one.
+constexpr int64_t kPanelLines = (kPanel + kLine - 1) / kLine;
+static_assert(kPanelLines <= 3);
+constexpr std::array<std::array<Tile, FASTGEN_ROWS>, 3> kTiles = {
+    make_tiles<1>(std::make_index_sequence<FASTGEN_ROWS>()),
+    make_tiles<2>(std::make_index_sequence<FASTGEN_ROWS>()),
+    make_tiles<3>(std::make_index_sequence<FASTGEN_ROWS>()),
+};
+
+// All rows times one panel. What is read of the panel in one go fits into the cache next to the core, so that only one
+// tile of rows gets it from farther away. While it is used, the tiles together ask for what comes after it.
+inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float* panel, int64_t depth, const float* bias,
+                     float* y, int64_t y_stride) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t lines = (kPanelLines + tiles - 1) / tiles, step = (kPanel + tiles - 1) / tiles;
+  for (int64_t k = 0; k < depth; k += kDepth) {
+    const int64_t some = std::min(kDepth, depth - k);
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t begin = rows * i / tiles, end = rows * (i + 1) / tiles;  // of nearly the same size
+      const float* part = panel + k * kPanel;
+      kTiles[lines - 1][end - begin - 1](x + begin * x_stride + k, x_stride, part, some, k == 0 ? bias : nullptr,
+                                         y + begin * y_stride, y_stride, part + some * kPanel + i * some * step, step);
+    }
+  }
+}
+
+#undef FASTGEN_TARGET
+#undef FASTGEN_WIDTH
+#undef FASTGEN_VECTORS
+#undef FASTGEN_ROWS

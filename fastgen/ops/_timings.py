@@ -1,0 +1,102 @@
+"""What has been measured on this machine, kept in a file so that it is measured once.
+
+The file is `fastgen/timings.json` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache), or in the folder named by
+FASTGEN_CACHE; an empty FASTGEN_CACHE keeps everything in memory. It holds numbers only. Entries belong to a processor,
+a release of torch and a number of threads. A file that cannot be read or written is done without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+Timing = tuple[float, ...]
+
+_lock = threading.RLock()
+_known: dict[str, dict[str, Timing]] | None = None
+
+
+def get(operator: str, key: str, count: int, measure: Callable[[], Sequence[float]]) -> Timing:
+    """The `count` timings of `key` on this machine: those that are known, or else what `measure()` gives, in seconds."""
+    section = _section(operator)
+    with _lock:
+        known = _load()
+        if len(known.get(section, {}).get(key, ())) != count:
+            known.setdefault(section, {})[key] = tuple(float(value) for value in measure())
+            _save(known)
+        return known[section][key]
+
+
+def all(operator: str) -> dict[str, Timing]:
+    """Every timing known of `operator` on this machine."""
+    with _lock:
+        return dict(_load().get(_section(operator), {}))
+
+
+def _section(operator: str) -> str:
+    return f"{operator} | {_processor()} | torch {torch.__version__} | {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name, as the operating system gives it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def path() -> Path | None:
+    """The file, or None where nothing is to be kept."""
+    folder = os.environ.get("FASTGEN_CACHE")
+    if folder is not None:
+        return Path(folder, "timings.json") if folder else None
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(cache or Path.home() / ".cache", "fastgen", "timings.json")
+    except RuntimeError:  # there is no home
+        return None
+
+
+def _load() -> dict[str, dict[str, Timing]]:
+    global _known
+    if _known is None:
+        _known = _read()
+    return _known
+
+
+def _read() -> dict[str, dict[str, Timing]]:
+    file = path()
+    try:
+        content = json.loads(file.read_text()) if file is not None else {}
+        return {
+            section: {key: tuple(float(value) for value in values) for key, values in entries.items()}
+            for section, entries in content.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # nothing measured yet, or not what we wrote: it is measured again
+
+
+def _save(known: dict[str, dict[str, Timing]]) -> None:
+    """Writes what is known, and what other processes have written since; whole or not at all."""
+    file = path()
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for section, entries in _read().items():
+            known[section] = {**entries, **known.get(section, {})}
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with open(handle, "w") as new:
+            json.dump(known, new, indent=1)
+        os.replace(name, file)

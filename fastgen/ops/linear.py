@@ -1,0 +1,156 @@
+"""Linear layers on a weight that was packed ahead: the products of a decoding step on a CPU.
+
+A BLAS library gets the weight as it lies in memory, and rearranges it block by block inside every product. For the few
+rows of a decoding step that costs as much as the product itself. Here the weight is rearranged once, into panels that
+hold some outputs of all inputs in the order in which a product uses them; a product then reads it as one stream (see
+csrc/cpu/linear.cpp). Whether that is faster depends on the processor, on what torch was built with, and on the shape,
+so it is measured, once per machine and shape (`costs`).
+
+The operators are `torch.ops.fastgen.pack_linear` and `torch.ops.fastgen.packed_linear`; float32 only. The result
+differs from `torch.nn.functional.linear` by rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import _library, _timings
+
+# Outputs of a panel, in the reference. Each kernel has a width of its own.
+_PANEL = 16
+# Shapes are measured with the next power of two of rows, and beyond this many in proportion.
+_MAX_ROWS = 1024
+# A wider layer is measured with fewer outputs, and in proportion.
+_MAX_BYTES = 2**26
+# The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
+_COLD_BYTES = 2**26
+_ROUNDS = 3
+
+
+class Costs(NamedTuple):
+    """Seconds that a product takes with the weight as it is and with the packed one, and that packing takes."""
+
+    plain: float
+    packed: float
+    packing: float
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight in panels: an opaque tensor for `packed_linear`, valid in this process.
+
+    Args:
+        weight: [outputs, inputs], float32, any strides.
+
+    Raises:
+        RuntimeError: the weight has another shape or dtype.
+    """
+    return torch.ops.fastgen.pack_linear.default(weight.detach())
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)` with `packed = pack(weight)`; not differentiable.
+
+    Args:
+        x: [..., inputs], float32.
+        bias: [outputs] or None.
+        outputs: rows of the weight.
+
+    Returns:
+        [..., outputs].
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit together.
+    """
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    y = torch.ops.fastgen.packed_linear.default(rows, packed, bias, outputs)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there is a kernel in this process. Without one, nothing is gained by packing."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::packed_linear", "CPU")
+
+
+def backend() -> str:
+    """Which implementation serves this operator."""
+    if not is_available():
+        return f"torch, nothing is packed: {_library.load('CPU') or 'no kernel for this processor'}"
+    known = _timings.all("linear")
+    faster = sum(cost[1] < cost[0] for cost in known.values())
+    return f"{_library.backend('fastgen::packed_linear')}, where measured to be faster: {faster} of {len(known)} shapes"
+
+
+def costs(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
+    """What a layer of this shape costs on this machine, with the number of threads in force.
+
+    Measured at the first call, which takes some ten to a hundred milliseconds, and remembered in a file of the user's
+    cache folder (`fastgen.ops._timings`). Draws no random numbers.
+
+    Args:
+        rows: rows of the input, at least 1.
+        transposed: the weight is stored as [inputs, outputs], as GPT-2's.
+    """
+    bucket = min(1 << (rows - 1).bit_length(), _MAX_ROWS)
+    key = f"{bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
+    known = _timings.get("linear", key, len(Costs._fields), lambda: _measure(bucket, inputs, outputs, transposed))
+    scale = max(rows / bucket, 1.0)
+    return Costs(known[0] * scale, known[1] * scale, known[2])
+
+
+@torch.no_grad()
+def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
+    some = min(outputs, max(_MAX_BYTES // (4 * inputs), 1))
+    x, bias = torch.full((rows, inputs), 0.5), torch.full((some,), 0.5)
+    count = max(1, min(16, _COLD_BYTES // (4 * inputs * some)))
+    weights = [torch.full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
+    start = time.perf_counter()
+    packed = [pack(weight.t() if transposed else weight) for weight in weights]
+    packing = (time.perf_counter() - start) / count
+
+    def plain(weight: Tensor) -> Tensor:
+        return torch.addmm(bias, x, weight) if transposed else F.linear(x, weight, bias)
+
+    # In turns, so that what else the machine does meets both.
+    rounds = [
+        (_seconds(plain, weights), _seconds(lambda panels: packed_linear(x, panels, bias, some), packed))
+        for _ in range(_ROUNDS)
+    ]
+    scale = outputs / some
+    return Costs(min(first for first, _ in rounds) * scale, min(last for _, last in rounds) * scale, packing * scale)
+
+
+def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    """Seconds per product."""
+    start = time.perf_counter()
+    for weight in weights:
+        product(weight)
+    return (time.perf_counter() - start) / len(weights)
+
+
+def _pack_reference(weight: Tensor) -> Tensor:
+    if weight.dim() != 2 or weight.dtype != torch.float32:
+        raise RuntimeError("pack_linear: the weight must be [outputs, inputs] of float32")
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _PANEL))
+    return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+
+
+def _packed_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    if x.dim() != 2 or packed.dim() != 3 or x.shape[1] != packed.shape[1] or -(-outputs // _PANEL) != packed.shape[0]:
+        raise RuntimeError("packed_linear: the weight was not packed for this product")
+    return F.linear(x, packed.transpose(1, 2).flatten(0, 1)[:outputs], bias)
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("pack_linear(Tensor weight) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_LIBRARY.impl("pack_linear", _pack_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("packed_linear", _packed_linear_reference, "CompositeExplicitAutograd")
+_library.load_kernels()

@@ -1,0 +1,291 @@
+"""Layers of a model on packed weights: which, for how long, and what happens to weights that change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import linear_layers
+from fastgen.decoding.linear_layers import PackedLayers, _Forward
+from fastgen.ops import linear
+
+pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+
+
+@pytest.fixture(autouse=True)
+def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Packing pays for every shape from the first product on; the weights that are packed, in order."""
+    packed: list[torch.Tensor] = []
+    pack = linear.pack
+    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
+    monkeypatch.setattr(PackedLayers, "_shapes", {})
+    before = settings.current().packed_weights
+    fastgen.enable()
+    with torch.no_grad():
+        yield packed
+    settings.change(packed_weights=before)
+    fastgen.enable()
+    PackedLayers.drop_kept()
+
+
+class Transposed(nn.Module):
+    """A layer that stores its weight as GPT-2 does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+KINDS = {nn.Linear: False, Transposed: True}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), Transposed(30, 50), nn.Linear(50, 7, bias=False))
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), _Forward)
+
+
+def test_the_result_is_the_same_and_the_layers_are_restored(packed_at_once: list[torch.Tensor]) -> None:
+    model, x = _model(), torch.randn(3, 4, 20)
+    expected = model(x)
+    with PackedLayers.of(model, KINDS):
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+        assert [_is_packed(layer) for layer in model] == [True, False, True, True]
+        model(x)
+    assert len(packed_at_once) == 3  # each weight once
+    assert not any("forward" in vars(layer) for layer in model)
+    assert torch.equal(model(x), expected)
+
+
+def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tensor]) -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with PackedLayers.of(model, KINDS):
+        model(x)
+        with PackedLayers.of(model, KINDS):
+            model(x)
+        assert _is_packed(model[0])
+        model(x)
+    assert len(packed_at_once) == 3 and not _is_packed(model[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
+        lambda layer: setattr(layer.weight, "data", layer.weight * 2),
+        lambda layer: layer.bias.add_(1),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+    ids=["in place", "replaced", "its data replaced", "bias in place", "bias removed"],
+)
+def test_a_changed_weight_counts(change: object) -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with PackedLayers.of(model, KINDS):
+        before = model(x)
+        change(model[0])
+        after = model(x)
+        again = model(x)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, model(x), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(again, model(x), atol=1e-4, rtol=1e-5)
+
+
+def test_a_weight_that_is_cast_is_not_packed_any_more() -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with PackedLayers.of(model, KINDS):
+        model(x)
+        model.double()
+        assert torch.equal(model(x.double()), model(x.double()))
+        assert model(x.double()).dtype is torch.float64
+        model.bfloat16()
+        assert model(x.bfloat16()).dtype is torch.bfloat16
+        model.float()
+        assert model(x).dtype is torch.float32
+
+
+def test_a_float32_input_to_a_weight_of_another_type_fails_as_ever() -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with PackedLayers.of(model, KINDS):
+        model(x)
+        model.double()
+        with pytest.raises(RuntimeError):
+            model(x)
+
+
+def test_weights_are_kept_only_if_asked_for(packed_at_once: list[torch.Tensor]) -> None:
+    model, x = _model(), torch.randn(2, 20)
+    for mode, packed in (("call", 3), ("call", 6), ("keep", 9), ("keep", 9)):
+        fastgen.enable(packed_weights=mode)
+        with PackedLayers.of(model, KINDS):
+            model(x)
+        assert len(packed_at_once) == packed, mode
+        assert not _is_packed(model[0])
+    model[0].weight.mul_(2)
+    with PackedLayers.of(model, KINDS):
+        result = model(x)
+    assert len(packed_at_once) == 10
+    torch.testing.assert_close(result, model(x), atol=1e-4, rtol=1e-5)
+    fastgen.disable()
+    fastgen.enable()
+    with PackedLayers.of(model, KINDS):
+        model(x)
+    assert len(packed_at_once) == 13
+
+
+def test_never() -> None:
+    model = _model()
+    fastgen.enable(packed_weights="never")
+    with PackedLayers.of(model, KINDS):
+        assert not _is_packed(model[0])
+    with pytest.raises(ValueError, match="packed_weights"):
+        fastgen.enable(packed_weights="always")
+
+
+def test_kept_weights_go_with_the_model() -> None:
+    fastgen.enable(packed_weights="keep")
+    model = _model()
+    with PackedLayers.of(model, KINDS):
+        model(torch.randn(2, 20))
+    layer = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert layer() is None
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def _replaced(layer: nn.Linear) -> nn.Linear:
+    layer.forward = lambda x: x
+    return layer
+
+
+def _frozen_in_inference() -> nn.Linear:
+    with torch.inference_mode():
+        return nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Doubled(4, 4),
+        _replaced(nn.Linear(4, 4)),
+        nn.Linear(4, 4).double(),
+        nn.Linear(4, 4, device="meta"),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        nn.utils.weight_norm(nn.Linear(4, 4)),
+        _frozen_in_inference(),
+        torch.ao.nn.quantized.dynamic.Linear(4, 4),
+        nn.Embedding(4, 4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_are_more_than_their_weight_are_left_alone(layer: nn.Module) -> None:
+    before = vars(layer).get("forward")
+    with PackedLayers.of(nn.Sequential(layer), KINDS):
+        assert vars(layer).get("forward") is before
+    assert vars(layer).get("forward") is before
+
+
+def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
+    model[0].register_forward_hook(lambda layer, args, output: seen.append(output) or output + 1)
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with PackedLayers.of(model, KINDS):
+        torch.testing.assert_close(model(x), expected)
+    assert len(seen) == 2 and len(packed_at_once) == 1
+
+
+def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[torch.Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with PackedLayers.of(model, KINDS):
+        with torch.enable_grad():
+            assert model(x).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16
+        with fastgen.disabled():
+            model(x)
+        assert model(torch.empty(0, 4)).shape == (0, 4)
+        assert not packed_at_once
+        model(x)
+        assert len(packed_at_once) == 1
+
+
+def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with PackedLayers.of(model, KINDS):
+        model(x)
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+    expected = model(x)
+    model[0].weight.zero_()
+    file.seek(0)
+    for other in (twin, torch.load(file, weights_only=False)):
+        assert not any(_is_packed(layer) for layer in other)
+        torch.testing.assert_close(other(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(2.0, 1.0, 2.5))
+    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 4)
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    with PackedLayers.of(model, KINDS):
+        for _ in range(5):
+            model(x)
+        assert not packed_at_once  # known from the fourth product on; after the fifth two seconds have been missed
+        model(x)
+        assert len(packed_at_once) == 1
+
+
+def test_nothing_is_packed_where_it_is_slower(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda rows, *shape: linear.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with PackedLayers.of(model, KINDS):
+        model(torch.randn(9, 4))
+        assert not packed_at_once
+        model(torch.randn(2, 4))
+        assert len(packed_at_once) == 1
+
+
+def test_memory_is_not_used_up(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_layers, "_free_memory", lambda: 2 * 100 * 4)
+    model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
+    expected = model(x)
+    with PackedLayers.of(model, KINDS):
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected)
+    assert len(packed_at_once) == 1
+    assert linear_layers._free_memory() == 800
+
+
+def test_free_memory_is_a_sensible_number() -> None:
+    assert 2**20 < linear_layers._free_memory() < 2**50

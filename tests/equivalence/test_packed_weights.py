@@ -1,0 +1,144 @@
+"""Packed weights inside `generate`: they are used, they follow the weights, and nothing stays on the model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import fastgen
+from fastgen.decoding import linear_layers
+from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.linear_layers import _Forward
+from fastgen.ops import linear
+from tests.equivalence.cases import BEAM
+from tests.equivalence.check import assert_same, check, run
+from tests.equivalence.models import BY_NAME
+from tests.equivalence.test_failures import break_
+
+pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+
+FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The outputs of every product with a packed weight."""
+    found: list[int] = []
+    product = linear.packed_linear
+
+    def counting(x: torch.Tensor, packed: torch.Tensor, bias: Any, outputs: int) -> torch.Tensor:
+        found.append(outputs)
+        return product(x, packed, bias, outputs)
+
+    monkeypatch.setattr(linear, "packed_linear", counting)
+    return found
+
+
+def installed(model: Any) -> int:
+    return sum(isinstance(vars(module).get("forward"), _Forward) for module in model.modules())
+
+
+@every
+def test_they_are_used_and_nothing_stays(family: Any, products: list[int], strict: None, device: Any) -> None:
+    if torch.device(device).type != "cpu":
+        pytest.skip("weights are packed on the CPU only")
+    model = family.build()
+    check(model, family.make_inputs(batch=2, length=9), BEAM)
+    assert model.config.get_text_config(decoder=True).vocab_size in products  # the head too
+    assert installed(model) == 0
+
+
+class Doubles(LogitsProcessor):
+    """Doubles the weights of the head at the third step."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self.head, self.step = head, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        if self.step == 3:
+            self.head.weight.mul_(-1.0)
+        return scores
+
+
+@every
+def test_a_weight_that_changes_in_the_middle(family: Any, strict: None) -> None:
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    head = model.get_output_embeddings()
+    results = []
+    for context in (fastgen.disabled(), None):
+        before = head.weight.detach().clone()
+        options = {**BEAM, "max_new_tokens": 8, "logits_processor": [Doubles(head)]}
+        with context or torch.no_grad():
+            results.append(run(model, inputs, options))
+        with torch.no_grad():
+            head.weight.copy_(before)
+    assert_same(*results)
+
+
+def test_a_failed_call_and_a_declined_one_run_on_the_original(
+    products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = BY_NAME["gpt2"]
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    break_(monkeypatch, LayerKV, "branch", 1)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        run(model, inputs, BEAM)
+    prompt = len(products)
+    assert prompt and installed(model) == 0
+    run(model, inputs, {**BEAM, "use_cache": False})
+    assert len(products) == prompt and installed(model) == 0
+
+
+class Meanwhile(LogitsProcessor):
+    """Lets another thread run the model with the original code during the first step."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self.model, self.inputs, self.result = model, inputs, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.result is None:
+            thread = threading.Thread(target=self._run)
+            thread.start()
+            thread.join()
+        return scores
+
+    def _run(self) -> None:
+        with fastgen.disabled():
+            self.result = run(self.model, self.inputs, BEAM)
+
+
+def test_threads_with_and_without_fastgen(products: list[int]) -> None:
+    family = BY_NAME["gpt2"]
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    with fastgen.disabled():
+        expected = run(model, inputs, BEAM)
+    counts = []
+    meanwhile = Meanwhile(model, inputs)
+    original = meanwhile._run
+    meanwhile._run = lambda: (counts.append(len(products)), original(), counts.append(len(products)))
+    assert_same(expected, run(model, inputs, {**BEAM, "logits_processor": [meanwhile]}))
+    assert_same(expected, meanwhile.result)
+    assert counts[0] == counts[1] > 0
+
+
+def test_several_threads_share_the_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["bart"]
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    with fastgen.disabled():
+        expected = run(model, inputs, BEAM)
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(run(model, inputs, BEAM))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        assert_same(expected, result)
+    assert installed(model) == 0 and linear_layers.PackedLayers.of(model)._users == 0

@@ -1,0 +1,186 @@
+"""The packed linear layer against its definition in float64, and what is measured of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.ops import _timings, linear
+
+
+def _reference_pack(weight: torch.Tensor) -> torch.Tensor:
+    return linear._pack_reference(weight)
+
+
+def _reference_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    return linear._packed_linear_reference(x, packed, bias, outputs)
+
+
+BACKENDS = {
+    "chosen": (linear.pack, linear.packed_linear),
+    "reference": (_reference_pack, _reference_product),
+}
+
+
+def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weight = {
+        "rows": lambda: random(outputs, inputs),
+        "columns": lambda: random(inputs, outputs).t(),
+        "part": lambda: random(outputs * 2 + 1, inputs + 3)[1::2, 2:-1],
+    }[layout]()
+    x, bias = random(rows, inputs), random(outputs) if biased else None
+    pack, product = BACKENDS[backend]
+    result = product(x, pack(weight), bias, outputs)
+    exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
+    assert result.shape == (rows, outputs) and result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), exact, atol=2e-6 * (inputs + 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    rows=st.integers(0, 40),
+    inputs=st.integers(1, 80),
+    outputs=st.integers(1, 130),
+    biased=st.booleans(),
+    layout=st.sampled_from(["rows", "columns", "part"]),
+    seed=st.integers(0, 2**30),
+)
+def test_is_a_linear_layer(
+    backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str, seed: int
+) -> None:
+    _check(backend, rows, inputs, outputs, biased, layout, seed)
+
+
+# More rows than a thread takes at a time, more inputs than are multiplied in one go, panels that end exactly.
+@pytest.mark.parametrize("rows, inputs, outputs", [(97, 513, 97), (200, 256, 96), (8, 1024, 48), (193, 300, 1)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_shapes_beyond_one_block(rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    _check("chosen", rows, inputs, outputs, biased, "rows", 0)
+
+
+def test_more_dimensions_and_strides() -> None:
+    weight, bias = torch.randn(70, 24), torch.randn(70)
+    packed = linear.pack(weight)
+    for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
+        expected = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(linear.packed_linear(x, packed, bias, 70), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
+    weight, x = torch.ones(50, 20), torch.ones(9, 20)
+    x[3, 5], weight[7, 2] = float("nan"), float("inf")
+    result = linear.packed_linear(x, linear.pack(weight), None, 50)
+    assert result[3].isnan().all()
+    assert result[:3, 7].isinf().all()
+    assert result[4:, :7].eq(20).all() and result[4:, 8:].eq(20).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_does_not_matter(threads: int) -> None:
+    before = torch.get_num_threads()
+    x, weight = torch.randn(20, 600), torch.randn(500, 600)
+    packed = linear.pack(weight)
+    expected = linear.packed_linear(x, packed, None, 500)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(linear.packed_linear(x, linear.pack(weight), None, 500), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed = linear.pack(torch.randn(20, 10))
+    for x, bias, outputs in (
+        (torch.randn(3, 11), None, 20),
+        (torch.randn(3, 10), None, 2000),
+        (torch.randn(3, 10), torch.randn(19), 20),
+        (torch.randn(3, 10).double(), None, 20),
+    ):
+        with pytest.raises(RuntimeError):
+            linear.packed_linear(x, packed, bias, outputs)
+    for weight in (torch.randn(3), torch.randn(3, 4).half()):
+        with pytest.raises(RuntimeError):
+            linear.pack(weight)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and nothing known yet."""
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(_timings, "_known", None)
+    return tmp_path / "timings.json"
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_timings, "_known", None)
+
+
+def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    costs = linear.costs(5, 64, 100, False)
+    assert all(seconds > 0 for seconds in costs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert cache.exists()
+    monkeypatch.setattr(linear, "_measure", lambda *shape: pytest.fail("measured again"))
+    _forget(monkeypatch)
+    assert linear.costs(8, 64, 100, False) == costs  # five rows are measured as eight
+    assert linear.backend().endswith("shapes") or not linear.is_available()
+
+
+def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr(linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0))
+    linear.costs(4, 10, 20, False)
+    linear.costs(4, 10, 20, True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        linear.costs(4, 10, 20, False)
+    finally:
+        torch.set_num_threads(before)
+    assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
+    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0)  # in proportion to 1,024 rows
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": ["x"]}}', "\x00"])
+def test_a_broken_file_is_replaced(cache: Path, content: str) -> None:
+    cache.write_text(content)
+    linear.costs(2, 16, 16, False)
+    assert any("2x16x16" in entries for entries in json.loads(cache.read_text()).values())
+
+
+def test_entries_of_the_wrong_length_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear.costs(2, 16, 16, False)
+    known = json.loads(cache.read_text())
+    cache.write_text(json.dumps({section: {key: [1.0] for key in entries} for section, entries in known.items()}))
+    _forget(monkeypatch)
+    assert len(linear.costs(2, 16, 16, False)) == 3
+
+
+def test_what_other_processes_wrote_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear.costs(2, 16, 16, False)
+    _forget(monkeypatch)
+    assert _timings.all("linear")
+    cache.write_text(json.dumps({"other": {"key": [1.0]}}))
+    linear.costs(2, 32, 16, False)
+    assert set(json.loads(cache.read_text())) == {"other", _timings._section("linear")}
+
+
+def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", "")
+    linear.costs(2, 16, 16, False)
+    monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
+    linear.costs(2, 32, 16, False)
+    assert len(_timings.all("linear")) == 2 and not cache.exists()
