@@ -1,0 +1,75 @@
+"""Operators of the captured decoding step, as Triton kernels: one module each, with its reference in plain torch.
+
+    decode_attention   one query per row over a prefix shared by the rows of an input, and a suffix read through a table
+    kv_write           the new K and V of all rows into the cache, at a position that is on the device
+    beam_step          log-probabilities, accumulated scores, the best candidates, and what becomes of the beams
+    norm               layer norm and RMS norm, with the residual added
+
+Importing this package and its modules does not import Triton. A public function runs its kernel where there is one for
+its tensors (`available`), and its reference elsewhere. The kernels are in the modules with an underscore.
+
+Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
+graph, and its replays read lengths, positions and tables as they are then. Nothing in FastGen uses these operators yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The types of numbers that the kernels compute with. What they add up is float32 for all of them."""
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, statement by statement: a way to test them without a GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def available(*tensors: Tensor | None) -> bool:
+    """Whether kernels can run on these tensors: Triton is installed, and they are on an NVIDIA GPU or interpreted."""
+    if not _is_installed():
+        return False
+    devices = {tensor.device.type for tensor in tensors if tensor is not None}
+    if devices == {"cpu"}:
+        return is_interpreted()
+    return devices == {"cuda"} and torch.version.hip is None
+
+
+def backend() -> str:
+    """What serves these operators on CUDA."""
+    return "Triton" if _is_installed() else "torch reference: triton is not installed"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:
+    """Starts a kernel; a grid with nothing in it starts nothing."""
+    if all(grid):
+        kernel[grid](*arguments, **options)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time if each fills a multiprocessor. Where there is no GPU: those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,329 @@
+"""Attention of one decoding step: a query per row, over a shared prefix and a suffix read through an ancestry table.
+
+As in `fastgen.ops.attention`, one input is continued by `copies` rows, and its prefix is there once. The suffix is
+never moved: when beams are reordered, only the table `ancestry` changes, which says for every row and suffix position
+in which row the K and V of that position lie.
+
+The sequence is cut into parts that are worked on at the same time and merged by their maxima and sums, as in
+flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's cascade inference (Ye et al., 2024). Here
+the prefix and the suffixes of all rows of an input are one sequence of blocks, so that one kernel reads both.
+
+Shapes:
+    rows = batch * copies   those of one input next to each other
+    query heads             a multiple of kv heads; query head h reads kv head h // (query heads / kv heads)
+    query                   [rows, query heads, dim]
+    prefix                  [batch, kv heads, N, dim]
+    suffix                  [rows, kv heads, capacity, dim], of which the first `suffix_length` positions are filled
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import triton as package
+
+
+class Plan(NamedTuple):
+    """How the kernel is started: sizes of its blocks, parts of the sequence, warps, and blocks loaded ahead."""
+
+    block_m: int
+    m_tiles: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def plan(
+    batch: int, kv_heads: int, tile_rows: int, dim: int, positions: int, element_size: int, multiprocessors: int
+) -> Plan:
+    """The sizes for these tensors; they depend on nothing that is on the device only.
+
+    The kernel moves bytes and does little with them, so what counts is that enough of them are under way: by Little's
+    law about 25 KB per multiprocessor on an H200 (4.8 TB/s, 0.7 microseconds, 132 multiprocessors). A block of K is
+    16 KB (128 positions of 64 half-precision numbers), and so is one of V; with two stages of loads ahead and two
+    programs per multiprocessor there is more than enough. All blocks of a program take at most 96 KB, so that two of
+    them fit into the 227 KB that a multiprocessor has.
+
+    Args:
+        tile_rows: queries that read the same K/V head of an input.
+        positions: of prefix and suffixes of an input together, at most.
+    """
+    # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
+    block_m = min(max(package.power_of_two(tile_rows), 16), 64)
+    m_tiles = -(-tile_rows // block_m)
+    width = max(package.power_of_two(dim), 16)
+    block_bytes = 16 * 1024
+    block_n = max(min(block_bytes // (width * element_size), 128), 16)
+    # Scores are in registers: a tile of 16 x 128 takes 16 of each of 128 threads. Taller tiles get shorter blocks, or
+    # registers would be spilled. True float32 products do not run on tensor cores, and have their operands there too.
+    if element_size == 4:
+        block_n = min(block_n, 32)
+    elif block_m > 16:
+        block_n = min(block_n, 64)
+    stages = 3 if 2 * 3 * block_n * width * element_size <= 96 * 1024 else 2
+    programs = batch * kv_heads * m_tiles
+    blocks = -(-max(positions, 1) // block_n)
+    splits = split_count(programs, blocks, 2 * multiprocessors)
+    return Plan(block_m, m_tiles, block_n, splits, 8 if block_m == 64 else 4, stages)
+
+
+def split_count(programs: int, blocks: int, slots: int) -> int:
+    """In how many parts to cut every sequence: the fewest with which the last round leaves few slots idle.
+
+    A part costs writing its sums and reading them again, so it has at least two blocks of keys, and there are 32 parts
+    at most. With n rounds of programs the last may be nearly empty; cutting every sequence makes rounds shorter.
+    """
+    most = max(min(blocks // 2, 32), 1)
+
+    def share_busy(splits: int) -> float:
+        rounds = programs * splits / slots
+        return rounds / max(-(-programs * splits // slots), 1)
+
+    best = max(share_busy(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if share_busy(splits) >= 0.85 * best)
+
+
+def decode_attention(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_length: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    out: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attention of one query per row over what its input and its own history have.
+
+    The score of a key is `query . key * scale`; if there is a soft-cap, `soft_cap * tanh(score / soft_cap)` of that;
+    plus the bias.
+
+    Args:
+        query: [rows, heads, dim]; the last dimension contiguous, as of all of these.
+        prefix_keys, prefix_values: [batch, kv heads, N, dim]; values may have another dim. N may be 0.
+        suffix_keys, suffix_values: [rows, kv heads, capacity, dim], or None both.
+        starts, ends: [batch], int32 or int64, on the device: prefix positions outside [start, end) are padding; they
+            are not read. By default all count.
+        suffix_length: one integer on the device: filled positions of the suffix, the query's own the last of them.
+            Needed with a suffix.
+        ancestry: [rows, capacity or more], int32: the row in which suffix position t of a row lies; rows of the same
+            input. By default its own.
+        bias: broadcastable to [rows, heads, N + capacity], any floating type: added to the scores; -inf masks.
+        sinks: [heads]: a score of which every head has one beside those of its keys, and that has no value.
+        window: the query sees so many positions, its own the last of them; padding counts, and a prefix ends at N.
+        out: [rows, heads, value dim]: where to put the result.
+        splits: in how many parts to work on a sequence; chosen by default.
+
+    Returns:
+        [rows, heads, dim of the values], in the type of the query; zeros for a row that sees nothing.
+
+    Raises:
+        ValueError: shapes or types are not as above.
+    """
+    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, suffix_length, ancestry, bias)
+    rows, heads, dim = query.shape
+    batch, kv_heads, length, _ = prefix_keys.shape
+    value_dim = prefix_values.shape[3]
+    scale = dim**-0.5 if scale is None else scale
+    if out is None:
+        out = query.new_empty(rows, heads, value_dim)
+    given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias, sinks)
+    if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
+        return out.copy_(
+            reference(
+                query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
+                suffix_length=suffix_length, ancestry=ancestry, bias=bias, sinks=sinks, scale=scale, soft_cap=soft_cap,
+                window=window,
+            )
+        )  # fmt: skip
+    from fastgen.ops.triton import _decode_attention as kernels
+
+    copies, group = rows // max(batch, 1), heads // kv_heads
+    capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
+    seen = length + copies * capacity
+    chosen = plan(
+        batch, kv_heads, copies * group, max(dim, value_dim), seen, query.element_size(),
+        package.multiprocessors(query.device),
+    )  # fmt: skip
+    splits = chosen.splits if splits is None else splits
+    # The parts are float32, and small: what a split of them takes is what the queries take.
+    parts = (1 if splits == 1 else splits * rows * heads,)
+    part_maximum = query.new_empty(parts, dtype=torch.float32)
+    part_total = query.new_empty(parts, dtype=torch.float32)
+    part_context = query.new_empty((*parts, value_dim), dtype=torch.float32)
+    if bias is not None:
+        bias = bias.expand(rows, heads, length + capacity)
+    no_strides = (0, 0, 0)
+    package.launch(
+        kernels.attend,
+        (batch * kv_heads * chosen.m_tiles, splits),
+        (
+            query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
+            sinks, out, part_maximum, part_total, part_context,
+            length, capacity, 0 if window is None else window, kv_heads, scale, soft_cap or 1.0,
+            query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
+            *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
+            *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
+            0 if ancestry is None else ancestry.stride(0), *(no_strides if bias is None else bias.stride()),
+            out.stride(0), out.stride(1), rows * heads,
+        ),
+        COPIES=copies,
+        GROUP=group,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        BLOCK_M=chosen.block_m,
+        BLOCK_N=chosen.block_n,
+        BLOCK_D=max(package.power_of_two(dim), 16),
+        BLOCK_V=max(package.power_of_two(value_dim), 16),
+        M_TILES=chosen.m_tiles,
+        SPLITS=splits,
+        # float32 means float32: without this, Triton would round the operands to tf32, which has 10 bits.
+        PRECISION="ieee",
+        # The interpreter has no products of bfloat16.
+        WIDEN=package.is_interpreted() and query.dtype == torch.bfloat16,
+        HAS_STARTS=starts is not None,
+        HAS_ENDS=ends is not None,
+        HAS_SUFFIX=suffix_keys is not None,
+        HAS_ANCESTRY=ancestry is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_CAP=soft_cap is not None,
+        HAS_WINDOW=window is not None,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )  # fmt: skip
+    if splits > 1:
+        package.launch(
+            kernels.merge,
+            (rows * heads,),
+            (part_maximum, part_total, part_context, sinks, out, heads, rows * heads, out.stride(0), out.stride(1)),
+            VALUE_DIM=value_dim,
+            BLOCK_V=max(package.power_of_two(value_dim), 16),
+            SPLITS=splits,
+            BLOCK_S=package.power_of_two(splits),
+            HAS_SINKS=sinks is not None,
+            num_warps=1 if splits <= 8 else 4,
+        )
+    return out
+
+
+def reference(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None = None,
+    suffix_values: Tensor | None = None,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    suffix_length: Tensor | None = None,
+    ancestry: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The operator in plain torch, for any device and type, on the full keys and values. Arguments as above."""
+    rows, heads, dim = query.shape
+    batch, kv_heads, length, _ = prefix_keys.shape
+    copies, group = rows // max(batch, 1), heads // kv_heads
+    device = query.device
+    place = torch.arange(length, device=device)
+    seen = torch.ones(batch, length, dtype=torch.bool, device=device)
+    if starts is not None:
+        seen &= place >= starts.unsqueeze(1)
+    if ends is not None:
+        seen &= place < ends.unsqueeze(1)
+    seen = seen.repeat_interleave(copies, dim=0)
+    keys, values = (part.repeat_interleave(copies, dim=0) for part in (prefix_keys, prefix_values))
+    if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
+        capacity = suffix_keys.shape[2]
+        own = torch.arange(capacity, device=device)
+        filled = suffix_length.reshape(()).clamp(0, capacity)
+        if ancestry is not None:
+            # What lies behind the filled positions may be anything, in the table as in the cache.
+            parents = torch.where(own < filled, ancestry[:, :capacity].long(), 0)
+            suffix_keys, suffix_values = (
+                # [rows, capacity, heads, dim]: position t of row ancestry[row, t]
+                part.transpose(1, 2)[parents, own].transpose(1, 2)
+                for part in (suffix_keys, suffix_values)
+            )
+        keys = torch.cat([keys, suffix_keys], dim=2)
+        values = torch.cat([values, suffix_values], dim=2)
+        seen = torch.cat([seen, (own < filled).expand(rows, capacity)], dim=1)
+        if window is not None:
+            seen &= torch.arange(length + capacity, device=device) >= length + filled - window
+    elif window is not None:
+        seen &= place >= length - window
+    # What is not seen is not read: there may be anything, NaN too.
+    unseen = ~seen[:, None, :, None]
+    keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    scores = (keys.to(accurate) @ query.to(accurate).unsqueeze(3)).squeeze(3) * (dim**-0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(accurate).view(1, heads, 1).expand(rows, heads, 1)], dim=2)
+    weights = torch.softmax(scores, dim=2)
+    weights = weights.masked_fill(scores.isneginf().all(dim=2, keepdim=True), 0)[..., : keys.shape[2]]
+    return (weights.unsqueeze(2) @ values.to(accurate)).squeeze(2).to(query.dtype)
+
+
+def _check(
+    query: Tensor,
+    prefix_keys: Tensor,
+    prefix_values: Tensor,
+    suffix_keys: Tensor | None,
+    suffix_values: Tensor | None,
+    suffix_length: Tensor | None,
+    ancestry: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"decode_attention: {message}")
+
+    require(query.dim() == 3 and prefix_keys.dim() == 4 and prefix_values.dim() == 4, "not the dimensions it takes")
+    rows, heads, dim = query.shape
+    batch, kv_heads, _, width = prefix_keys.shape
+    require(batch > 0 and rows % batch == 0, f"{rows} rows are no multiple of {batch} inputs")
+    require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} heads are no multiple of {kv_heads} kv heads")
+    require(width == dim, f"keys of {width} for a query of {dim}")
+    require(prefix_values.shape[:3] == prefix_keys.shape[:3], "keys and values of different shapes")
+    require((suffix_keys is None) == (suffix_values is None), "suffix keys without values, or the other way round")
+    parts = [query, prefix_keys, prefix_values]
+    if suffix_keys is not None and suffix_values is not None:
+        parts += [suffix_keys, suffix_values]
+        require(
+            suffix_keys.shape[:2] == (rows, kv_heads) and suffix_keys.shape[3] == dim,
+            "the suffix keys do not fit the query",
+        )
+        require(suffix_values.shape == (*suffix_keys.shape[:3], prefix_values.shape[3]), "the suffix values do not fit")
+        require(suffix_length is not None and suffix_length.numel() == 1, "a suffix needs its length, one number")
+        if ancestry is not None:
+            require(
+                ancestry.dim() == 2 and ancestry.shape[0] == rows and ancestry.shape[1] >= suffix_keys.shape[2],
+                "ancestry must be [rows, capacity]",
+            )
+            require(ancestry.dtype == torch.int32 and ancestry.stride(1) == 1, "ancestry must be int32 and contiguous")
+    require(all(part.dtype == query.dtype for part in parts), "query, keys and values of different types")
+    require(all(part.shape[-1] < 2 or part.stride(-1) == 1 for part in parts), "the last dimension must be contiguous")
+    require(bias is None or bias.is_floating_point(), "bias must be floating point")

@@ -1,0 +1,85 @@
+"""The kernels compile for an H200, within its limits, at the sizes of real models. No GPU is needed for this."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.ops import triton as package
+from fastgen.ops.triton.decode_attention import decode_attention
+
+ROOT = Path(__file__).parents[3]
+SHARED_BYTES = 227 * 1024
+
+
+def attention(dtype, copies, kv_heads, group, dim, prefix=1024, suffix=144, batch=2, splits=1, **more):
+    def run():
+        rows, heads = batch * copies, kv_heads * group
+        parts = {}
+        if suffix:
+            parts = {
+                "suffix_keys": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
+                "suffix_values": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
+                "suffix_length": torch.zeros(1, dtype=torch.int32),
+                "ancestry": torch.zeros(rows, suffix, dtype=torch.int32),
+            }
+        options = dict(more)
+        if options.pop("bias", False):
+            options["bias"] = torch.empty(1, heads, prefix + suffix, dtype=dtype)
+        if options.pop("sinks", False):
+            options["sinks"] = torch.empty(heads, dtype=dtype)
+        prefix_part = torch.empty(batch, kv_heads, prefix, dim, dtype=dtype)
+        ends = torch.zeros(batch, dtype=torch.int32)
+        query = torch.empty(rows, heads, dim, dtype=dtype)
+        decode_attention(query, prefix_part, prefix_part, ends=ends, splits=splits, **parts, **options)
+
+    return run
+
+
+CASES = {
+    "attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
+    "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
+    "attention, cross": attention(torch.float16, 4, 16, 1, 64, suffix=0),
+    "attention, t5": attention(torch.bfloat16, 4, 12, 1, 64, bias=True, scale=1.0),
+    "attention, llama": attention(torch.bfloat16, 1, 8, 4, 128, splits=8),
+    "attention, gemma 2": attention(torch.bfloat16, 4, 4, 2, 256, soft_cap=50.0, window=4096),
+    "attention, gpt-oss": attention(torch.bfloat16, 4, 8, 8, 64, sinks=True, window=128),
+    "attention, 80": attention(torch.float16, 1, 32, 1, 80),
+    "attention, many rows": attention(torch.float16, 8, 4, 8, 128),
+    "attention, float32": attention(torch.float32, 4, 12, 1, 64),
+    "attention, float32, 256": attention(torch.float32, 4, 4, 2, 256),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What became of each kernel of each case; compiled in one process, in which nothing is interpreted."""
+    if not package._is_installed():
+        pytest.skip("triton is not installed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.ops.triton.compiles", *CASES]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = {}
+    for line in done.stdout.splitlines():
+        kernel = json.loads(line)
+        found.setdefault(kernel["case"], []).append(kernel)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles(name, compiled):
+    assert compiled.get(name), "it did not compile"
+    for kernel in compiled[name]:
+        assert "error" not in kernel, kernel["error"]
+        assert kernel["shared"] <= SHARED_BYTES
+        # Registers that do not fit are spilled to memory, which would cost more than they are worth.
+        assert kernel.get("local", 0) == 0 and kernel.get("stack", 0) <= 16, kernel
+        if kernel["kernel"] == "attend" and "float32" not in name:
+            assert kernel.get("tensor_cores", True)

@@ -1,0 +1,267 @@
+"""Decode attention against ordinary attention, written out row by row in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastgen.ops.triton.decode_attention import decode_attention, plan, reference, split_count
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+cases = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(TYPES),
+        "batch": st.integers(1, 2),
+        "copies": st.sampled_from([1, 3, 4]),
+        "kv_heads": st.integers(1, 2),
+        "group": st.sampled_from([1, 2, 7]),
+        "prefix": st.integers(0, 90),
+        "suffix": st.integers(0, 40),
+        "dims": st.sampled_from([(32, 32), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (40, 24)]),
+        "padding": st.sampled_from(["none", "left", "right", "all"]),
+        "ancestry": st.booleans(),
+        "bias": st.sampled_from(["none", "head", "row", "all"]),
+        "sinks": st.booleans(),
+        "soft_cap": st.sampled_from([None, 5.0]),
+        "window": st.sampled_from([None, 1, 17, 60]),
+        "scale": st.sampled_from([None, 0.1]),
+        "splits": st.sampled_from([None, 1, 2, 5]),
+        "seed": st.integers(0, 2**31),
+    }
+)
+PLAIN = {
+    "dtype": torch.float32, "batch": 2, "copies": 4, "kv_heads": 2, "group": 1, "prefix": 50, "suffix": 20,
+    "dims": (64, 64), "padding": "none", "ancestry": True, "bias": "none", "sinks": False, "soft_cap": None,
+    "window": None, "scale": None, "splits": 1, "seed": 0,
+}  # fmt: skip
+
+
+def make(case, device):
+    """Arguments as `case` describes them; wherever nothing may be read, there is NaN."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    batch, copies, kv_heads, (dim, value_dim) = (case[key] for key in ("batch", "copies", "kv_heads", "dims"))
+    rows, heads, prefix = batch * copies, kv_heads * case["group"], case["prefix"]
+
+    def tensor(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, case["dtype"])
+
+    # A query between others in memory, as a fused projection leaves it.
+    arguments = {"query": tensor(rows, 3, heads, dim)[:, 1]}
+    arguments["prefix_keys"] = tensor(batch, prefix, kv_heads, dim).transpose(1, 2)
+    arguments["prefix_values"] = tensor(batch, kv_heads, prefix, value_dim)
+    starts, ends = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), prefix)
+    missing = torch.randint(0, prefix + 1, (batch,), generator=generator)
+    if case["padding"] == "all":
+        missing[:] = prefix
+    if case["padding"] == "right":
+        ends -= missing
+        arguments["ends"] = ends.to(device, torch.int32)
+    elif case["padding"] != "none":
+        starts += missing
+        arguments["starts"] = starts.to(device)
+    for b in range(batch):
+        for name in ("prefix_keys", "prefix_values"):
+            arguments[name][b, :, : starts[b]] = math.nan
+            arguments[name][b, :, ends[b] :] = math.nan
+    capacity, length = case["suffix"] + 3, case["suffix"]
+    if length:
+        for name, width in (("suffix_keys", dim), ("suffix_values", value_dim)):
+            arguments[name] = tensor(rows, kv_heads, capacity, width)
+            arguments[name][:, :, length:] = math.nan
+        arguments["suffix_length"] = torch.tensor([length], device=device)
+        if case["ancestry"]:
+            first = torch.arange(batch).repeat_interleave(copies).unsqueeze(1) * copies
+            ancestry = first + torch.randint(0, copies, (rows, capacity + 2), generator=generator)
+            ancestry[:, length:] = 10**6
+            arguments["ancestry"] = ancestry.int().to(device)
+    else:
+        capacity = 0
+    if case["bias"] != "none":
+        shape = {"head": (1, heads, prefix + capacity), "row": (rows, 1, prefix + capacity)}
+        bias = tensor(*shape.get(case["bias"], (rows, heads, prefix + capacity)))
+        bias[..., torch.rand(prefix + capacity, generator=generator).to(device) < 0.2] = -math.inf
+        arguments["bias"] = bias
+    if case["sinks"]:
+        arguments["sinks"] = tensor(heads)
+    arguments |= {key: case[key] for key in ("scale", "soft_cap", "window")}
+    return arguments
+
+
+def expected(arguments):
+    """The definition, a row and a head at a time, in float64 on the CPU."""
+    given = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    query, keys, values = (given[k].double() for k in ("query", "prefix_keys", "prefix_values"))
+    rows, heads, dim = query.shape
+    batch, kv_heads, prefix, _ = keys.shape
+    length = int(given["suffix_length"]) if "suffix_length" in given else 0
+    out = torch.zeros(rows, heads, values.shape[3], dtype=torch.float64)
+    scale = given["scale"] if given["scale"] is not None else dim**-0.5
+    for row in range(rows):
+        b = row // (rows // batch)
+        low = int(given["starts"][b]) if "starts" in given else 0
+        high = int(given["ends"][b]) if "ends" in given else prefix
+        if given["window"] is not None:
+            low = max(low, prefix + length - given["window"])
+        places = [("prefix", n, n) for n in range(low, high)]
+        for t in range(length):
+            if given["window"] is None or t >= length - given["window"]:
+                places.append((int(given["ancestry"][row, t]) if "ancestry" in given else row, t, prefix + t))
+        for head in range(heads):
+            h = head // (heads // kv_heads)
+            scores, seen = [], []
+            for source, t, where in places:
+                own = source != "prefix"
+                key = given["suffix_keys"][source, h, t].double() if own else keys[b, h, t]
+                score = float(query[row, head] @ key) * scale
+                if given["soft_cap"] is not None:
+                    score = given["soft_cap"] * math.tanh(score / given["soft_cap"])
+                if "bias" in given:
+                    score += float(given["bias"].expand(rows, heads, -1)[row, head, where])
+                scores.append(score)
+                seen.append(given["suffix_values"][source, h, t].double() if own else values[b, h, t])
+            if "sinks" in given:
+                scores.append(float(given["sinks"][head]))
+                seen.append(torch.zeros(values.shape[3], dtype=torch.float64))
+            if scores and max(scores) > -math.inf:
+                weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
+                out[row, head] = weights @ torch.stack(seen)
+    return out
+
+
+def assert_right(case, result, wanted):
+    tolerance = TOLERANCE[case["dtype"]]
+    torch.testing.assert_close(result.double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@given(case=cases)
+@example(case=PLAIN | {"prefix": 0, "suffix": 0})
+@example(case=PLAIN | {"prefix": 0, "suffix": 1})
+@example(case=PLAIN | {"copies": 13, "group": 7, "kv_heads": 1, "prefix": 40})  # more rows than a tile has
+@example(case=PLAIN | {"padding": "all", "suffix": 0, "splits": 3})
+@example(case=PLAIN | {"padding": "left", "window": 30, "splits": 2})
+@settings(max_examples=12)
+def test_kernel(case, device, kernels):
+    arguments = make(case, device)
+    query = arguments["query"]
+    poisoned = torch.full((*query.shape[:2], 2 * case["dims"][1]), math.nan, device=device, dtype=query.dtype)
+    out = poisoned[..., : case["dims"][1]]
+    assert decode_attention(**arguments, out=out, splits=case["splits"]) is out
+    assert_right(case, out, expected(arguments))
+    assert poisoned[..., case["dims"][1] :].isnan().all()  # nothing is written beside the result
+
+
+@given(case=cases)
+@settings(max_examples=25)
+def test_reference(case, device):
+    case = case | {"dtype": torch.float64}
+    arguments = make(case, device)
+    assert_right(case, reference(**arguments), expected(arguments))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_long_sequences_in_parts(dtype, device, kernels):
+    """Parts whose maxima lie far apart, and scores that would overflow if they were not scaled."""
+    case = PLAIN | {"dtype": dtype, "prefix": 300, "batch": 1, "kv_heads": 1, "seed": 3}
+    arguments = make(case, device)
+    arguments["prefix_keys"][:, :, 100:] *= 12
+    wanted = expected(arguments)
+    tolerance = 5 * TOLERANCE[dtype]
+    for splits in (1, 4):
+        result = decode_attention(**arguments, splits=splits).double().cpu()
+        torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_inputs_are_left_alone(device):
+    arguments = make(PLAIN | {"bias": "all", "sinks": True}, device)
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    decode_attention(**arguments)
+    for name, old in before.items():
+        torch.testing.assert_close(arguments[name], old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_true_float32(device, kernels):
+    """Operands that differ where tf32 has no bits: the difference must not get lost."""
+    query = torch.full((1, 1, 32), 1.0, device=device)
+    keys = torch.full((1, 1, 2, 32), 1.0, device=device)
+    keys[0, 0, 1] += 2.0**-14
+    values = torch.eye(2, device=device).repeat(1, 16).view(1, 1, 2, 32).contiguous()
+    result = decode_attention(query, keys, values, scale=2.0**9)
+    wanted = torch.softmax(torch.tensor([0.0, 1.0]), 0).to(device)  # (0.5, 0.5) if it does
+    torch.testing.assert_close(result[0, 0, :2], wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": torch.zeros(5, 2, 8)}, "5 rows are no multiple of 2 inputs"),
+        ({"query": torch.zeros(4, 3, 8)}, "3 heads are no multiple"),
+        ({"query": torch.zeros(4, 2, 16)}, "keys of 8 for a query of 16"),
+        ({"query": torch.zeros(4, 2, 8).double()}, "different types"),
+        ({"suffix_values": None}, "without values"),
+        ({"suffix_length": None}, "needs its length"),
+        ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
+        ({"ancestry": torch.zeros(4, 5).int()}, r"\[rows, capacity\]"),
+        ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "do not fit"),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    arguments = {
+        "query": torch.zeros(4, 2, 8),
+        "prefix_keys": torch.zeros(2, 2, 5, 8),
+        "prefix_values": torch.zeros(2, 2, 5, 8),
+        "suffix_keys": torch.zeros(4, 2, 6, 8),
+        "suffix_values": torch.zeros(4, 2, 6, 8),
+        "suffix_length": torch.tensor(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**(arguments | changes))
+
+
+class TestPlan:
+    @given(
+        st.integers(1, 512),
+        st.integers(1, 64),
+        st.integers(1, 300),
+        st.integers(1, 256),
+        st.integers(0, 10**6),
+        st.sampled_from([2, 4]),
+    )
+    def test_fits_the_machine(self, batch, kv_heads, tile_rows, dim, positions, size):
+        found = plan(batch, kv_heads, tile_rows, dim, positions, size, 132)
+        assert found.block_m * found.m_tiles >= tile_rows and 16 <= found.block_m <= 64
+        assert found.block_n in (16, 32, 64, 128) and 1 <= found.splits <= 32
+        width = max(1 << (dim - 1).bit_length(), 16)
+        assert 2 * found.stages * found.block_n * width * size <= 128 * 1024
+
+    def test_few_programs_are_split_and_many_are_not(self):
+        assert plan(1, 8, 4, 128, 4096, 2, 132).splits >= 16
+        assert plan(128, 16, 4, 64, 1024, 2, 132).splits == 1
+
+    def test_no_part_is_shorter_than_two_blocks(self):
+        assert split_count(1, 1, 264) == 1
+        assert split_count(1, 9, 264) == 4
+
+
+def test_replays_in_a_graph_with_another_length(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need --device cuda")
+    arguments = make(PLAIN | {"dtype": torch.float16, "prefix": 200}, device)
+    arguments["suffix_keys"].nan_to_num_(), arguments["suffix_values"].nan_to_num_()
+    arguments["ancestry"].clamp_(max=3)
+    arguments["ancestry"][4:].fill_(5)
+    out = decode_attention(**arguments, splits=4)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_attention(**arguments, out=out, splits=4)
+    for length in (1, 7, 23):
+        arguments["suffix_length"].fill_(length)
+        out.fill_(math.nan)
+        graph.replay()
+        assert_right({"dtype": torch.float16}, out, expected(arguments))
