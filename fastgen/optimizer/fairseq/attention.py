@@ -58,12 +58,11 @@ def _attention(
             need_head_weights=need_head_weights,
         )
     if module.self_attention:
-        # The padding mask is left out: only a sequence without any score has padding in it.
         keys, values = _own(call, module, query, state)
-        mask = attn_mask
+        mask = attn_mask if call.is_prefilling else call.own_mask(key_padding_mask, query.dtype)
     else:
         keys, values = _of_source(call, module, key, state)
-        mask = call.mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
+        mask = call.source_mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
     queries = _heads(module, module.q_proj(query))
     if need_head_weights:
         context, weights = _with_weights(queries, keys, values, mask)

@@ -41,9 +41,10 @@ class Call:
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_fairseq_call", default=None)
 
-    def __init__(self, ensemble: Any, copies: int, attentions: set[int], room: int) -> None:
+    def __init__(self, ensemble: Any, copies: int, pad: int, attentions: set[int], room: int) -> None:
         """
         Args:
+            pad: the token that stands for none.
             attentions: `id` of each attention module whose K/V are kept here.
             room: positions to allocate for at first.
         """
@@ -51,11 +52,15 @@ class Call:
         self.copies = copies
         self.beams: Beams | None = None
         self.prefill: Prefill | None = None
+        self._pad = pad
         self._attentions = attentions
         self._room = room
         self._layers: list[LayerKV] = []
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._prefilled: State | None = None
+        self._tokens: Tensor | None = None
+        self._has_padding = False
+        self._own_mask: Tensor | None = None
 
     @classmethod
     def current(cls, ensemble: Any = None) -> Call | None:
@@ -111,7 +116,25 @@ class Call:
         for layer in self._layers:
             layer.branch(self.beams)
 
-    def mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def step(self, tokens: Tensor) -> None:
+        """A step begins, with the tokens of all sequences so far, [rows, length]."""
+        self._tokens, self._own_mask = tokens, None
+
+    def own_mask(self, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What to add to the scores of self-attention when `padding` says which of the new tokens are padding.
+
+        Only sequences that have no score any more contain padding.
+
+        Returns:
+            [rows, 1, 1, length], or None as long as there has not been any.
+        """
+        self._has_padding |= padding is not None
+        if self._has_padding and self._own_mask is None:
+            mask = torch.zeros(self._tokens.shape, dtype=dtype, device=self._tokens.device)
+            self._own_mask = mask.masked_fill_(self._tokens.eq(self._pad), float("-inf"))[:, None, None, :]
+        return self._own_mask
+
+    def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of all sequences for a mask of the sources' padding, [sources, S].
 
         Returns:

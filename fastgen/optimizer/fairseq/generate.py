@@ -31,7 +31,7 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     except TypeError:
         return wrapped(*args, **kwargs)  # which raises it
-    reason = unsupported(generator)
+    reason = unsupported(generator, arguments.get("bos_token"))
     if reason is not None:
         counters.count_fallback(ENTRY_POINT, reason)
         return _original(wrapped, args, kwargs)
@@ -87,10 +87,10 @@ def _open(generator: Any, arguments: dict[str, Any]) -> Call:
     if source is not None and not generator.match_source_len:
         longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), longest)
     room = max(min(longest + 1, _MAX_FIRST_ROOM), 1)
-    call = Call(generator.model, generator.beam_size, attentions_of(generator.model), room)
+    call = Call(generator.model, generator.beam_size, generator.pad, attentions_of(generator.model), room)
     if arguments.get("constraints") is None and not generator.match_source_len:
         bos = arguments.get("bos_token")
-        bos = generator.eos if bos is None else bos
+        bos = generator.eos if bos is None else int(bos)
         prefix = prefix_to_run(generator, bos, arguments.get("prefix_tokens"), longest)
         call.prefill = Prefill(prefix) if prefix is not None else None
     return call
@@ -125,28 +125,26 @@ def _reorder(call: Call, incremental_states: list[Any], new_order: Tensor) -> No
 def forward_decoder(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `EnsembleModel.forward_decoder(tokens, encoder_outs, incremental_states, temperature)`."""
     call = Call.current(ensemble)
-    if call is None or call.prefill is None:
-        return wrapped(*args, **kwargs)
-    return _from_prefill(call, call.prefill, wrapped, *args, **kwargs)
+    return wrapped(*args, **kwargs) if call is None else _decode(call, wrapped, *args, **kwargs)
 
 
-def _from_prefill(
+def _decode(
     call: Call,
-    prefill: Prefill,
     wrapped: Any,
     tokens: Tensor,
     encoder_outs: Any,
     incremental_states: list[Any],
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    step = tokens.shape[1] - 1
+    call.step(tokens)
+    prefill, step = call.prefill, tokens.shape[1] - 1
+    if prefill is None:
+        return wrapped(tokens, encoder_outs, incremental_states, temperature)
     if step == 0:
         prefill.run(call, call.ensemble.single_model, tokens[:: call.copies], incremental_states[0], temperature)
     if step == prefill.steps:
         call.prefill = None
-    if step <= prefill.steps:
-        return prefill.log_probs(step), None
-    return wrapped(tokens, encoder_outs, incremental_states, temperature)
+    return prefill.log_probs(step), None
 
 
 def prefix_tokens(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,12 +152,11 @@ def prefix_tokens(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: d
     call = Call.current(generator.model)
     if call is None or call.prefill is None:
         return wrapped(*args, **kwargs)
-    return _prefix_tokens(call.prefill, wrapped, *args, **kwargs)
+    return _already_forced(*args, **kwargs)
 
 
-def _prefix_tokens(
-    prefill: Prefill, wrapped: Any, step: int, lprobs: Tensor, scores: Tensor, tokens: Tensor, *rest: Any, **kwargs: Any
+def _already_forced(
+    step: int, lprobs: Tensor, scores: Tensor, tokens: Tensor, prefix_tokens: Tensor, beam_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if step < prefill.steps:
-        return lprobs, tokens, scores  # all but the prefix is ruled out already
-    return wrapped(step, lprobs, scores, tokens, *rest, **kwargs)
+    """`Prefill.log_probs` has ruled out all but the prefix."""
+    return lprobs, tokens, scores

@@ -83,7 +83,7 @@ def prefix_to_run(generator: Any, bos: int, prefix: Tensor | None, max_len: int)
     # A LayerDropModuleList draws a random number in each pass, so the number of passes matters.
     if type(generator.search) not in searches or type(decoder.layers) is not torch.nn.ModuleList:
         return None
-    if generator.vocab_size <= 4 * generator.beam_size + 8 or bos == generator.pad:
+    if generator.vocab_size <= 4 * generator.beam_size + 8:
         return None
     free = prefix.eq(generator.pad) | prefix.eq(generator.eos)
     known = int((free.cumsum(dim=1) == 0).all(dim=0).sum())

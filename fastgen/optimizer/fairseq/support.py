@@ -30,7 +30,7 @@ _HOOKED = (
 _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out", "reorder_incremental_state")
 
 
-def unsupported(generator: Any) -> str | None:
+def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Why generators like this are not accelerated, or None when they are."""
     for owner, name in _HOOKED:
         if not isinstance(vars(owner).get(name), wrapt.FunctionWrapper):
@@ -43,6 +43,10 @@ def unsupported(generator: Any) -> str | None:
         return f"{replaced[0]} has been replaced on this ensemble"
     if type(generator.search).__module__ != search.__name__:
         return f"{type(generator.search).__name__} is not one of the library's searches"
+    if bos_token is not None and (
+        isinstance(bos_token, torch.Tensor) and bos_token.numel() > 1 or bos_token == generator.pad
+    ):
+        return "sequences that begin with padding, or each with another token"
     if torch.is_grad_enabled():
         return "gradients are recorded"
     devices = {parameter.device for parameter in ensemble.parameters()}
