@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from fastgen.ops import triton as package
+from fastgen.ops.triton.beam_step import best_candidates
 from fastgen.ops.triton.decode_attention import decode_attention
+from fastgen.ops.triton.kv_write import kv_write
+from fastgen.ops.triton.norm import layer_norm, rms_norm
 
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 * 1024
@@ -42,6 +45,32 @@ def attention(dtype, copies, kv_heads, group, dim, prefix=1024, suffix=144, batc
     return run
 
 
+def write(dtype, heads, dim):
+    def run():
+        new = torch.empty(128, heads, dim, dtype=dtype)
+        cache = torch.empty(128, heads, 144, dim, dtype=dtype)
+        kv_write(new, new, cache, cache, torch.zeros(1, dtype=torch.int32))
+
+    return run
+
+
+def normalise(operator, dtype, width):
+    def run():
+        x, vector = torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype)
+        operator(x, vector, residual=torch.empty_like(x), summed=torch.empty_like(x))
+
+    return run
+
+
+def candidates(dtype, beams, vocabulary, count, normalise=True):
+    def run():
+        best_candidates(
+            torch.empty(2 * beams, vocabulary, dtype=dtype), torch.empty(2, beams), count, normalise=normalise
+        )
+
+    return run
+
+
 CASES = {
     "attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
     "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
@@ -54,6 +83,15 @@ CASES = {
     "attention, many rows": attention(torch.float16, 8, 4, 8, 128),
     "attention, float32": attention(torch.float32, 4, 12, 1, 64),
     "attention, float32, 256": attention(torch.float32, 4, 4, 2, 256),
+    "kv write, bart-large": write(torch.float16, 16, 64),
+    "kv write, 80": write(torch.float32, 12, 80),
+    "layer norm, 1024": normalise(layer_norm, torch.float16, 1024),
+    "layer norm, 40,000": normalise(layer_norm, torch.float32, 40000),
+    "rms norm, 4096": normalise(rms_norm, torch.bfloat16, 4096),
+    "rms norm, 16384": normalise(rms_norm, torch.bfloat16, 16384),
+    "beam step, bart-large": candidates(torch.float16, 4, 50265, 8),
+    "beam step, log-probabilities": candidates(torch.float32, 4, 50265, 8, normalise=False),
+    "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
 }
 
 

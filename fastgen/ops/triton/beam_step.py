@@ -1,0 +1,142 @@
+"""The step of beam search: the best continuations of the beams of every input, and where their histories lie.
+
+    scores = log_softmax(logits) + running scores, over beams x vocabulary; the best of them
+
+A softmax, an addition and a top-k over all of it read and write the scores of the whole vocabulary several times. Here
+they are read once: every program finds the best of its part of a row together with its share of the denominator, and a
+second launch, on the few that are left, adds what the parts lack. Nothing of the size of the vocabulary is written.
+
+Of equal scores the one of the lower beam comes first, and of one beam that of the lower token. torch.topk promises no
+order; on a GPU it may differ between two calls. So with ties at the end of what is kept, other candidates may be chosen
+than by torch.topk, with the same scores. Scores that differ before the softmax are ordered by what they were then, even
+if they are equal after it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import triton as package
+
+# What a program reads: 32 numbers for each of 128 threads. The vocabulary of BART in 13 parts, for each of 128 rows, is
+# six rounds on 132 multiprocessors with two programs each.
+_BLOCK = 4096
+# Candidates of an input that are looked at in the second launch, all in one block.
+_MOST_CANDIDATES = 32768
+
+
+class Candidates(NamedTuple):
+    """The best continuations of every input, best first: each [batch, count].
+
+    Attributes:
+        scores: accumulated log-probabilities, float32.
+        beams: which beam of the input is continued, int64.
+        tokens: with which token, int64.
+    """
+
+    scores: Tensor
+    beams: Tensor
+    tokens: Tensor
+
+
+def best_candidates(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
+    """The `count` best continuations of each input over all its beams.
+
+    Args:
+        scores: [rows, vocabulary], any floating type: logits, or, where processors have changed the log-probabilities,
+            those, with `normalise=False`.
+        running: [batch, beams]: the accumulated scores of the beams; rows = batch * beams.
+        count: from 1 to beams * vocabulary.
+        normalise: take the log-softmax of the scores first.
+
+    Raises:
+        ValueError: shapes or `count` are not as above.
+    """
+    if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
+        raise ValueError(f"best_candidates: scores {tuple(scores.shape)} for running scores {tuple(running.shape)}")
+    batch, beams = running.shape
+    rows, vocabulary = scores.shape
+    if not 1 <= count <= beams * vocabulary:
+        raise ValueError(f"best_candidates: {count} of {beams} x {vocabulary} candidates")
+    block = min(_BLOCK, max(package.power_of_two(vocabulary), 16))
+    parts = -(-vocabulary // block)
+    keep = min(count, block)
+    candidates = package.power_of_two(beams) * package.power_of_two(parts * keep)
+    if (
+        scores.dtype not in package.KERNEL_TYPES
+        or beams * vocabulary >= 2**31
+        or candidates > _MOST_CANDIDATES
+        or not package.available(scores, running)
+    ):
+        return reference(scores, running, count, normalise=normalise)
+    from fastgen.ops.triton import _beam_step as kernels
+
+    part_best = torch.empty(rows * parts * keep, dtype=torch.int64, device=scores.device)
+    part_maximum = torch.empty(rows * parts, dtype=torch.float32, device=scores.device)
+    part_total = torch.empty_like(part_maximum)
+    out = Candidates(
+        torch.empty(batch, count, dtype=torch.float32, device=scores.device),
+        torch.empty(batch, count, dtype=torch.int64, device=scores.device),
+        torch.empty(batch, count, dtype=torch.int64, device=scores.device),
+    )
+    package.launch(
+        kernels.best_of_parts,
+        (rows, parts),
+        (scores, part_best, part_maximum, part_total, vocabulary, *scores.stride()),
+        KEEP=keep,
+        PARTS=parts,
+        BLOCK=block,
+        NORMALISE=normalise,
+        num_warps=4,
+    )
+    package.launch(
+        kernels.best_of_beams,
+        (batch,),
+        (part_best, part_maximum, part_total, running.contiguous(), *out, vocabulary),
+        BEAMS=beams,
+        BLOCK_BEAMS=package.power_of_two(beams),
+        KEEP=keep,
+        CANDIDATES=parts * keep,
+        BLOCK_CANDIDATES=package.power_of_two(parts * keep),
+        PARTS=parts,
+        BLOCK_PARTS=package.power_of_two(parts),
+        WANTED=count,
+        NORMALISE=normalise,
+        # There is one program per input, so it should be quick: up to eight candidates for each of 512 threads.
+        num_warps=min(max(candidates // 256, 1), 16),
+    )
+    return out
+
+
+def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
+    """`best_candidates` in plain torch, for any device and type, with the ties of torch.topk."""
+    batch, beams = running.shape
+    vocabulary = scores.shape[1]
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    values = torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
+    values = values.view(batch, beams, vocabulary) + running.unsqueeze(2)
+    best, places = values.view(batch, beams * vocabulary).topk(count, dim=1)
+    return Candidates(best, places // vocabulary, places % vocabulary)
+
+
+def advance_ancestry(ancestry: Tensor, parents: Tensor, position: Tensor) -> Tensor:
+    """The table of the rows that continue `parents`, in place: where each suffix position of each row lies.
+
+    Row r takes the history of row `parents[r]`, and its next K and V, at `position`, will lie in row r itself. That is
+    all there is to a reorder: no K or V is moved. The table is small (rows x capacity x 4 bytes), so plain torch does.
+
+    Args:
+        ancestry: [rows, capacity], int32.
+        parents: [rows], integer: rows of the same input.
+        position: one integer on the device: the suffix position that is written next.
+
+    Returns:
+        `ancestry` itself.
+    """
+    rows, capacity = ancestry.shape
+    own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device).unsqueeze(1)
+    next_one = torch.arange(capacity, device=ancestry.device) == position.reshape(())
+    return ancestry.copy_(torch.where(next_one, own, ancestry.index_select(0, parents)))

@@ -1,0 +1,78 @@
+"""The new K and V of all rows into the cache, at a position that is on the device.
+
+`cache[:, :, position] = new` with a position that a replayed graph can change. In plain torch it is an `index_copy_`
+for each of K and V, and the check that the position is inside; here it is one launch for both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import triton as package
+
+
+def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+    """Writes `keys` and `values` to `position` of the caches.
+
+    Args:
+        keys, values: [rows, heads, dim] each; values may have another dim. The last dimension contiguous, as of all.
+        key_cache, value_cache: [rows, heads, capacity, dim], of the same types.
+        position: one integer on the device, the same for all rows. Outside [0, capacity) nothing is written.
+
+    Raises:
+        ValueError: shapes or types do not fit. Nothing has been written then.
+    """
+    for new, cache in ((keys, key_cache), (values, value_cache)):
+        _check(new, cache, position)
+    if key_cache.shape[2] != value_cache.shape[2] or keys.shape[:2] != values.shape[:2]:
+        raise ValueError("kv_write: keys and values of different shapes")
+    if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
+        reference(keys, values, key_cache, value_cache, position)
+        return
+    from fastgen.ops.triton import _kv_write as kernels
+
+    rows, heads, dim = keys.shape
+    block_d = package.power_of_two(max(dim, values.shape[2]))
+    # As many heads as make a few kilobytes: one 16-byte access for each of 128 threads and a few of them under way.
+    block_h = min(max(4096 // block_d, 1), package.power_of_two(heads))
+    package.launch(
+        kernels.write,
+        (rows, -(-heads // block_h)),
+        (
+            keys, values, key_cache, value_cache, position, heads, key_cache.shape[2],
+            *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+        ),
+        DIM=dim,
+        VALUE_DIM=values.shape[2],
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
+    """The operator in plain torch, for any device and type."""
+    capacity = key_cache.shape[2]
+    if capacity == 0:
+        return
+    place = position.reshape(1).long()
+    valid = (place >= 0) & (place < capacity)
+    place = place.clamp(0, capacity - 1)
+    for new, cache in ((keys, key_cache), (values, value_cache)):
+        old = cache.index_select(2, place)
+        cache.index_copy_(2, place, torch.where(valid, new.unsqueeze(2), old))
+
+
+def _check(new: Tensor, cache: Tensor, position: Tensor) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"kv_write: {message}")
+
+    require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
+    require(
+        (*cache.shape[:2], cache.shape[3]) == tuple(new.shape), f"{tuple(new.shape)} into a cache {tuple(cache.shape)}"
+    )
+    require(new.dtype == cache.dtype, f"{new.dtype} into a cache of {cache.dtype}")
+    require(position.numel() == 1 and not position.is_floating_point(), "position must be one integer")
+    require(all(x.shape[-1] < 2 or x.stride(-1) == 1 for x in (new, cache)), "the last dimension must be contiguous")
