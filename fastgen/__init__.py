@@ -59,9 +59,9 @@ def enable(*, strict: bool | None = None, packed_weights: str | None = None) -> 
 def disable() -> None:
     """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
     _patches.disable()
-    layers = sys.modules.get("fastgen.decoding.linear_layers")
+    layers = sys.modules.get("fastgen.decoding.layers")
     if layers is not None:  # nothing was packed where nothing was imported
-        layers.PackedLayers.drop_kept()
+        layers.FastLayers.drop_kept()
 
 
 def disabled() -> AbstractContextManager[None]:

@@ -25,15 +25,22 @@ _lock = threading.RLock()
 _known: dict[str, dict[str, Timing]] | None = None
 
 
-def get(operator: str, key: str, count: int, measure: Callable[[], Sequence[float]]) -> Timing:
-    """The `count` timings of `key` on this machine: those that are known, or else what `measure()` gives, in seconds."""
+def get(operator: str, key: str, count: int, measure: Callable[[], Sequence[float]] | None) -> Timing | None:
+    """The `count` timings of `key` on this machine, in seconds.
+
+    Those that are known, or else what `measure()` gives, which is kept; None if there is no `measure`.
+    """
     section = _section(operator)
     with _lock:
         known = _load()
-        if len(known.get(section, {}).get(key, ())) != count:
-            known.setdefault(section, {})[key] = tuple(float(value) for value in measure())
-            _save(known)
-        return known[section][key]
+        timing = known.get(section, {}).get(key, ())
+        if len(timing) == count:
+            return timing
+        if measure is None:
+            return None
+        timing = known.setdefault(section, {})[key] = tuple(float(value) for value in measure())
+        _save(known)
+        return timing
 
 
 def all(operator: str) -> dict[str, Timing]:

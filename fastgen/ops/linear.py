@@ -88,19 +88,23 @@ def backend() -> str:
     return f"{_library.backend('fastgen::packed_linear')}, where measured to be faster: {faster} of {len(known)} shapes"
 
 
-def costs(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
+def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool = True) -> Costs | None:
     """What a layer of this shape costs on this machine, with the number of threads in force.
 
-    Measured at the first call, which takes some ten to a hundred milliseconds, and remembered in a file of the user's
-    cache folder (`fastgen.ops._timings`). Draws no random numbers.
+    Measured once, which takes some ten to a hundred milliseconds and draws no random numbers, and remembered in a file
+    of the user's cache folder (`fastgen.ops._timings`).
 
     Args:
         rows: rows of the input, at least 1.
         transposed: the weight is stored as [inputs, outputs], as GPT-2's.
+        measure: whether to measure what is not known yet; if not, None is returned for it.
     """
     bucket = min(1 << (rows - 1).bit_length(), _MAX_ROWS)
     key = f"{bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
-    known = _timings.get("linear", key, len(Costs._fields), lambda: _measure(bucket, inputs, outputs, transposed))
+    measuring = (lambda: _measure(bucket, inputs, outputs, transposed)) if measure else None
+    known = _timings.get("linear", key, len(Costs._fields), measuring)
+    if known is None:
+        return None
     scale = max(rows / bucket, 1.0)
     return Costs(known[0] * scale, known[1] * scale, known[2])
 

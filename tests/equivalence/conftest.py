@@ -8,7 +8,7 @@ import pytest
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import kv, linear_layers
+from fastgen.decoding import kv, layers
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import linear
 
@@ -21,10 +21,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
-    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_BYTES", 0)
-    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 1)
-    monkeypatch.setattr(linear_layers.PackedLayers, "_shapes", {})
-    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(layers.FastLayers, "_shapes", {})
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
     before = settings.current()
     fastgen.enable()
     fastgen.reset_stats()

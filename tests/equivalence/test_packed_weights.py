@@ -10,9 +10,9 @@ import torch
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.decoding import linear_layers
+from fastgen.decoding import layers
 from fastgen.decoding.kv import LayerKV
-from fastgen.decoding.linear_layers import _Forward
+from fastgen.decoding.layers import _Linear
 from fastgen.ops import linear
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, check, run
@@ -40,7 +40,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def installed(model: Any) -> int:
-    return sum(isinstance(vars(module).get("forward"), _Forward) for module in model.modules())
+    return sum(isinstance(vars(module).get("forward"), _Linear) for module in model.modules())
 
 
 @every
@@ -141,4 +141,4 @@ def test_several_threads_share_the_packed_weights(monkeypatch: pytest.MonkeyPatc
     assert len(results) == 4
     for result in results:
         assert_same(expected, result)
-    assert installed(model) == 0 and linear_layers.PackedLayers.of(model)._users == 0
+    assert installed(model) == 0 and layers.FastLayers.of(model)._users == 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
+from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters
-from fastgen.decoding.linear_layers import LINEAR, PackedLayers
+from fastgen.decoding.layers import LINEAR, FastLayers
 
 if TYPE_CHECKING:
     from fastgen.optimizer.transformers.cache import StoreInCache
@@ -19,6 +22,8 @@ ENTRY_POINT = "transformers.generate"
 
 # The classes of linear layers, and whether their weight is stored transposed.
 _LINEAR_LAYERS = {**LINEAR, Conv1D: True}
+# Activations that pass over their input operation by operation, and the one operation that they are.
+_ACTIVATIONS = {NewGELUActivation: partial(F.gelu, approximate="tanh")}
 
 
 class Declined(Exception):
@@ -57,7 +62,7 @@ class Call:
 
     def __enter__(self) -> Call:
         self._token = Call._active.set(self)
-        self._packed.enter_context(PackedLayers.of(self.model, _LINEAR_LAYERS))
+        self._packed.enter_context(FastLayers.of(self.model, _LINEAR_LAYERS, _ACTIVATIONS))
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import linear_layers
-from fastgen.decoding.linear_layers import PackedLayers, _Forward
+from fastgen.decoding import layers
+from fastgen.decoding.layers import FastLayers, _Linear
 from fastgen.ops import linear
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
@@ -26,18 +26,18 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
     """Packing pays for every shape from the first product on; the weights that are packed, in order."""
     packed: list[torch.Tensor] = []
     pack = linear.pack
-    monkeypatch.setattr(linear_layers, "MIN_WEIGHT_BYTES", 0)
-    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 1)
-    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
     monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
-    monkeypatch.setattr(PackedLayers, "_shapes", {})
+    monkeypatch.setattr(FastLayers, "_shapes", {})
     before = settings.current().packed_weights
     fastgen.enable()
     with torch.no_grad():
         yield packed
     settings.change(packed_weights=before)
     fastgen.enable()
-    PackedLayers.drop_kept()
+    FastLayers.drop_kept()
 
 
 class Transposed(nn.Module):
@@ -61,13 +61,13 @@ def _model() -> nn.Sequential:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), _Forward)
+    return isinstance(vars(module).get("forward"), _Linear)
 
 
 def test_the_result_is_the_same_and_the_layers_are_restored(packed_at_once: list[torch.Tensor]) -> None:
     model, x = _model(), torch.randn(3, 4, 20)
     expected = model(x)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
         assert [_is_packed(layer) for layer in model] == [True, False, True, True]
         model(x)
@@ -78,9 +78,9 @@ def test_the_result_is_the_same_and_the_layers_are_restored(packed_at_once: list
 
 def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tensor]) -> None:
     model, x = _model(), torch.randn(2, 20)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(x)
-        with PackedLayers.of(model, KINDS):
+        with FastLayers.of(model, KINDS):
             model(x)
         assert _is_packed(model[0])
         model(x)
@@ -100,7 +100,7 @@ def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tens
 )
 def test_a_changed_weight_counts(change: object) -> None:
     model, x = _model(), torch.randn(2, 20)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         before = model(x)
         change(model[0])
         after = model(x)
@@ -112,7 +112,7 @@ def test_a_changed_weight_counts(change: object) -> None:
 
 def test_a_weight_that_is_cast_is_not_packed_any_more() -> None:
     model, x = _model(), torch.randn(2, 20)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(x)
         model.double()
         assert torch.equal(model(x.double()), model(x.double()))
@@ -125,7 +125,7 @@ def test_a_weight_that_is_cast_is_not_packed_any_more() -> None:
 
 def test_a_float32_input_to_a_weight_of_another_type_fails_as_ever() -> None:
     model, x = _model(), torch.randn(2, 20)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(x)
         model.double()
         with pytest.raises(RuntimeError):
@@ -136,18 +136,18 @@ def test_weights_are_kept_only_if_asked_for(packed_at_once: list[torch.Tensor]) 
     model, x = _model(), torch.randn(2, 20)
     for mode, packed in (("call", 3), ("call", 6), ("keep", 9), ("keep", 9)):
         fastgen.enable(packed_weights=mode)
-        with PackedLayers.of(model, KINDS):
+        with FastLayers.of(model, KINDS):
             model(x)
         assert len(packed_at_once) == packed, mode
         assert not _is_packed(model[0])
     model[0].weight.mul_(2)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         result = model(x)
     assert len(packed_at_once) == 10
     torch.testing.assert_close(result, model(x), atol=1e-4, rtol=1e-5)
     fastgen.disable()
     fastgen.enable()
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(x)
     assert len(packed_at_once) == 13
 
@@ -155,7 +155,7 @@ def test_weights_are_kept_only_if_asked_for(packed_at_once: list[torch.Tensor]) 
 def test_never() -> None:
     model = _model()
     fastgen.enable(packed_weights="never")
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         assert not _is_packed(model[0])
     with pytest.raises(ValueError, match="packed_weights"):
         fastgen.enable(packed_weights="always")
@@ -164,7 +164,7 @@ def test_never() -> None:
 def test_kept_weights_go_with_the_model() -> None:
     fastgen.enable(packed_weights="keep")
     model = _model()
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(torch.randn(2, 20))
     layer = weakref.ref(model[0])
     del model
@@ -205,7 +205,7 @@ def _frozen_in_inference() -> nn.Linear:
 )
 def test_layers_that_are_more_than_their_weight_are_left_alone(layer: nn.Module) -> None:
     before = vars(layer).get("forward")
-    with PackedLayers.of(nn.Sequential(layer), KINDS):
+    with FastLayers.of(nn.Sequential(layer), KINDS):
         assert vars(layer).get("forward") is before
     assert vars(layer).get("forward") is before
 
@@ -216,7 +216,7 @@ def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
     model[0].register_forward_hook(lambda layer, args, output: seen.append(output) or output + 1)
     x = torch.randn(2, 4)
     expected = model(x)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected)
     assert len(seen) == 2 and len(packed_at_once) == 1
 
@@ -224,7 +224,7 @@ def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
 def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[torch.Tensor]) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     x = torch.randn(2, 4)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         with torch.enable_grad():
             assert model(x).requires_grad
         with torch.autocast("cpu", torch.bfloat16):
@@ -239,7 +239,7 @@ def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[t
 
 def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
     model, x = _model(), torch.randn(2, 20)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(x)
         twin = copy.deepcopy(model)
         file = io.BytesIO()
@@ -253,10 +253,10 @@ def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
 
 
 def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "costs", lambda *shape: linear.Costs(2.0, 1.0, 2.5))
-    monkeypatch.setattr(linear_layers, "MEASURED_FROM", 4)
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 2.5) if measure else None)
+    monkeypatch.setattr(layers, "MEASURED_FROM", 4)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         for _ in range(5):
             model(x)
         assert not packed_at_once  # known from the fourth product on; after the fifth two seconds have been missed
@@ -267,9 +267,11 @@ def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeyp
 def test_nothing_is_packed_where_it_is_slower(
     packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "costs", lambda rows, *shape: linear.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0))
+    monkeypatch.setattr(
+        linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0)
+    )
     model = nn.Sequential(nn.Linear(4, 4))
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         model(torch.randn(9, 4))
         assert not packed_at_once
         model(torch.randn(2, 4))
@@ -277,15 +279,36 @@ def test_nothing_is_packed_where_it_is_slower(
 
 
 def test_memory_is_not_used_up(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "_free_memory", lambda: 2 * 100 * 4)
+    monkeypatch.setattr(layers, "_free_memory", lambda: 2 * 100 * 4)
     model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
     expected = model(x)
-    with PackedLayers.of(model, KINDS):
+    with FastLayers.of(model, KINDS):
         for _ in range(3):
             torch.testing.assert_close(model(x), expected)
     assert len(packed_at_once) == 1
-    assert linear_layers._free_memory() == 800
+    assert layers._free_memory() == 800
 
 
 def test_free_memory_is_a_sensible_number() -> None:
-    assert 2**20 < linear_layers._free_memory() < 2**50
+    assert 2**20 < layers._free_memory() < 2**50
+
+
+class Spelled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def test_layers_without_a_state_use_the_function_that_they_are() -> None:
+    model, x, calls = nn.Sequential(Spelled(), nn.ReLU()), torch.randn(2, 4), []
+    functions = {Spelled: lambda y: calls.append(y) or y.square()}
+    expected = model(x)
+    with FastLayers.of(model, KINDS, functions):
+        torch.testing.assert_close(model(x), expected)
+        assert len(calls) == 1
+        with fastgen.disabled():
+            model(x)
+        with torch.enable_grad():
+            model(x)
+        model(x.double())
+        assert len(calls) == 1
+    assert not vars(model[0]).get("forward") and not vars(model[1]).get("forward")

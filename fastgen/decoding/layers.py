@@ -1,9 +1,10 @@
-"""Linear layers of a model on packed weights, for as long as it generates.
+"""Layers of a model in a faster form, for as long as it generates.
 
-Inside `PackedLayers`, the linear layers of a model have a `forward` of their own, which packs the weight once that pays
-and multiplies with the packed one where that is faster (`fastgen.ops.linear`). Everything that makes a layer more than
-its weight and bias leaves it alone: a forward pass of its own or replaced by somebody (adapters, quantised layers,
-offloading), parametrisations, weights of other types. Hooks keep working: they run around `forward`.
+Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, and linear layers have a
+`forward` of their own, which packs the weight once that pays and multiplies with the packed one where that is faster
+(`fastgen.ops.linear`). Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of
+its own or replaced by somebody (adapters, quantised layers, offloading), parametrisations, weights of other types.
+Hooks keep working: they run around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Writing
 through `parameter.data` is not counted by torch, which is why nothing is kept from one call to the next unless the user
@@ -15,7 +16,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from fastgen.ops import linear
 # Whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
 LINEAR: Kinds = {nn.Linear: False}
+
+# What layers compute that spell it out.
+Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
 # The time a product takes below this size is that of calling it.
 MIN_WEIGHT_BYTES = 2**18
@@ -53,9 +58,9 @@ class _Shape:
         if known is not None:
             return known
         uses = self._uses[rows] = self._uses.get(rows, 0) + 1
-        if uses < MEASURED_FROM:
+        costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
+        if costs is None:
             return 0.0
-        costs = linear.costs(rows, *self._shape)
         self.packing = costs.packing
         gain = self._gains[rows] = costs.plain - costs.packed
         return gain
@@ -74,18 +79,57 @@ class _Memory:
         return True
 
 
-class _Forward:
-    """The `forward` of one layer while it generates.
+def _serves(x: Tensor) -> bool:
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and patching.is_active()
+    )
+
+
+class _Replacement:
+    """What stands for the `forward` of a layer while the model generates."""
+
+    __slots__ = ("_module", "_plain")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plain = module.forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
+        return getattr, (self._module, "forward")
+
+
+class _Function(_Replacement):
+    """A function of torch for what the layer spells out."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(module)
+        self._function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._function(x) if _serves(x) else self._plain(x)
+
+
+class _Linear(_Replacement):
+    """A linear layer with a packed weight, once there is one.
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
     packing costs. So a call is never much slower than it would be without, however early it ends.
     """
 
-    __slots__ = ("_data", "_memory", "_missed", "_module", "_packed", "_plain", "_shape", "_transposed", "_version")
+    __slots__ = ("_data", "_memory", "_missed", "_packed", "_shape", "_transposed", "_version")
 
     def __init__(self, module: nn.Module, transposed: bool, shape: _Shape, memory: _Memory) -> None:
-        self._module = module
-        self._plain = module.forward
+        super().__init__(module)
         self._transposed = transposed
         self._shape = shape
         self._memory = memory
@@ -94,12 +138,8 @@ class _Forward:
         self._version: tuple[int, int] | None = None
         self._data: Tensor | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
-        return getattr, (self._module, "forward")
-
     def __call__(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor or torch.is_grad_enabled() or not self._serves(x):
+        if not _serves(x):
             return self._plain(x)
         parameters = self._module._parameters
         weight = parameters["weight"]
@@ -107,17 +147,6 @@ class _Forward:
         if gain <= 0.0 or not self._is_packed(weight, gain):
             return self._plain(x)
         return linear.packed_linear(x, self._packed, parameters["bias"], self._shape.outputs)
-
-    @staticmethod
-    def _serves(x: Tensor) -> bool:
-        return (
-            x.dtype is torch.float32
-            and x.device.type == "cpu"
-            and x.numel() > 0
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            and patching.is_active()
-        )
 
     def _is_packed(self, weight: Tensor, gain: float) -> bool:
         """Whether there is a packed copy of this very weight; makes it when it is due."""
@@ -151,35 +180,37 @@ def is_plain(module: nn.Module) -> bool:
     return not parametrize.is_parametrized(module)
 
 
-class PackedLayers:
-    """A context in which the linear layers of a model use packed weights.
+class FastLayers:
+    """A context in which layers of a model have a faster form.
 
     Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when the last
     one ends, or with `Settings.packed_weights == "keep"` with the model. Other threads that use the model meanwhile get
     the ordinary forward pass if FastGen is suspended for them.
 
     Args:
-        kinds: the classes of layers, and whether their weight is stored transposed.
+        kinds: the classes of linear layers, and whether their weight is stored transposed.
+        functions: classes of layers without a state, and a function that computes the same.
     """
 
     _lock = threading.RLock()
-    _of: weakref.WeakKeyDictionary[nn.Module, PackedLayers] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
     _shapes: dict[tuple[int, int, int, bool], _Shape] = {}
 
-    def __init__(self, model: nn.Module, kinds: Kinds) -> None:
+    def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions) -> None:
         self._model = weakref.ref(model)
         self._kinds = kinds
+        self._functions = functions
         self._users = 0
-        self._installed: dict[nn.Module, _Forward] = {}
-        self._kept: dict[nn.Module, _Forward] = {}
+        self._installed: dict[nn.Module, _Replacement] = {}
+        self._kept: dict[nn.Module, _Replacement] = {}
 
     @classmethod
-    def of(cls, model: nn.Module, kinds: Kinds = LINEAR) -> PackedLayers:
+    def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
         """The context of this model."""
         with cls._lock:
             found = cls._of.get(model)
             if found is None:
-                found = cls._of[model] = cls(model, kinds)
+                found = cls._of[model] = cls(model, kinds, functions)
             return found
 
     @classmethod
@@ -189,7 +220,7 @@ class PackedLayers:
             for layers in list(cls._of.values()):
                 layers._kept = {}
 
-    def __enter__(self) -> PackedLayers:
+    def __enter__(self) -> FastLayers:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -204,21 +235,26 @@ class PackedLayers:
 
     def _install(self) -> None:
         model, memory = self._model(), _Memory()
-        if model is None or settings.current().packed_weights == "never" or not linear.is_available():
-            return
-        for module in model.modules():
-            transposed = self._kind(module)
-            if transposed is None or "forward" in vars(module) or not is_plain(module):
-                continue
-            weight = module._parameters["weight"]
-            if weight.nbytes < MIN_WEIGHT_BYTES:
-                continue
-            outputs, inputs = reversed(weight.shape) if transposed else weight.shape
-            forward = self._kept.get(module)
-            if forward is None:
-                forward = _Forward(module, transposed, self._shape(inputs, outputs, transposed), memory)
-            module.forward = self._installed[module] = forward
+        for module in model.modules() if model is not None else ():
+            replacement = self._kept.get(module) or self._replacement(module, memory)
+            if replacement is not None:
+                module.forward = self._installed[module] = replacement
         self._kept = {}
+
+    def _replacement(self, module: nn.Module, memory: _Memory) -> _Replacement | None:
+        if "forward" in vars(module):
+            return None  # somebody else's, an adapter's or a hook's
+        function = self._functions.get(type(module))
+        if function is not None:
+            return _Function(module, function)
+        transposed = self._kind(module)
+        if transposed is None or settings.current().packed_weights == "never" or not linear.is_available():
+            return None
+        weight = module._parameters["weight"]
+        if not is_plain(module) or weight.nbytes < MIN_WEIGHT_BYTES:
+            return None
+        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), memory)
 
     def _remove(self) -> None:
         for module, forward in self._installed.items():
