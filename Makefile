@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
+FAIRSEQ ?= fairseq==0.12.2
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
@@ -50,10 +51,14 @@ clean: ## remove everything that was built or installed
 	rm -f fastgen/ops/libfastgen_*
 
 # The extension is built in place by a step of its own, so that a change of its sources re-makes no more than it.
+# FairSeq without its dependencies, of which no current pip can install the releases that it asks for, and built where
+# there is no torch: with torch it builds extensions whose sources are not in its release.
 .venv/.dependencies: constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt setuptools torch
-	FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[transformers,cli,dev,bench]'
+	FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[transformers,fairseq,cli,dev,bench]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
+		|| echo '$(FAIRSEQ) could not be installed (see .venv/fairseq.log): its tests are left out'
 	touch $@
 
 .venv/.built: .venv/.dependencies setup.py $(shell find fastgen/csrc -type f)

@@ -9,8 +9,12 @@ from importlib import metadata
 
 from fastgen import ops, patching, settings
 from fastgen._version import __version__
-from fastgen.optimizer.transformers import TESTED_VERSIONS
+from fastgen.optimizer import fairseq, transformers
 from fastgen.patching import PatchSet
+
+# The first and the last release of each toolkit that the equivalence tests run against.
+_TESTED = {"transformers": transformers.TESTED_VERSIONS, "fairseq": fairseq.TESTED_VERSIONS}
+_OTHER_NAMES = {"fairseq": ("fairseq-fixed",)}
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Status:
     Attributes:
         enabled: whether calls are accelerated in this thread.
         strict: whether a fallback raises.
-        versions: {"fastgen": ..., "python": ..., "torch": ..., "transformers": ...}; "not installed" where missing.
+        versions: of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing.
         patches: {target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}.
         operators: {operator: which backend serves it}.
         notes: anything the user should know, such as an untested version.
@@ -47,14 +51,14 @@ class Status:
 def collect(patches: PatchSet) -> Status:
     """The status of this process. Imports torch, for the operators; never a toolkit."""
     versions = {"fastgen": __version__, "python": platform.python_version()}
-    versions |= {name: _version(name) for name in ("torch", "transformers")}
+    versions |= {name: _version(name) for name in ("torch", *_TESTED)}
     return Status(
         enabled=patching.is_active(),
         strict=settings.current().strict,
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
         operators=ops.backends(),
-        notes=_notes(versions["transformers"]),
+        notes=[note for name in _TESTED for note in _notes(name, versions[name])],
     )
 
 
@@ -63,17 +67,21 @@ def _version(package: str) -> str:
     imported = getattr(sys.modules.get(package), "__version__", None)
     if imported is not None:
         return str(imported)
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    for distribution in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
 
 
-def _notes(transformers: str) -> list[str]:
-    first, last = (_release(version) for version in TESTED_VERSIONS)
-    if transformers == "not installed" or first <= _release(transformers) <= last:
+def _notes(toolkit: str, version: str) -> list[str]:
+    if version == "not installed":
         return []
-    return [f"transformers {transformers} is outside the tested range {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[1]}"]
+    first, last = _TESTED[toolkit]
+    if _release(first) <= _release(version) <= _release(last):
+        return []
+    return [f"{toolkit} {version} is outside the tested range {first} to {last}"]
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -43,10 +43,10 @@ def unsupported(generator: Any, bos_token: Any) -> str | None:
         return f"{replaced[0]} has been replaced on this ensemble"
     if type(generator.search).__module__ != search.__name__:
         return f"{type(generator.search).__name__} is not one of the library's searches"
-    if bos_token is not None and (
-        isinstance(bos_token, torch.Tensor) and bos_token.numel() > 1 or bos_token == generator.pad
-    ):
-        return "sequences that begin with padding, or each with another token"
+    if isinstance(bos_token, torch.Tensor) and bos_token.numel() > 1:
+        return "each sequence begins with a token of its own"
+    if bos_token is not None and bos_token == generator.pad:
+        return "sequences that begin with padding"
     if torch.is_grad_enabled():
         return "gradients are recorded"
     devices = {parameter.device for parameter in ensemble.parameters()}
