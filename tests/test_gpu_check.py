@@ -315,3 +315,26 @@ class TestBenchmarks:
     def test_those_made_for_a_gpu_come_first(self):
         names = ["bart-base", "import", "cuda-bart-large", "pipeline-2000", "t5-base"]
         assert gpu_check.choose_workloads(names) == [["cuda-bart-large"], ["bart-base", "t5-base"]]
+
+
+class TestKernelTimes:
+    def test_every_row_is_checked_and_timed(self, tmp_path, capsys):
+        """Small, on the CPU, where the references take the place of the kernels."""
+        code = f"import sys; from tools.kernel_times import main; sys.exit(main({self.arguments(tmp_path)!r}))"
+        environment = gpu_check.environment_of_stages()
+        done = subprocess.run(python(code), env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads((tmp_path / "kernels.json").read_text())
+        assert len(found["rows"]) == 10 and found["copy_bytes_per_second"] > 0
+        assert all(row["microseconds"] > 0 and row["error"] < 1e-4 for row in found["rows"])
+
+    def arguments(self, folder):
+        return ["--device", "cpu", "--small", "--out", str(folder / "kernels.json")]
+
+    def test_a_wrong_kernel_is_a_failure(self, tmp_path, capsys, monkeypatch):
+        from tools import kernel_times
+
+        wrong = kernel_times.Case("wrong", lambda: (lambda: torch.ones(3), lambda: torch.zeros(3)), 1)
+        monkeypatch.setattr(kernel_times, "cases", lambda device, small: iter([wrong]))
+        assert kernel_times.main(self.arguments(tmp_path)) == 1
+        assert "wrong: FAILED: RuntimeError: wrong: off by" in capsys.readouterr().out

@@ -209,10 +209,10 @@ class Check:
         """All of them, in order; the budgets of all but the last are under what the check may take."""
         return [
             Stage("build", 75, self.build),
-            Stage("kernels", 110, self.kernels),
+            Stage("kernels", 120, self.kernels),
             Stage("equivalence", 110, self.equivalence),
             Stage("memcheck", 40, self.memcheck),
-            Stage("times", 40, self.times),
+            Stage("times", 60, self.times),
             Stage("benchmarks", TOTAL_SECONDS, self.benchmarks),
         ]
 
@@ -229,11 +229,11 @@ class Check:
         return Outcome(PASSED, f"csrc for {self.about['architecture']}")
 
     def kernels(self, seconds: float) -> Outcome:
-        return self.tests("kernels", ["tests/ops", "tests/decoding"], seconds, least=1.0)
+        return self.tests("kernels", ["tests/ops", "tests/decoding"], seconds, least=0.9)
 
     def equivalence(self, seconds: float) -> Outcome:
-        # The files whose tests get models and inputs from the grid: those can be moved to the GPU.
-        files = [f"tests/equivalence/test_{name}.py" for name in ("models", "options", "half")]
+        # The files whose tests run models and inputs that can be moved to the GPU; the others test when to fall back.
+        files = [f"tests/equivalence/test_{name}.py" for name in ("models", "options", "half", "composites")]
         return self.tests("equivalence", files, seconds, least=0.2)
 
     def tests(self, name: str, paths: Sequence[str], seconds: float, least: float) -> Outcome:
