@@ -36,7 +36,9 @@ def lively(model: Any, seed: int = 0, scale: float = 1.6) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            elif parameter.dim() > 1:
                 spread = scale / parameter.shape[1] ** 0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
                 if "embed_positions" in name:

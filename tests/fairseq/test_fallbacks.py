@@ -1,0 +1,284 @@
+"""What FastGen does not accelerate runs on FairSeq's own code, with the reason counted; failures are repeated."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fairseq import search
+from fairseq.modules import MultiheadAttention
+from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+
+import fastgen
+from fastgen.optimizer.fairseq import attention
+from tests.fairseq import models
+from tests.fairseq.check import accelerated, assert_same, check, fallbacks
+from tests.fairseq.test_generate import generator_for
+
+
+def falls_back(make: Any, reason: str, **arguments: Any) -> None:
+    """Asserts that the result is FairSeq's, the reason counted, and that strict mode raises it."""
+    check(make, models.sources(4), **arguments)
+    assert accelerated() == 0
+    assert [reason in found for found in fallbacks()] == [True], fallbacks()
+    fastgen.enable(strict=True)
+    with pytest.raises(fastgen.FallbackError, match="fairseq.generate"):
+        make().generate([], models.sources(4), **arguments)
+
+
+def test_models_that_are_no_transformers():
+    falls_back(lambda: generator_for_any(models.lstm_model()), "LSTMDecoder is not a Transformer decoder")
+
+
+def test_convolutional_models():
+    falls_back(lambda: generator_for_any(models.convolutional()), "FConvDecoder is not a Transformer decoder")
+
+
+def generator_for_any(model: Any, **options: Any) -> Any:
+    return SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=10, **options)
+
+
+def test_an_ensemble_with_one_that_is_none():
+    members = [models.encoder_decoder(), models.lstm_model()]
+    falls_back(
+        lambda: SequenceGenerator(members, members[0].decoder.dictionary, beam_size=3, max_len_b=10), "LSTMDecoder"
+    )
+
+
+def test_retained_dropout():
+    def make() -> Any:
+        model = models.encoder_decoder()
+        for module in model.modules():
+            if hasattr(module, "apply_during_inference"):
+                module.apply_during_inference = True
+        return generator_for_any(model)
+
+    falls_back(make, "dropout is retained")
+
+
+def test_attention_over_source_and_own_tokens_together():
+    falls_back(
+        lambda: generator_for_any(models.encoder_decoder(no_cross_attention=True, cross_self_attention=True)),
+        "self-attention over the source",
+    )
+
+
+def test_hooks_on_the_decoder():
+    def make() -> Any:
+        model = models.encoder_decoder()
+        model.decoder.layers[0].register_forward_hook(lambda module, inputs, output: None)
+        return generator_for_any(model)
+
+    falls_back(make, "forward hooks")
+
+
+def test_a_layer_of_ones_own():
+    def make() -> Any:
+        model = models.encoder_decoder()
+        layer = model.decoder.layers[1]
+        layer.forward = lambda *args, forward=layer.forward, **kwargs: forward(*args, **kwargs)
+        return generator_for_any(model)
+
+    falls_back(make, "a forward pass of its own")
+
+
+def test_an_attention_of_ones_own():
+    class Other(MultiheadAttention):
+        pass
+
+    def make() -> Any:
+        model = models.encoder_decoder()
+        model.decoder.layers[0].encoder_attn.__class__ = Other
+        return generator_for_any(model)
+
+    falls_back(make, "attention of type Other")
+
+
+def test_a_search_of_ones_own():
+    class Other(search.BeamSearch):
+        pass
+
+    model = models.encoder_decoder()
+    falls_back(
+        lambda: generator_for_any(model, search_strategy=Other(model.decoder.dictionary)), "one of the library's"
+    )
+
+
+def test_a_subclass_of_the_ensemble():
+    class Other(EnsembleModel):
+        pass
+
+    model = models.encoder_decoder()
+    falls_back(
+        lambda: SequenceGenerator(Other([model]), model.decoder.dictionary, beam_size=3, max_len_b=10),
+        "the ensemble is a Other",
+    )
+
+
+def test_sequences_that_begin_with_padding():
+    generator = generator_for_any(models.encoder_decoder())
+    # Attention over nothing but padding has no result, and FairSeq's loop stops at that.
+    with pytest.raises(AssertionError):
+        generator.generate([], models.sources(2), bos_token=1)
+    assert list(fallbacks()) == ["sequences that begin with padding"]
+
+
+def test_a_model_set_to_another_beam_size():
+    model = models.encoder_decoder()
+    one = generator_for([model], beam_size=1)
+    generator_for([model], beam_size=2)
+    # FairSeq's own code takes every second source for the one before it.
+    falls_back(lambda: one, "another beam size")
+
+
+def test_recording_gradients():
+    generator = generator_for_any(models.encoder_decoder())
+    with torch.enable_grad():
+        generator._generate(models.sources(2))
+    assert list(fallbacks()) == ["gradients are recorded"]
+
+
+def test_a_scripted_generator_is_fairseqs():
+    generator = generator_for_any(models.encoder_decoder())
+    scripted = torch.jit.script(generator)
+    sample = models.sources(3)
+    ours = generator.generate([], sample)
+    assert accelerated() == 1
+    assert_same(scripted({"net_input": sample["net_input"]}), ours)
+    assert accelerated() == 1 and not fallbacks()
+
+
+def test_a_failure_is_repeated_with_fairseqs_code_from_the_same_random_state(monkeypatch):
+    calls = []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 20:
+            raise IndexError("planted")
+        return own(*args)
+
+    own = attention._own
+    monkeypatch.setattr(attention, "_own", failing)
+
+    def make() -> Any:
+        calls.clear()
+        model = models.encoder_decoder()
+        return generator_for([model], beam_size=3, _search=lambda words: search.Sampling(words, sampling_topk=10))
+
+    with pytest.warns(RuntimeWarning, match="planted"):
+        check(make, models.sources(4))
+    assert list(fallbacks()) == ["IndexError in the accelerated call: planted"]
+    fastgen.enable(strict=True)
+    with pytest.raises(fastgen.FallbackError, match="planted"):
+        make().generate([], models.sources(4))
+
+
+def test_what_fairseq_raises_is_raised_and_not_reported(recwarn):
+    generator = SequenceGenerator([models.encoder_decoder()], models.dictionary(), beam_size=3, min_len=9, max_len_b=3)
+    with pytest.raises(AssertionError, match="min_len"):
+        generator.generate([], models.sources(2))
+    assert not fallbacks() and not [w for w in recwarn if "FastGen" in str(w.message)]
+
+
+def test_a_source_of_nothing_but_padding():
+    sample = models.sources(3)
+    sample["net_input"]["src_tokens"][1] = 1
+    with pytest.raises(AssertionError):
+        generator_for_any(models.encoder_decoder()).generate([], sample)
+    assert list(fallbacks()) == ["a source that is nothing but padding"]
+
+
+def test_disabling_restores_the_very_objects():
+    targets = [
+        ("fairseq.sequence_generator", "SequenceGenerator", "_generate"),
+        ("fairseq.sequence_generator", "EnsembleModel", "forward_decoder"),
+        ("fairseq.modules.multihead_attention", "MultiheadAttention", "forward"),
+        ("fairseq.ngram_repeat_block", "NGramRepeatBlock", "forward"),
+    ]
+    classes = [(getattr(importlib.import_module(module), name), attribute) for module, name, attribute in targets]
+    originals = [vars(cls)[attribute].__wrapped__ for cls, attribute in classes]
+    fastgen.disable()
+    for (cls, attribute), original in zip(classes, originals, strict=True):
+        assert vars(cls)[attribute] is original
+    generator = generator_for_any(models.encoder_decoder())
+    left = generator.generate([], models.sources(3))
+    assert fastgen.stats() == {}
+    fastgen.enable()
+    assert_same(left, generator.generate([], models.sources(3)))
+    assert accelerated() == 1
+
+
+def test_a_hook_that_is_missing_means_that_nothing_is_accelerated(monkeypatch):
+    monkeypatch.setattr(EnsembleModel, "reorder_encoder_out", vars(EnsembleModel)["reorder_encoder_out"].__wrapped__)
+    falls_back(lambda: generator_for_any(models.encoder_decoder()), "EnsembleModel.reorder_encoder_out is not hooked")
+
+
+def test_a_generator_inside_a_generator():
+    """A search that generates itself: what is not accelerated must not meet the K/V of the call around it."""
+    inner = generator_for_any(models.encoder_decoder(seed=1))
+    lstm = generator_for_any(models.lstm_model())
+    words = models.dictionary()
+
+    def allowed(batch: int, tokens: Any) -> list[int]:
+        for generator in (inner, lstm):
+            generator.generate([], models.sources(1, 5))
+        return list(range(2, 40))
+
+    check(
+        lambda: SequenceGenerator(
+            [models.encoder_decoder()],
+            words,
+            beam_size=2,
+            max_len_b=4,
+            search_strategy=search.PrefixConstrainedBeamSearch(words, allowed),
+        ),
+        models.sources(2),
+    )
+    assert accelerated() > 1 and list(fallbacks()) == ["LSTMDecoder is not a Transformer decoder"]
+
+
+def test_threads_do_not_meet():
+    generators = [generator_for_any(models.encoder_decoder(seed=seed)) for seed in range(3)]
+    with fastgen.disabled():
+        expected = [generator.generate([], models.sources(4)) for generator in generators]
+    results: dict[int, Any] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            results[index] = generators[index].generate([], models.sources(4))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, want in enumerate(expected):
+        assert_same(want, results[index])
+
+
+def test_models_can_be_copied_and_saved_after_a_call():
+    model = models.encoder_decoder()
+    generator = generator_for_any(model)
+    generator.generate([], models.sources(2))
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_ngrams_are_blocked_as_fairseq_blocks_them(n, spare):
+    """Its code looks at the last columns of the tokens, whether something has been generated there or not."""
+    blocker = NGramRepeatBlock(n, use_extension=False)
+    for step in range(9):
+        tokens = torch.randint(4, 7, (6, step + 1 + spare))
+        tokens[:, step + 1 :] = torch.randint(1, 5, (6, spare))
+        scores = torch.randn(6, 9)
+        with fastgen.disabled():
+            original = blocker(tokens, scores.clone(), 2, 3, step)
+        assert torch.equal(blocker(tokens, scores, 2, 3, step), original)
+    counts = fastgen.stats()["fairseq.no_repeat_ngram"]
+    assert (counts["accelerated"] > 0) == (n > 1) and counts["fallback"].get("n-grams of one token", 0) == 9 * (n == 1)
