@@ -1,0 +1,128 @@
+"""The bookkeeping of beam search against Transformers': the same sequences, scores and beam indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastgen.ops.triton.beam_search import BeamSearch
+from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_candidates, reference
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, EOS, SECOND_EOS, PAD = 40, 2, 18, 3
+
+
+@pytest.fixture(scope="module")
+def model(device):
+    """A small language model whose beams end at different steps."""
+    torch.manual_seed(6)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=EOS
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.4)
+        model.lm_head.weight[[EOS, SECOND_EOS]] *= 4
+    return model.to(device)
+
+
+def search(model, prompt, choose, late=0, **options):
+    """Beam search with our bookkeeping, without a cache; looks at the flag `late` steps late."""
+    state = BeamSearch(prompt, fill=PAD, **options)
+    flags = []
+    while len(flags) <= late or not flags[-1 - late]:
+        length = min(prompt.shape[1] + len(flags), options["max_length"])
+        with torch.no_grad():
+            logits = model(state.running_sequences[:, :, :length].flatten(0, 1)).logits[:, -1]
+        state.advance(choose(logits, state.running_scores, state.candidates))
+        flags.append(bool(state.done))
+    return state
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 1.7])
+@pytest.mark.parametrize(("eos", "beams"), [([EOS], 4), ([EOS, SECOND_EOS], 3), ([], 2)])
+def test_equals_transformers(model, device, eos, beams, length_penalty, early_stopping):
+    prompt = torch.randint(6, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(1)).to(device)
+    options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    with torch.no_grad():
+        wanted = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), num_beams=beams, num_return_sequences=beams, max_length=17,
+            do_sample=False, eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True,
+            output_scores=True, **options,
+        )  # fmt: skip
+    state = search(model, prompt, reference, beams=beams, max_length=17, eos=eos, **options)
+    found = state.sequences.flatten(0, 1)[:, : wanted.sequences.shape[1]]
+    assert found.tolist() == wanted.sequences.tolist()
+    torch.testing.assert_close(state.scores.flatten(), wanted.sequences_scores, rtol=1e-5, atol=1e-5)
+    indices = state.indices.flatten(0, 1)[:, : wanted.beam_indices.shape[1]]
+    assert indices.tolist() == wanted.beam_indices.tolist()
+    if eos:
+        ended = torch.isin(wanted.sequences[:, 5:], torch.tensor(eos, device=device)).any(dim=1)
+        assert ended.any()
+
+
+def test_steps_after_the_end_change_nothing(model, device):
+    prompt = torch.full((2, 3), 7, device=device)
+    on_time, late = (
+        search(model, prompt, reference, late=n, beams=4, max_length=12, eos=[EOS], early_stopping=True) for n in (0, 5)
+    )
+    for name in ("sequences", "scores", "indices", "running_sequences", "running_scores", "length", "tokens"):
+        assert torch.equal(getattr(on_time, name), getattr(late, name)), name
+
+
+def test_with_the_kernel(model, device, kernels):
+    prompt = torch.full((2, 3), 7, device=device)
+    found, wanted = (
+        search(model, prompt, choose, beams=4, max_length=14, eos=[EOS]) for choose in (best_candidates, reference)
+    )
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(found.scores, wanted.scores)
+
+
+def test_tokens_and_parents_are_those_of_the_beams(model, device):
+    """Rows continued by `parents` and `tokens` alone, and read through the table, are the beams."""
+    prompt = torch.full((2, 3), 9, device=device)
+    state = BeamSearch(prompt, beams=3, max_length=10)  # without an end, after which nothing changes
+    rows = 6
+    written = torch.zeros(rows, 8, dtype=torch.int64, device=device)
+    ancestry = torch.zeros(rows, 8, dtype=torch.int32, device=device)
+    for step in range(6):
+        with torch.no_grad():
+            logits = model(state.running_sequences[:, :, : 3 + step].flatten(0, 1)).logits[:, -1]
+        state.advance(reference(logits, state.running_scores, state.candidates))
+        advance_ancestry(ancestry, state.parents, torch.tensor(step, device=device))
+        written[:, step] = state.tokens
+        places = torch.arange(step + 1, device=device)
+        read = written[ancestry[:, : step + 1].long(), places]
+        assert read.tolist() == state.running_sequences.flatten(0, 1)[:, 3 : 4 + step].tolist()
+
+
+def test_nothing_to_generate(device):
+    with pytest.raises(ValueError, match="has 5 tokens already"):
+        BeamSearch(torch.zeros(1, 5, dtype=torch.int64, device=device), beams=2, max_length=5)
+
+
+def test_replays_in_a_graph(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need --device cuda")
+    torch.manual_seed(0)
+    steps = [torch.randn(8, VOCABULARY, device=device) for _ in range(9)]
+    prompt = torch.full((2, 3), 9, device=device)
+    plain, captured = (BeamSearch(prompt, beams=4, max_length=12, eos=[EOS]) for _ in range(2))
+    logits = torch.zeros(8, VOCABULARY, device=device)
+    warm = BeamSearch(prompt, beams=4, max_length=12, eos=[EOS])
+    warm.advance(best_candidates(logits, warm.running_scores, warm.candidates))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.advance(best_candidates(logits, captured.running_scores, captured.candidates))
+    for scores in steps:
+        plain.advance(best_candidates(scores, plain.running_scores, plain.candidates))
+        logits.copy_(scores)
+        graph.replay()
+    assert isinstance(reference(logits, plain.running_scores, 2), Candidates)
+    assert torch.equal(plain.sequences, captured.sequences) and torch.equal(plain.scores, captured.scores)
