@@ -34,7 +34,14 @@ def load(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, A
     Raises:
         pickle.UnpicklingError: the file contains a type that FairSeq's checkpoints do not; the message names it.
     """
-    with _lock, torch.serialization.safe_globals(list(_allowed())):
+    with _lock:
+        # What is allowed already stays so afterwards.
+        added = set(_allowed()).difference(torch.serialization.get_safe_globals())
+        return _load(wrapped, args, kwargs, list(added))
+
+
+def _load(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], allowed: list[Any]) -> Any:
+    with torch.serialization.safe_globals(allowed):
         try:
             return wrapped(*args, **kwargs)
         except pickle.UnpicklingError as error:

@@ -1,0 +1,285 @@
+"""FairSeq on a current Python, torch and NumPy: it works, and nothing outside of it has changed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import fairseq
+import numpy
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
+from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.configs import CommonConfig, FairseqConfig
+from fairseq.logging.meters import AverageMeter
+from omegaconf import OmegaConf
+
+import fastgen
+from fastgen.optimizer.fairseq import libnat
+from tests.fairseq import models
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, from the repository."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+NOTHING_GLOBAL = """
+import dataclasses, sys, numpy, torch
+before = dataclasses.dataclass, dataclasses._process_class, torch.load, numpy.__dict__.copy(), sys.meta_path[:]
+{imports}
+assert before[:3] == (dataclasses.dataclass, dataclasses._process_class, torch.load)
+assert not hasattr(numpy, "int") and not hasattr(numpy, "compat")
+assert all(allowed.__module__.startswith("torch.") for allowed in torch.serialization.get_safe_globals())
+class Mutable:
+    __hash__ = None
+try:
+    dataclasses.make_dataclass("C", [("x", Mutable, Mutable())])
+except ValueError:
+    pass
+else:
+    assert sys.version_info < (3, 11)
+from fairseq.dataclass import configs
+import inspect
+assert configs.__loader__ is configs.__spec__.loader and configs.__builtins__ is __builtins__
+assert "class CommonConfig" in inspect.getsource(configs.CommonConfig)
+fastgen.disable()
+assert not any(type(finder).__module__.startswith("fastgen") for finder in sys.meta_path)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import fastgen, fairseq",
+        "import fastgen, torch.nn, fairseq.models, fairseq_cli.generate",
+        "import fastgen; fastgen.disable(); fastgen.enable(); from fairseq.dataclass import configs",
+    ],
+)
+def test_fairseq_imports_and_nothing_outside_of_it_changes(imports):
+    done = python(NOTHING_GLOBAL.format(imports=imports))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "environment"),
+    [("import fastgen; fastgen.disable(); import fairseq", {}), ("import fastgen, fairseq", {"FASTGEN_DISABLE": "1"})],
+)
+def test_disabled_it_is_fairseq_as_it_is(code, environment):
+    done = python(code, **environment)
+    if sys.version_info >= (3, 11) and fairseq.__version__.startswith("0.12.2"):
+        assert "mutable default" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def test_importing_fastgen_imports_neither_torch_nor_fairseq():
+    done = python("import sys, fastgen; assert not {'torch', 'numpy', 'fairseq', 'hydra'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_process_can_use_it():
+    code = """
+import multiprocessing, fastgen
+from fairseq.data import Dictionary
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(len, (Dictionary(),)) == 4
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_status_names_every_patch_and_the_version():
+    status = fastgen.status()
+    states = {name: state for name, state in status.patches.items() if name.startswith("fairseq")}
+    assert set(states.values()) == {"applied"} or not fairseq.__version__.startswith("0.12.2"), states
+    assert status.versions["fairseq"] == fairseq.__version__ and not status.notes
+
+
+# ---- configuration classes
+
+
+@dataclass
+class Inner(FairseqDataclass):
+    size: int = 3
+
+
+@dataclass
+class Outer(FairseqDataclass):
+    inner: Inner = Inner()  # noqa: RUF009
+    names: list[str] = field(default_factory=list)
+
+
+def test_configurations_of_ones_own_take_instances_as_defaults():
+    assert OmegaConf.structured(Outer).inner.size == 3
+    assert Inner() == Inner() and len({Inner(), Inner()}) == 2
+
+
+def test_configurations_keep_their_defaults():
+    default = FairseqConfig.__dataclass_fields__["common"].default
+    assert isinstance(default, CommonConfig) and FairseqConfig().common is default
+    assert OmegaConf.structured(FairseqConfig).common.seed == 1
+
+
+# ---- checkpoints
+
+
+def state(**more: Any) -> dict[str, Any]:
+    """What FairSeq and its tasks write besides weights."""
+    meters = {"loss": AverageMeter(round=3)}
+    meters["loss"].update(numpy.float64(2.5))
+    return {
+        "args": None,
+        "model": {"weight": torch.arange(3.0)},
+        "extra_state": {"train_iterator": {"epoch": 2}, "train_meters": meters, "val_loss": numpy.int64(3)},
+        "optimizer_history": [
+            {"criterion_name": "X", "num_updates": 5, "optimizer_name": "Y", "lr_scheduler_state": {"best": None}}
+        ],
+        "last_optimizer_state": None,
+        "task_state": {"dictionary": models.dictionary(), "counts": numpy.arange(4)},
+        **more,
+    }
+
+
+def configuration() -> Any:
+    values = {"model": {"_name": "transformer", "layers": [1, 2.5, None, True]}, "task": Namespace(x=1)}
+    return OmegaConf.create(values, flags={"allow_objects": True})
+
+
+def allowed() -> set[Any]:
+    """What `torch.load` accepts besides what torch itself allows."""
+    every = torch.serialization.get_safe_globals()
+    return {one for one in every if isinstance(one, tuple) or not one.__module__.startswith("torch.")}
+
+
+@pytest.fixture(autouse=True)
+def allowed_types_stay_as_they_are() -> Iterator[None]:
+    before = allowed()
+    yield
+    assert allowed() == before
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_what_fairseq_writes_can_be_read(tmp_path, new_format):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(state(cfg=configuration()), path, _use_new_zipfile_serialization=new_format)
+    read = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    assert read["cfg"].model.layers == [1, 2.5, None, True] and read["cfg"].task.x == 1
+    assert read["extra_state"]["val_loss"] == 3
+    assert read["task_state"]["dictionary"] == models.dictionary()
+    assert read["task_state"]["counts"].tolist() == [0, 1, 2, 3]
+    assert read["model"]["weight"].tolist() == [0, 1, 2]
+
+
+def test_what_earlier_releases_wrote_can_be_read(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    arguments = Namespace(arch="transformer", task="translation", data="here", best=numpy.float32(1.5))
+    torch.save(state(args=arguments), path)
+    read = checkpoint_utils.load_checkpoint_to_cpu(str(path), {"data": "there"})
+    assert read["args"].data == "there" and read["args"].best == numpy.float32(1.5)
+    assert read["cfg"].task.data == "there"
+
+
+class Intruder:
+    """Something that runs code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["FASTGEN_TEST_DIRECTORY"],)
+
+
+class Harmless:
+    pass
+
+
+def test_code_in_a_checkpoint_does_not_run_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGEN_TEST_DIRECTORY", str(tmp_path / "intruded"))
+    torch.save(state(task_state=Intruder()), tmp_path / "checkpoint.pt")
+    with pytest.raises(pickle.UnpicklingError, match=r"contains \w+\.mkdir.*add_safe_globals"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+    assert not (tmp_path / "intruded").exists()
+
+
+def test_who_trusts_a_checkpoint_names_its_types(tmp_path):
+    torch.save(state(task_state=Harmless()), tmp_path / "checkpoint.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Harmless"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+    with torch.serialization.safe_globals([Harmless]):
+        read = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+    assert isinstance(read["task_state"], Harmless)
+
+
+def test_what_the_user_allows_stays_allowed(tmp_path):
+    torch.save(state(cfg=configuration()), tmp_path / "checkpoint.pt")
+    with torch.serialization.safe_globals([Namespace]):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+        assert allowed() == {Namespace}
+
+
+def test_a_file_that_is_no_checkpoint_raises_what_torch_raises(tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises((pickle.UnpicklingError, RuntimeError, EOFError, ValueError)):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "checkpoint.pt"))
+
+
+def test_a_model_that_has_loaded_its_weights_encodes_sources_of_different_lengths():
+    model = models.encoder_decoder()
+    again = models.encoder_decoder(seed=1)
+    again.load_state_dict(model.state_dict(), strict=True, model_cfg=None)
+    source = models.sources(4)["net_input"]
+    with torch.no_grad():
+        want, have = (m.encoder(**source)["encoder_out"][0] for m in (model, again.eval()))
+    torch.testing.assert_close(have, want)
+
+
+# ---- NumPy
+
+
+def test_numpy_names_are_there_for_the_modules_that_use_them():
+    mask = data_utils.compute_mask_indices((2, 50), None, 0.3, 5, "static", min_masks=2, no_overlap=True, min_space=1)
+    assert mask.shape == (2, 50) and mask.any()
+    assert data_utils.np.array is numpy.array and not hasattr(numpy, "int")
+
+
+# ---- the extension for models that edit
+
+
+@pytest.mark.parametrize("alphabet", [2, 3])
+def test_shortest_edits(alphabet):
+    sequences = [list(word) for length in range(4) for word in product(range(5, 5 + alphabet), repeat=length)]
+    for x, y in product(sequences, sequences):
+        distance = libnat.compute_ed2([x], [y])[0]
+        (path,) = libnat.suggested_ed2_path([x], [y], 1)
+        if not x:
+            assert (distance, path) == (len(y), [y, []])
+            continue
+        *inserted, deleted = [[] if part == [1] and place <= len(x) else part for place, part in enumerate(path)]
+        kept = [inserted[0]] + [[token] * (1 - gone) + more for token, gone, more in
+                                zip(x, deleted, inserted[1:], strict=True)]  # fmt: skip
+        assert [token for part in kept for token in part] == y
+        assert distance == sum(map(len, inserted)) + sum(deleted) == len(x) + len(y) - 2 * common(x, y)
+        (marked,) = libnat.suggested_ed2_path_with_delete([x], [y], 1, 2)
+        assert sum(part.count(2) for part in marked) == sum(deleted)
+
+
+def common(x: list[int], y: list[int]) -> int:
+    """The length of the longest common subsequence, from its definition."""
+    if not x or not y:
+        return 0
+    if x[0] == y[0]:
+        return 1 + common(x[1:], y[1:])
+    return max(common(x[1:], y), common(x, y[1:]))
