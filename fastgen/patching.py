@@ -86,17 +86,26 @@ class Patch:
         if reason is not None:
             self.state = f"not applied: {reason}"
             return
-        module, _, function = self.wrapper.partition(":")
         try:
-            wrapper = getattr(importlib.import_module(module), function)
-        except ImportError as error:
-            # A release without something that the wrapper builds on: the user's own import must not fail for that.
-            self.state = f"not applied: {error}"
-            return
+            wrapper = self._find()
+        except (ImportError, AttributeError) as error:
+            if "partially initialized module" not in str(error):
+                # A release without something that the wrapper builds on: the user's own import must not fail for that.
+                self.state = f"not applied: {error}"
+                return
+            # The wrapper needs a module that is being imported right now. It will be there when it is called.
+            wrapper = self._find_at_call
         self._installed = wrapt.FunctionWrapper(original, wrapper)
         self._owner, self._original = owner, original
         setattr(owner, attribute, self._installed)
         self.state = "applied"
+
+    def _find(self) -> Wrapper:
+        module, _, function = self.wrapper.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+    def _find_at_call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._find()(wrapped, instance, args, kwargs)
 
     def remove(self) -> None:
         """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""

@@ -88,6 +88,33 @@ assert call() == expected and counts()["accelerated"] == 2, counts()
     python(script)
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import transformers.activations",
+        "import transformers.pytorch_utils",
+        "import transformers.generation.logits_process",
+        "import transformers.cache_utils",
+        "from transformers import BartForConditionalGeneration",
+        "import fastgen.optimizer.transformers.prefill",
+        "import fastgen.optimizer.transformers.logits",
+        "import fastgen.optimizer.transformers.call",
+    ],
+)
+def test_whatever_is_imported_first(first: str) -> None:
+    """Modules of the toolkit import each other in circles: what a wrapper needs may be half done when it is applied."""
+    python(f"""
+import fastgen
+{first}
+{CALL}
+call(no_repeat_ngram_size=2, min_new_tokens=2)
+states = {{name: state for name, state in fastgen.status().patches.items() if name.startswith("transformers.")}}
+assert set(states.values()) == {{"applied"}}, states
+assert counts()["accelerated"] == 1, fastgen.stats()
+assert fastgen.stats()["transformers.no_repeat_ngram"]["accelerated"] > 0
+""")
+
+
 def test_environment_disable() -> None:
     """FASTGEN_DISABLE=1: importing changes nothing until it is enabled."""
     script = f"""

@@ -1,9 +1,9 @@
 """Hugging Face Transformers: the functions that are hooked.
 
-Four hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
+A few hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
 `_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V
-store into the cache; the two n-gram processors use FastGen's operator. Loops, processors and criteria stay the
-library's.
+store into the cache; the two n-gram processors use FastGen's operator, and those that wait for a length no copies.
+Loops, other processors and criteria stay the library's.
 """
 
 from __future__ import annotations
@@ -76,5 +76,17 @@ def patches() -> list[Patch]:
             "EncoderNoRepeatNGramLogitsProcessor.__call__",
             f"{adapters}.logits:encoder_no_repeat_ngram",
             _check_processor({"ngram_size", "batch_size"}),
+        ),
+        Patch(
+            processors,
+            "MinLengthLogitsProcessor.__call__",
+            f"{adapters}.logits:min_length",
+            _check_processor({"min_length", "eos_token_id"}),
+        ),
+        Patch(
+            processors,
+            "MinNewTokensLengthLogitsProcessor.__call__",
+            f"{adapters}.logits:min_new_tokens",
+            _check_processor({"min_new_tokens", "prompt_length_to_skip", "eos_token_id"}),
         ),
     ]

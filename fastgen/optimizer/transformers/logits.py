@@ -1,7 +1,8 @@
-"""The n-gram logits processors on FastGen's operator."""
+"""Logits processors that run in place: the n-gram ones on FastGen's operator, and those that wait for a length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,48 @@ def encoder_no_repeat_ngram(
     return no_repeat_ngram_(
         _writable(scores), input_ids, processor.ngram_size, context=encoder_tokens.to(input_ids.dtype)
     )
+
+
+def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Wrapper of `MinLengthLogitsProcessor.__call__(input_ids, scores)`."""
+    return _ban_end(wrapped, processor, args, kwargs, lambda length: length < processor.min_length)
+
+
+def min_new_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Wrapper of `MinNewTokensLengthLogitsProcessor.__call__(input_ids, scores)`."""
+    return _ban_end(
+        wrapped,
+        processor,
+        args,
+        kwargs,
+        lambda length: length - processor.prompt_length_to_skip < processor.min_new_tokens,
+    )
+
+
+def _ban_end(
+    wrapped: Any,
+    processor: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_due: Callable[[int], bool],
+) -> torch.Tensor:
+    """Bans the end tokens where that is due. The original copies all scores twice, whether it is or not."""
+    input_ids, scores = _arguments(*args, **kwargs)
+    ends = processor.eos_token_id
+    call = Call.current()
+    if (
+        not patching.is_active()
+        or call is None
+        or not call.scores_are_private
+        or not isinstance(ends, torch.Tensor)
+        or scores.device.type != "cpu"  # elsewhere, looking at the tokens would wait for the device
+        or (scores.requires_grad and torch.is_grad_enabled())
+    ):
+        return wrapped(*args, **kwargs)
+    if is_due(input_ids.shape[-1]):
+        known = (ends >= 0) & (ends < scores.shape[-1])
+        scores[:, ends[known].long()] = -float("inf")
+    return scores
 
 
 def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
