@@ -11,11 +11,12 @@
 constexpr int64_t kBlock = 64;
 static_assert(kBlock % kLanes == 0 && kBlock % 4 == 0, "the kernels work on whole vectors, and on four keys at a time");
 
-// Keys and values of up to kBlock positions, which may lie anywhere. Behind the last key it is repeated up to a
-// multiple of four.
+// Keys and values of up to kBlock positions, which may lie anywhere. Behind the last one it is repeated up to a multiple
+// of four.
 template <typename scalar_t>
 struct Block {
   int64_t length;
+  int64_t next_keys;  // so many elements behind the keys of this block lie those of the next one; 0 if there is none
   const scalar_t* keys[kBlock];
   const scalar_t* values[kBlock];
 };
@@ -51,6 +52,20 @@ template <typename scalar_t>
 inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0, int64_t l = 0) {
   return static_cast<const scalar_t*>(x.data) + i * x.strides[0] + j * x.strides[1] + k * x.strides[2] +
          l * x.strides[3];
+}
+
+// Asks for `count` elements to be brought near, whether or not they exist. The keys and the values of a head are two
+// streams that are read in turns, a block at a time, which is too short for the machine to run ahead of by itself: from
+// main memory, the kernel takes half as long again without it. What a block needs next is asked for while the
+// products of what is there are computed.
+template <typename scalar_t>
+inline void prefetch(const scalar_t* from, int64_t offset, int64_t count) {
+#if defined(__GNUC__)
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(offset) * sizeof(scalar_t);
+  for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(scalar_t)); i += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(i)), 0, 2);
+  }
+#endif
 }
 
 // The first `count` lanes, fewer than there are, and zeros.
@@ -90,10 +105,11 @@ inline float exponential(float x) {
 
 template <int kRows, typename scalar_t>
 inline void score_rows(const float* query, int64_t query_width, const Block<scalar_t>& block, int64_t dim,
-                       float* scores) {
+                       int64_t ahead, float* scores) {
   const int64_t whole = dim / kLanes * kLanes;
   for (int64_t j = 0; j < block.length; j += 4) {
     const scalar_t* const* keys = block.keys + j;
+    for (int k = 0; k < 4; ++k) prefetch(block.values[j + k], 0, ahead);
     Vector sums[kRows][4];
     FASTGEN_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -124,17 +140,19 @@ inline void score_rows(const float* query, int64_t query_width, const Block<scal
   }
 }
 
+// scores[r][j] = query r times key j. The values of the block are prefetched.
 template <typename scalar_t>
 void score(const float* query, int64_t query_width, int64_t rows, const Block<scalar_t>& block, int64_t dim,
-           float* scores) {
+           int64_t value_dim, float* scores) {
   int64_t row = 0;
-  for (; row + kScoreRows <= rows; row += kScoreRows) {
-    score_rows<kScoreRows>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+  int64_t ahead = value_dim;  // for the first rows only
+  for (; row + kScoreRows <= rows; row += kScoreRows, ahead = 0) {
+    score_rows<kScoreRows>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
   }
-  for (; row + 2 <= rows; row += 2) {
-    score_rows<2>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+  for (; row + 2 <= rows; row += 2, ahead = 0) {
+    score_rows<2>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
   }
-  if (row < rows) score_rows<1>(query + row * query_width, query_width, block, dim, scores + row * kBlock);
+  if (row < rows) score_rows<1>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
 }
 
 // ---- context: weights times values
@@ -143,7 +161,7 @@ void score(const float* query, int64_t query_width, int64_t rows, const Block<sc
 // kPartial.
 template <int kRows, int kVectors, bool kPartial, typename scalar_t>
 inline void add_values_tile(const float* weights, const Block<scalar_t>& block, int64_t column, int64_t last,
-                            const float* factors, float* context, int64_t width) {
+                            int64_t ahead, const float* factors, float* context, int64_t width) {
   Vector sums[kRows][kVectors];
   FASTGEN_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -154,6 +172,7 @@ inline void add_values_tile(const float* weights, const Block<scalar_t>& block, 
   }
   for (int64_t j = 0; j < block.length; ++j) {
     const scalar_t* from = block.values[j] + column;
+    prefetch(block.keys[j], block.next_keys, ahead);
     Vector value[kVectors];
     FASTGEN_UNROLL
     for (int v = 0; v < kVectors; ++v) value[v] = kPartial ? load_first(from, last) : load(from + v * kLanes);
@@ -172,35 +191,37 @@ inline void add_values_tile(const float* weights, const Block<scalar_t>& block, 
 }
 
 template <int kRows, typename scalar_t>
-void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t value_dim, const float* factors,
-                     float* context, int64_t width) {
+void add_values_rows(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t ahead,
+                     const float* factors, float* context, int64_t width) {
   int64_t column = 0;
-  for (; column + kContextVectors * kLanes <= value_dim; column += kContextVectors * kLanes) {
-    add_values_tile<kRows, kContextVectors, false>(weights, block, column, 0, factors, context, width);
+  for (; column + kContextVectors * kLanes <= value_dim; column += kContextVectors * kLanes, ahead = 0) {
+    add_values_tile<kRows, kContextVectors, false>(weights, block, column, 0, ahead, factors, context, width);
   }
-  for (; column + kLanes <= value_dim; column += kLanes) {
-    add_values_tile<kRows, 1, false>(weights, block, column, 0, factors, context, width);
+  for (; column + kLanes <= value_dim; column += kLanes, ahead = 0) {
+    add_values_tile<kRows, 1, false>(weights, block, column, 0, ahead, factors, context, width);
   }
   if (column < value_dim) {
-    add_values_tile<kRows, 1, true>(weights, block, column, value_dim - column, factors, context, width);
+    add_values_tile<kRows, 1, true>(weights, block, column, value_dim - column, ahead, factors, context, width);
   }
 }
 
+// state.context[r] = factors[r] * state.context[r] + weights[r] * values. The keys of the next block are prefetched.
 template <typename scalar_t>
-void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, const float* factors,
-                const State& state) {
+void add_values(const float* weights, const Block<scalar_t>& block, int64_t value_dim, int64_t dim,
+                const float* factors, const State& state) {
   int64_t row = 0;
-  for (; row + kContextRows <= state.rows; row += kContextRows) {
-    add_values_rows<kContextRows>(weights + row * kBlock, block, value_dim, factors + row,
+  int64_t ahead = block.next_keys != 0 ? dim : 0;  // for the first rows only
+  for (; row + kContextRows <= state.rows; row += kContextRows, ahead = 0) {
+    add_values_rows<kContextRows>(weights + row * kBlock, block, value_dim, ahead, factors + row,
                                   state.context + row * state.width, state.width);
   }
-  for (; row + 2 <= state.rows; row += 2) {
-    add_values_rows<2>(weights + row * kBlock, block, value_dim, factors + row, state.context + row * state.width,
-                       state.width);
+  for (; row + 2 <= state.rows; row += 2, ahead = 0) {
+    add_values_rows<2>(weights + row * kBlock, block, value_dim, ahead, factors + row,
+                       state.context + row * state.width, state.width);
   }
   if (row < state.rows) {
-    add_values_rows<1>(weights + row * kBlock, block, value_dim, factors + row, state.context + row * state.width,
-                       state.width);
+    add_values_rows<1>(weights + row * kBlock, block, value_dim, ahead, factors + row,
+                       state.context + row * state.width, state.width);
   }
 }
 
@@ -329,15 +350,19 @@ inline void weigh(float* scores, int64_t length, float* largest_so_far, float* t
 template <typename scalar_t>
 void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t first_row, int64_t position,
             Block<scalar_t>& block, const Scratch& scratch, const State& state) {
-  for (int64_t j = block.length; j % 4 != 0; ++j) block.keys[j] = block.keys[block.length - 1];
+  for (int64_t j = block.length; j % 4 != 0; ++j) {
+    block.keys[j] = block.keys[block.length - 1];
+    block.values[j] = block.values[block.length - 1];
+  }
   const int64_t query_width = AttentionProblem::padded(problem.dim);
-  score(scratch.query + first_row * query_width, query_width, state.rows, block, problem.dim, scratch.scores);
+  score(scratch.query + first_row * query_width, query_width, state.rows, block, problem.dim,
+        problem.value_dim, scratch.scores);
   for (int64_t i = 0; i < state.rows; ++i) {
     float* scores = scratch.scores + i * kBlock;
     apply_mask(scores, block.length, mask_row(problem, input, kv_head, first_row + i, position));
     weigh(scores, block.length, state.largest + i, state.total + i, scratch.factors + i);
   }
-  add_values(scratch.scores, block, problem.value_dim, scratch.factors, state);
+  add_values(scratch.scores, block, problem.value_dim, problem.dim, scratch.factors, state);
 }
 
 // ---- a matrix of queries, its start and its end
@@ -393,6 +418,10 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
   Block<scalar_t> block;
   for (int64_t start = 0; start < problem.suffix_length; start += kBlock) {
     block.length = smaller(kBlock, problem.suffix_length - start);
+    const bool last_block = start + kBlock >= problem.suffix_length, last_copy = copy + 1 == problem.copies;
+    block.next_keys = !last_block                ? kBlock * problem.suffix_keys.strides[2]
+                      : start == 0 && !last_copy ? problem.suffix_keys.strides[0]
+                                                 : 0;
     const int64_t position = problem.prefix_length + start;
     if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
@@ -461,6 +490,7 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     const int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
     for (int64_t start = chunk * problem.chunk_length; start < stop; start += kBlock) {
       block.length = smaller(kBlock, stop - start);
+      block.next_keys = start + kBlock < stop ? kBlock * problem.prefix_keys.strides[2] : 0;
       if (!is_visible(problem, input, kv_head, 0, rows, start, block.length)) continue;
       for (int64_t j = 0; j < block.length; ++j) {
         block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
