@@ -6,6 +6,7 @@ is changed. A call that fails nevertheless is repeated with the original code, f
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching
+from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Declined
 from fastgen.optimizer.fairseq.prefill import Prefill, prefix_to_run
@@ -37,7 +39,10 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         return _original(wrapped, args, kwargs)
     random_state = RandomState(next(generator.model.parameters()).device)
     try:
-        with Call.entered(_open(generator, arguments)):
+        with contextlib.ExitStack() as context:
+            context.enter_context(Call.entered(_open(generator, arguments)))
+            for model in generator.model.models:
+                context.enter_context(FastLayers.of(model))
             result = wrapped(*args, **kwargs)
         counters.count_accelerated(ENTRY_POINT)
         return result
