@@ -203,6 +203,7 @@ class Check:
         self.out = out
         self.workers = workers
         self.seed = seed
+        self.device = "cuda"
         self.missing = {name for name in (*NEEDED, *OPTIONAL) if not is_installed(name)}
 
     def stages(self) -> list[Stage]:
@@ -238,7 +239,7 @@ class Check:
 
     def tests(self, name: str, paths: Sequence[str], seconds: float, least: float) -> Outcome:
         """Shares the tests of `paths` out to processes; passes if none fails and at least a part of `least` ran."""
-        command = [sys.executable, "-m", "pytest", *paths, "--device", "cuda", "-q", "--maxfail=20"]
+        command = [sys.executable, "-m", "pytest", *paths, "--device", self.device, "-q", "--maxfail=20"]
         command += ["-p", "tools.pytest_share", "-p", "no:cacheprovider", f"--hypothesis-seed={self.seed}"]
         stop = time.time() + max(seconds - 2 * _GRACE_SECONDS, 1.0)
         reports = {f"{name}-{k}": self.processes.logs / f"{name}-{k}.jsonl" for k in range(self.workers)}
@@ -296,7 +297,7 @@ class Check:
             if left < 10:
                 cut += names
                 continue
-            command = [*base, "--device", "cuda", "--out", str(self.out.parent), "--only", *names]
+            command = [*base, "--device", self.device, "--out", str(self.out.parent), "--only", *names]
             done = self.processes.run(f"benchmarks-{number}", command, left)
             states.append("cut" if done.timed_out else done.status)
             if done.timed_out:
@@ -360,7 +361,7 @@ def judge_memcheck(done: Finished) -> Outcome:
 def choose_workloads(names: Sequence[str]) -> list[list[str]]:
     """The workloads that say something about a GPU, in groups by rank: those made for GPUs come first."""
     first = [name for name in names if name.startswith(("cuda-", "gpu-"))]
-    generation = ("no-repeat-", "bart-", "t5-", "gpt2-", "llama-")
+    generation = ("no-repeat-", "attention-", "bart-", "t5-", "gpt2-", "llama-")
     return [group for group in (first, [name for name in names if name.startswith(generation)]) if group]
 
 

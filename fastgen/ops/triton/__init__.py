@@ -14,6 +14,7 @@ graph, and its replays read lengths, positions and tables as they are then. Noth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -53,8 +54,11 @@ def backend() -> str:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:
-    """Starts a kernel; a grid with nothing in it starts nothing."""
-    if all(grid):
+    """Starts a kernel on the device of its tensors; a grid with nothing in it starts nothing."""
+    if not all(grid):
+        return
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](*arguments, **options)
 
 

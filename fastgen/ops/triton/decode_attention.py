@@ -173,7 +173,7 @@ def decode_attention(
         (
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
             sinks, out, part_maximum, part_total, part_context,
-            length, capacity, 0 if window is None else window, kv_heads, scale, soft_cap or 1.0,
+            length, capacity, 0 if window is None else window, kv_heads, float(scale), float(soft_cap or 1.0),
             query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),

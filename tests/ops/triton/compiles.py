@@ -80,6 +80,8 @@ def resources(compiled: Any) -> dict[str, Any]:
         key, _, value = word.partition(":")
         if key in ("REG", "STACK", "LOCAL") and value.isdigit():
             found[key.lower()] = int(value)
+    # Loads that are under way while the block before is worked on.
+    found["async_copies"] = "cp.async.cg" in compiled.asm["ptx"]
     found["tensor_cores"] = any(word in compiled.asm["ptx"] for word in ("mma.sync", "wgmma"))
     return found
 
