@@ -199,6 +199,61 @@ def test_own_encoder_outputs_are_intact(family: Any, monkeypatch: pytest.MonkeyP
         assert_same(original, call())
 
 
+class Remembers(LogitsProcessor):
+    """Keeps state of all kinds, and makes the scores depend on it."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen, self.counts, self.known = 0, [], {}, set()
+        self.total = torch.zeros(3)
+        self.mine = self.seen
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.calls += 1
+        self.seen.append([int(input_ids[0, -1])])
+        self.counts[self.calls % 3] = self.counts.get(self.calls % 3, 0) + 1
+        self.known.add(self.calls)
+        self.total += 1
+        self.late = True
+        return scores + (torch.arange(scores.shape[1]) == 5 + self.calls) * 3.0
+
+    def allowed(self, row: int, tokens: Any) -> list[int]:
+        self.calls += 1
+        return list(range(3, 20 + self.calls % 100))
+
+
+class StopsAfter(StoppingCriteria):
+    """Counts its calls, and not the tokens."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        return torch.full((input_ids.shape[0],), self.left <= 0)
+
+
+@pytest.mark.parametrize("how", ["processor", "criterion", "prefix method"])
+@pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
+def test_state_of_the_users_objects_is_put_back(family: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call() -> Any:
+        if how == "criterion":
+            mine: Any = StopsAfter(8)
+            options = {**SAMPLE, "min_new_tokens": 8, "stopping_criteria": [mine]}
+        else:
+            mine = Remembers()
+            plug = {"logits_processor": [mine]} if how == "processor" else {"prefix_allowed_tokens_fn": mine.allowed}
+            options = {**BEAM, **plug}
+        result = run(family.build(), family.make_inputs(), lambda: options)
+        return result, {name: str(value) for name, value in vars(mine).items()}, getattr(mine, "mine", None)
+
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, LayerKV, "extend", 13)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        ours = call()
+    assert_same(original, ours)
+
+
 # ---- exceptions of the user's
 
 

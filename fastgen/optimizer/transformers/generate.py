@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fastgen import counters, patching
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
 from fastgen.optimizer.transformers.prefill import model_unsupported
+from fastgen.optimizer.transformers.state import SavedState
 
 # Arguments of `generate` that are code of the user's. What they raise is theirs, and is passed on.
 _USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
@@ -97,6 +99,8 @@ class _Attempt:
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
         self._original = arguments
         self._random_state = RandomState(model.device)
+        # Not the streamer's: what it was fed cannot be taken back, and is left out the second time instead.
+        self._user_state = SavedState(_user_objects({**arguments, "streamer": None}))
         # `generate` repeats the tensors of a given encoder output in place.
         encoder_outputs = arguments.get("encoder_outputs")
         self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None
@@ -109,16 +113,17 @@ class _Attempt:
         """Whether the original code might not have raised `error`, which ended an accelerated call."""
         if isinstance(error, (counters.FallbackError, torch.OutOfMemoryError)):
             return False  # the original code needs more memory, not less
-        return not _raised_by(error, [self._original.get(name) for name in _USER_CODE])
+        return not _raised_by(error, list(_user_objects(self._original)))
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:
-        """The call with the original code, from the same random state. What was streamed is not streamed again.
+        """The call with the original code, from the same state. What was streamed is not streamed again.
 
         Raises:
             FallbackError: in strict mode, from `failure`.
             Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
         """
         self._random_state.restore()
+        self._user_state.restore()
         arguments = dict(self._original)
         if self._encoder_outputs is not None:
             for name, value in self._encoder_outputs.items():
@@ -160,17 +165,23 @@ class _Streamer(wrapt.ObjectProxy):
         self._self_skip = self._self_done
 
 
+def _user_objects(arguments: dict[str, Any]) -> Iterator[Any]:
+    """The processors, criteria, functions and streamers that the user passed."""
+    for name in _USER_CODE:
+        given = arguments.get(name)
+        for part in given if isinstance(given, (list, tuple)) else [given]:
+            if part is not None:
+                yield part
+
+
 def _raised_by(error: Exception, suspects: list[Any]) -> bool:
     """Whether code of one of the objects is on the stack of `error`."""
     codes, objects = set(), set()
-    for suspect in suspects:
-        for part in suspect if isinstance(suspect, (list, tuple)) else [suspect]:
-            if part is None:
-                continue
-            objects.add(id(part))
-            function = getattr(part, "__func__", part)
-            if hasattr(function, "__code__"):
-                codes.add(function.__code__)
+    for part in suspects:
+        objects.add(id(part))
+        function = getattr(part, "__func__", part)
+        if hasattr(function, "__code__"):
+            codes.add(function.__code__)
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
