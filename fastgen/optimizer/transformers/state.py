@@ -11,8 +11,8 @@ import torch
 class SavedState:
     """The attributes of some objects: numbers and other values, and the contents of containers and tensors.
 
-    What an attribute only refers to (a model, a tokenizer) is left alone, and so is what an object keeps elsewhere (in a
-    file, in a closure).
+    What an attribute only refers to (a model, a tokenizer) is left alone, and so is what is kept elsewhere, in a
+    file or a closure.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
