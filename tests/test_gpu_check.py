@@ -26,6 +26,7 @@ def processes(tmp_path):
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
     monkeypatch.setattr(gpu_check, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_check, "_LEAST_SECONDS", 1.0)
 
 
 def python(code: str) -> list[str]:
@@ -309,7 +310,7 @@ class TestBenchmarks:
         script = "done('bart-base-b4')\ntime.sleep(60)"
         check = self.check(processes, tmp_path, monkeypatch, script)
         processes.environment["PYTHONPATH"] = str(tmp_path)
-        outcome = check.benchmarks(14)
+        outcome = check.benchmarks(4)
         assert outcome.state == PASSED and outcome.data["done"] == ["bart-base-b4"]
 
     def test_those_made_for_a_gpu_come_first(self):

@@ -43,6 +43,7 @@ PASSED, SKIPPED, NOT_PASSED = "passed", "skipped", "FAILED"
 
 TOTAL_SECONDS = 525.0  # nine minutes, less what starting and stopping take
 _GRACE_SECONDS = 8.0  # for a process that was asked to end
+_LEAST_SECONDS = 10.0  # with fewer, no group of workloads is begun
 
 # What may be missing, and what is not done then. Without those that a stage needs it cannot run, and the check fails.
 NEEDED = {
@@ -294,7 +295,7 @@ class Check:
         states, cut = [], []
         for number, names in enumerate(groups):
             left = end - time.monotonic()
-            if left < 10:
+            if left < _LEAST_SECONDS:
                 cut += names
                 continue
             command = [*base, "--device", self.device, "--out", str(self.out.parent), "--only", *names]

@@ -74,7 +74,6 @@ def candidates(dtype, beams, vocabulary, count, normalise=True):
 CASES = {
     "attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
     "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
-    "attention, cross": attention(torch.float16, 4, 16, 1, 64, suffix=0),
     "attention, t5": attention(torch.bfloat16, 4, 12, 1, 64, bias=True, scale=1.0),
     "attention, llama": attention(torch.bfloat16, 1, 8, 4, 128, splits=8),
     "attention, gemma 2": attention(torch.bfloat16, 4, 4, 2, 256, soft_cap=50.0, window=4096),
@@ -84,13 +83,10 @@ CASES = {
     "attention, float32": attention(torch.float32, 4, 12, 1, 64),
     "attention, float32, 256": attention(torch.float32, 4, 4, 2, 256),
     "kv write, bart-large": write(torch.float16, 16, 64),
-    "kv write, 80": write(torch.float32, 12, 80),
     "layer norm, 1024": normalise(layer_norm, torch.float16, 1024),
     "layer norm, 40,000": normalise(layer_norm, torch.float32, 40000),
-    "rms norm, 4096": normalise(rms_norm, torch.bfloat16, 4096),
     "rms norm, 16384": normalise(rms_norm, torch.bfloat16, 16384),
     "beam step, bart-large": candidates(torch.float16, 4, 50265, 8),
-    "beam step, log-probabilities": candidates(torch.float32, 4, 50265, 8, normalise=False),
     "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
 }
 
