@@ -28,7 +28,7 @@ using torch::stable::Tensor;
 // Inputs that are multiplied in one go: of a panel, what the second-level cache holds with room to spare.
 constexpr int64_t kDepth = 256;
 constexpr int64_t kLine = 16;  // floats of a cache line
-// Rows that a thread takes at a time.
+// Rows that a thread takes through all panels before it goes on: their inputs stay in the second-level cache.
 constexpr int64_t kBlock = 96;
 
 namespace generic {
@@ -136,7 +136,7 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> start(width), rest;
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t panel = task / blocks, row = task % blocks * kBlock;
+      const int64_t panel = task % panels, row = task / panels * kBlock;
       const int64_t some = std::min(kBlock, rows - row), valid = std::min(width, outputs - panel * width);
       for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
       float* target = out + row * outputs + panel * width;
