@@ -25,8 +25,8 @@ using fastgen::Strided;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Chunks are made until there are so many tasks, enough for the cores of one socket to end at about the same time, but
-// no chunk is shorter than its share of the work of putting the chunks together is worth.
+// A prefix is divided until there are about so many tasks, enough for the cores of a socket to end at the same time. A
+// chunk has at least kMinChunk positions, which take some hundred times as long to read as its state does to merge.
 constexpr int64_t kTasks = 256;
 constexpr int64_t kMinChunk = 256;
 // About as many multiplications as it takes to pay for waking a thread.

@@ -23,7 +23,7 @@ inline Vector maximum(Vector x, Vector y) { return _mm512_max_ps(x, y); }
 inline float sum(Vector x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vector x) { return _mm512_reduce_max_ps(x); }
 
-// Adds to[i] = sum of the lanes of the i-th argument: pairs of vectors are added in the halves of one until each of the
+// to[i] = sum of the lanes of the i-th argument: pairs of vectors are added in the halves of one until each of the
 // four sums has a lane of its own.
 inline void store_sums(float* to, Vector a, Vector b, Vector c, Vector d) {
   const Vector ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
