@@ -274,6 +274,12 @@ class TestMemcheck:
     def test_judged(self, output, status, timed_out, state):
         assert gpu_check.judge_memcheck(Finished(status, timed_out, output)).state == state
 
+    def test_kernels_that_it_watches(self):
+        """On the CPU: the calls are right, and so are the results."""
+        from tools.memcheck import check_triton
+
+        check_triton("cpu")
+
 
 class TestBenchmarks:
     def check(self, processes, tmp_path, monkeypatch, script):

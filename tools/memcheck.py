@@ -1,4 +1,4 @@
-"""Runs the compiled CUDA operators over many shapes, for compute-sanitizer to watch; see tools/gpu_check.py.
+"""Runs the CUDA operators and the Triton kernels at odd sizes, for compute-sanitizer to watch; see tools/gpu_check.py.
 
 Every tensor has the size that the operator is told, so that a step over an end of one leaves the allocation. The
 results are compared with the reference: a kernel that does nothing has no errors either.
@@ -12,6 +12,8 @@ import sys
 import torch
 
 from fastgen.ops import no_repeat_ngram
+from fastgen.ops import triton as package
+from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -33,6 +35,37 @@ def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
                 raise SystemExit(f"memcheck: wrong result for {rows} x {length}, n = {n}, {score_type}, {token_type}")
 
 
+def check_triton(device: str) -> None:
+    """Each kernel once or twice, at sizes that fill no block."""
+    batch, copies, heads, dim, prefix, suffix = 3, 3, 2, 80, 37, 7
+    rows = batch * copies
+    caches = [torch.randn(rows, heads, suffix, dim, device=device) for _ in range(4)]
+    new, last = torch.randn(rows, heads, dim, device=device), torch.tensor([suffix - 1], device=device)
+    kv_write.kv_write(new, new, *caches[:2], last)
+    kv_write.reference(new, new, *caches[2:], last)
+    same(caches[1][:, :, -1], caches[3][:, :, -1], "kv_write")
+    shared = torch.randn(batch, heads, prefix, dim, device=device)
+    options = {
+        "suffix_length": last + 1,
+        "ancestry": torch.arange(rows, device=device).int().unsqueeze(1).repeat(1, suffix),
+        "starts": torch.tensor([0, 5, prefix], device=device),
+    }
+    for splits in (1, 3):
+        found = decode_attention.decode_attention(new, shared, shared, *caches[:2], **options, splits=splits)
+        same(found, decode_attention.reference(new, shared, shared, *caches[:2], **options), "decode_attention")
+    scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, copies, device=device)
+    found = beam_step.best_candidates(scores, running, 2 * copies).scores
+    same(found, beam_step.reference(scores, running, 2 * copies).scores, "best_candidates")
+    for width in (1000, 17001):
+        x = torch.randn(3, width, device=device)
+        same(norm.layer_norm(x), torch.nn.functional.layer_norm(x, (width,)), "layer_norm")
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
+        raise SystemExit(f"memcheck: wrong result of {name}")
+
+
 def main() -> int:
     backend = no_repeat_ngram.backend()
     if "CUDA (csrc)" not in backend:
@@ -40,8 +73,12 @@ def main() -> int:
         return 1
     rounds = 12
     check_no_repeat_ngram(random.Random(0), rounds)
+    watched = "no_repeat_ngram"
+    if package.available(torch.empty(0, device="cuda")):
+        check_triton("cuda")
+        watched += ", decode_attention, kv_write, best_candidates, layer_norm"
     torch.cuda.synchronize()
-    print(f"memcheck: no_repeat_ngram on {2 * rounds} calls, no error")
+    print(f"memcheck: {watched}: no error")
     return 0
 
 
