@@ -1,0 +1,54 @@
+"""The package needs no Triton: it is imported by the first kernel that runs, and the references serve without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.ops import triton as package
+
+ROOT = Path(__file__).parents[3]
+USE_ALL = """
+import sys
+blocked = {blocked}
+if blocked:
+    sys.modules["triton"] = None
+import torch
+from fastgen.ops import triton as package
+from fastgen.ops.triton import beam_search, beam_step, decode_attention, kv_write, norm
+assert blocked or "triton" not in sys.modules
+x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
+kv_write.kv_write(x, x, cache, cache.clone(), torch.tensor(1))
+assert cache[:, :, 1].eq(1).all()
+assert decode_attention.decode_attention(x, x.unsqueeze(2), x.unsqueeze(2)).eq(1).all()
+assert norm.layer_norm(x).eq(0).all()
+assert beam_step.best_candidates(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
+assert blocked or "triton" not in sys.modules
+print(package.backend())
+"""
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["not interpreted", "not installed"])
+def test_references_serve(blocked):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", USE_ALL.format(blocked=blocked)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if blocked:
+        assert done.stdout == "torch reference: triton is not installed\n"
+
+
+def test_available():
+    on_cpu, nowhere = torch.empty(1), torch.empty(1, device="meta")
+    assert package.available(on_cpu, None) == (package._is_installed() and package.is_interpreted())
+    assert not package.available(on_cpu, nowhere)
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_power_of_two(n, power):
+    assert package.power_of_two(n) == power
