@@ -74,7 +74,7 @@ def test_status_names_versions_patches_and_operators():
     assert status.versions["transformers"] == transformers.__version__
     states = status.patches
     assert states["transformers.generation.utils.GenerationMixin.generate"] == "applied"
-    assert set(states.values()) == {"applied"}
+    assert {state for name, state in states.items() if name.startswith("transformers.")} == {"applied"}
     assert status.operators["attention"] and status.operators["no_repeat_ngram"]
     text = str(status)
     assert "FastGen" in text and "patches:" in text and "operators:" in text
