@@ -32,7 +32,7 @@ from fastgen.ops import _library
 # the reference has two products each and a softmax instead of one fused kernel. Beyond, blocked matrix products over
 # many rows gain more than is lost in memory traffic; bfloat16 products even have hardware of their own. Measured with
 # AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
-MAX_ROWS = {torch.float32: (16, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
+MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
 def backend() -> str:

@@ -5,6 +5,8 @@
 // which they are used: it is read as one stream, asked for ahead of time, while the tiles of rows multiply what has
 // arrived (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008, with the packing
 // of the weight done once).
+#include "instruction_set.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -31,21 +33,21 @@ constexpr int64_t kLine = 16;  // floats of a cache line
 // Rows that a thread takes through all panels before it goes on: their inputs stay in the second-level cache.
 constexpr int64_t kBlock = 96;
 
-namespace generic {
+namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
 #define FASTGEN_VECTORS 4
 #define FASTGEN_ROWS 4
-#include "../linear_tiles.h"
-}  // namespace generic
+#include "linear/tiles.h"
+}  // namespace portable
 
-#ifdef __x86_64__
+#ifdef FASTGEN_X86
 namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma")))
 #define FASTGEN_WIDTH 8
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 6
-#include "../linear_tiles.h"
+#include "linear/tiles.h"
 }  // namespace avx2
 
 namespace avx512 {
@@ -53,7 +55,7 @@ namespace avx512 {
 #define FASTGEN_WIDTH 16
 #define FASTGEN_VECTORS 3
 #define FASTGEN_ROWS 8
-#include "../linear_tiles.h"
+#include "linear/tiles.h"
 }  // namespace avx512
 #endif
 
@@ -64,15 +66,15 @@ struct Kernel {
   Multiply multiply;
 };
 
-const Kernel& kernel() {
-  static const Kernel chosen = [] {
-#ifdef __x86_64__
-    if (__builtin_cpu_supports("avx512f")) return Kernel{avx512::kPanel, &avx512::multiply};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Kernel{avx2::kPanel, &avx2::multiply};
+Kernel kernel() {
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512: return {avx512::kPanel, &avx512::multiply};
+    case fastgen::InstructionSet::kAvx2: return {avx2::kPanel, &avx2::multiply};
+    case fastgen::InstructionSet::kPortable: break;
+  }
 #endif
-    return Kernel{generic::kPanel, &generic::multiply};
-  }();
-  return chosen;
+  return {portable::kPanel, &portable::multiply};
 }
 
 // [outputs, inputs] -> [panels, inputs, outputs of a panel], padded with zeros.

@@ -4,19 +4,17 @@
 // inside a region of code that says so itself.
 #pragma once
 
+#include "../instruction_set.h"
 #include "problem.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <new>
 
-#if defined(__GNUC__) && defined(__x86_64__)
-#define FASTGEN_X86 1
+#ifdef FASTGEN_X86
 #include <immintrin.h>
 #endif
 
@@ -83,19 +81,12 @@ namespace avx512 {
 #endif
 #endif
 
-// The widest vectors that the machine has, and that ATEN_CPU_CAPABILITY allows: "default", "avx2" or "avx512", the
-// variable by which torch's own kernels are chosen.
 inline AttentionKernels choose_kernels(ElementType type) {
 #ifdef FASTGEN_X86
-  const char* allowed = std::getenv("ATEN_CPU_CAPABILITY");
-  const bool any = allowed == nullptr || std::strncmp(allowed, "avx512", 6) == 0;
-  if (any && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    return avx512::kernels(type);
-  }
-  const bool narrow = allowed != nullptr && std::strcmp(allowed, "default") == 0;
-  if (!narrow && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    return avx2::kernels(type);
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512: return avx512::kernels(type);
+    case InstructionSet::kAvx2: return avx2::kernels(type);
+    case InstructionSet::kPortable: break;
   }
 #endif
   return portable::kernels(type);
