@@ -223,15 +223,22 @@ def test_a_generator_inside_a_generator():
     inner = generator_for_any(models.encoder_decoder(seed=1))
     lstm = generator_for_any(models.lstm_model())
     words = models.dictionary()
+    model = models.encoder_decoder()
+    model.decoder.set_beam_size(2)
+    same = SequenceGenerator([model], words, beam_size=2, max_len_b=10)
+    with fastgen.disabled():
+        expected = same.generate([], models.sources(3))
 
     def allowed(batch: int, tokens: Any) -> list[int]:
+        with fastgen.disabled():
+            assert_same(expected, same.generate([], models.sources(3)))
         for generator in (inner, lstm):
             generator.generate([], models.sources(1, 5))
         return list(range(2, 40))
 
     check(
         lambda: SequenceGenerator(
-            [models.encoder_decoder()],
+            [model],
             words,
             beam_size=2,
             max_len_b=4,
