@@ -30,7 +30,9 @@ _MAX_ROWS = 1024
 # A wider layer is measured with fewer outputs, and in proportion.
 _MAX_BYTES = 2**26
 # The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
-_COLD_BYTES = 2**26
+# With many rows that makes no difference.
+_COLD_BYTES = 2**25
+_MANY_ROWS = 256
 _ROUNDS = 3
 
 
@@ -113,7 +115,7 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
 def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     some = min(outputs, max(_MAX_BYTES // (4 * inputs), 1))
     x, bias = torch.full((rows, inputs), 0.5), torch.full((some,), 0.5)
-    count = max(1, min(16, _COLD_BYTES // (4 * inputs * some)))
+    count = max(1, min(16, _COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
     weights = [torch.full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
     start = time.perf_counter()
     packed = [pack(weight.t() if transposed else weight) for weight in weights]
