@@ -105,7 +105,12 @@ class Patch:
         return getattr(importlib.import_module(module), function)
 
     def _find_at_call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._find()(wrapped, instance, args, kwargs)
+        try:
+            wrapper = self._find()
+        except (ImportError, AttributeError) as error:
+            self.state = f"not applied: {error}"
+            return wrapped(*args, **kwargs)
+        return wrapper(wrapped, instance, args, kwargs)
 
     def remove(self) -> None:
         """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""

@@ -44,7 +44,7 @@ class Settings:
         return cls(
             disabled=_flag("FASTGEN_DISABLE"),
             strict=_flag("FASTGEN_STRICT"),
-            packed_weights=os.environ.get("FASTGEN_PACKED_WEIGHTS") or "call",
+            packed_weights=os.environ.get("FASTGEN_PACKED_WEIGHTS", "").strip().lower() or "call",
         )
 
 

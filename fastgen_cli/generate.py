@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -315,7 +316,7 @@ def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Seque
         fastgen.disable()
     settings = Settings(generation=generation, **given)
     packed_weights = switches.current().packed_weights
-    if packed_weights == "call":
+    if packed_weights == "call" and not os.environ.get("FASTGEN_PACKED_WEIGHTS"):
         # The model is this command's own: nobody writes to its weights between two batches.
         switches.change(packed_weights="keep")
     try:

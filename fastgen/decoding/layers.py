@@ -13,18 +13,20 @@ asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fastgen import patching, settings
+from fastgen import counters, patching, settings
 from fastgen.ops import linear
 
 # Whose weights are [outputs, inputs]; with True: [inputs, outputs].
@@ -38,6 +40,8 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 MIN_WEIGHT_BYTES = 2**18
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
+# A packed weight must take less time by this part to be used.
+_MARGIN = 0.05
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
@@ -62,8 +66,10 @@ class _Shape:
         if costs is None:
             return 0.0
         self.packing = costs.packing
-        gain = self._gains[rows] = costs.plain - costs.packed
-        return gain
+        gain = costs.plain - costs.packed
+        # A difference that small may be the measurement's.
+        self._gains[rows] = gain if gain > _MARGIN * costs.plain else 0.0
+        return self._gains[rows]
 
 
 class _Memory:
@@ -93,13 +99,18 @@ def _serves(x: Tensor) -> bool:
 
 
 class _Replacement:
-    """What stands for the `forward` of a layer while the model generates."""
+    """What stands for the `forward` of a layer while the model generates.
 
-    __slots__ = ("_module", "_plain")
+    Attributes:
+        active: the model generates. Somebody who has wrapped this `forward` meanwhile keeps it.
+    """
+
+    __slots__ = ("_module", "_plain", "active")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._plain = module.forward
+        self.active = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
@@ -116,7 +127,26 @@ class _Function(_Replacement):
         self._function = function
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._function(x) if _serves(x) else self._plain(x)
+        return self._function(x) if self.active and _serves(x) else self._plain(x)
+
+
+class _Packed(NamedTuple):
+    """A packed weight, and which weight it is of.
+
+    Attributes:
+        weight: the parameter.
+        data: its memory, held so that no other tensor can come to lie there.
+        version: counts the changes of the parameter.
+        panels: what `linear.pack` made of it; None when it is not to be packed.
+    """
+
+    weight: Tensor
+    data: Tensor
+    version: int
+    panels: Tensor | None
+
+    def is_of(self, weight: Tensor | None) -> bool:
+        return self.weight is weight and self.version == weight._version and self.data.data_ptr() == weight.data_ptr()
 
 
 class _Linear(_Replacement):
@@ -126,7 +156,7 @@ class _Linear(_Replacement):
     packing costs. So a call is never much slower than it would be without, however early it ends.
     """
 
-    __slots__ = ("_data", "_memory", "_missed", "_packed", "_shape", "_transposed", "_version")
+    __slots__ = ("_failed", "_memory", "_missed", "_packed", "_shape", "_transposed")
 
     def __init__(self, module: nn.Module, transposed: bool, shape: _Shape, memory: _Memory) -> None:
         super().__init__(module)
@@ -134,34 +164,44 @@ class _Linear(_Replacement):
         self._shape = shape
         self._memory = memory
         self._missed = 0.0
-        self._packed: Tensor | None = None
-        self._version: tuple[int, int] | None = None
-        self._data: Tensor | None = None
+        self._failed = False
+        self._packed: _Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not _serves(x):
+        if not self.active or self._failed or not _serves(x):
             return self._plain(x)
-        parameters = self._module._parameters
-        weight = parameters["weight"]
-        gain = self._shape.gain(x.numel() // x.shape[-1])
-        if gain <= 0.0 or not self._is_packed(weight, gain):
-            return self._plain(x)
-        return linear.packed_linear(x, self._packed, parameters["bias"], self._shape.outputs)
+        try:
+            y = self._product(x)
+        except Exception as error:  # whatever it is, the layer can do what it always did
+            self._failed, self._packed = True, None
+            counters.count_fallback("packed linear layer", f"{type(error).__name__}: {error}")
+            y = None
+        return self._plain(x) if y is None else y
 
-    def _is_packed(self, weight: Tensor, gain: float) -> bool:
-        """Whether there is a packed copy of this very weight; makes it when it is due."""
-        version = weight._version, weight.data_ptr()
-        if self._data is weight and self._version == version:
-            return self._packed is not None
-        if self._data is not None:  # it has been changed since: forget it, and see whether it may be packed again
-            self._missed, self._packed, self._data = 0.0, None, None
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The result with the packed weight, or None when there is none."""
+        parameters = self._module._parameters
+        gain = self._shape.gain(x.numel() // x.shape[-1])
+        panels = self._panels(parameters.get("weight"), gain) if gain > 0.0 else None
+        return None if panels is None else linear.packed_linear(x, panels, parameters["bias"], self._shape.outputs)
+
+    def _panels(self, weight: Tensor | None, gain: float) -> Tensor | None:
+        """The packed copy of this very weight; made when it is due."""
+        packed = self._packed  # read once: another thread may replace it
+        if packed is not None and packed.is_of(weight):
+            return packed.panels
+        if packed is not None:  # it has been changed since: forget it, and see whether it may be packed again
+            self._missed, self._packed = 0.0, None
         self._missed += gain
         if self._missed < self._shape.packing:
-            return False
-        self._data, self._version = weight, version
-        if is_plain(self._module) and self._memory.take(weight.nbytes):
-            self._packed = linear.pack(weight.t() if self._transposed else weight)
-        return self._packed is not None
+            return None
+        version = weight._version if weight is not None else 0
+        panels = None
+        if is_plain(self._module) and weight is not None and self._memory.take(weight.nbytes):
+            panels = linear.pack(weight.t() if self._transposed else weight)
+        if weight is not None:
+            self._packed = _Packed(weight, weight.detach(), version, panels)
+        return panels
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -176,6 +216,8 @@ def is_plain(module: nn.Module) -> bool:
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
             return False
         if parameter.dtype is not torch.float32 or parameter.device.type != "cpu" or parameter.layout != torch.strided:
+            return False
+        if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
             return False
     return not parametrize.is_parametrized(module)
 
@@ -222,9 +264,13 @@ class FastLayers:
 
     def __enter__(self) -> FastLayers:
         with self._lock:
+            if self._users == 0:
+                try:
+                    self._install()
+                except BaseException:
+                    self._remove()
+                    raise
             self._users += 1
-            if self._users == 1:
-                self._install()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -236,9 +282,14 @@ class FastLayers:
     def _install(self) -> None:
         model, memory = self._model(), _Memory()
         for module in model.modules() if model is not None else ():
-            replacement = self._kept.get(module) or self._replacement(module, memory)
-            if replacement is not None:
-                module.forward = self._installed[module] = replacement
+            replacement = self._replacement(module, memory)
+            if replacement is None:
+                continue
+            kept = self._kept.get(module)
+            if type(kept) is _Linear and type(replacement) is _Linear:
+                replacement = kept
+            replacement.active = True
+            module.forward = self._installed[module] = replacement
         self._kept = {}
 
     def _replacement(self, module: nn.Module, memory: _Memory) -> _Replacement | None:
@@ -250,15 +301,15 @@ class FastLayers:
         transposed = self._kind(module)
         if transposed is None or settings.current().packed_weights == "never" or not linear.is_available():
             return None
-        weight = module._parameters["weight"]
-        if not is_plain(module) or weight.nbytes < MIN_WEIGHT_BYTES:
+        if not is_plain(module) or module.weight.nbytes < MIN_WEIGHT_BYTES:
             return None
-        outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+        outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
         return _Linear(module, transposed, self._shape(inputs, outputs, transposed), memory)
 
     def _remove(self) -> None:
-        for module, forward in self._installed.items():
-            if vars(module).get("forward") is forward:
+        for module, replacement in self._installed.items():
+            replacement.active = False
+            if vars(module).get("forward") is replacement:
                 del module.forward
         if settings.current().packed_weights == "keep":
             self._kept = self._installed
@@ -279,12 +330,14 @@ class FastLayers:
 
 
 def _free_memory() -> int:
-    """Bytes that can be allocated on this machine without swapping, as far as the system tells."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return 2**32
+    """Bytes that can be allocated without swapping or passing the limit of a container, as far as the system tells."""
+    free = [2**32]
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(min(free), 0)

@@ -50,7 +50,9 @@ def all(operator: str) -> dict[str, Timing]:
 
 
 def _section(operator: str) -> str:
-    return f"{operator} | {_processor()} | torch {torch.__version__} | {torch.get_num_threads()} threads"
+    # What the processor can do may be limited for this process (ATEN_CPU_CAPABILITY).
+    machine = f"{_processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
+    return f"{operator} | {machine} | torch {torch.__version__}"
 
 
 @functools.cache
@@ -90,7 +92,7 @@ def _read() -> dict[str, dict[str, Timing]]:
             section: {key: tuple(float(value) for value in values) for key, values in entries.items()}
             for section, entries in content.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}  # nothing measured yet, or not what we wrote: it is measured again
 
 
@@ -104,6 +106,9 @@ def _save(known: dict[str, dict[str, Timing]]) -> None:
         for section, entries in _read().items():
             known[section] = {**entries, **known.get(section, {})}
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with open(handle, "w") as new:
-            json.dump(known, new, indent=1)
-        os.replace(name, file)
+        try:
+            with open(handle, "w") as new:
+                json.dump(known, new, indent=1)
+            os.replace(name, file)
+        except OSError:
+            os.unlink(name)

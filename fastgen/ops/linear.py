@@ -23,6 +23,8 @@ from torch import Tensor
 
 from fastgen.ops import _library, _timings
 
+# Timings are those of this kernel: to be renamed when it changes.
+_KERNEL = "linear 1"
 # Outputs of a panel, in the reference. Each kernel has a width of its own.
 _PANEL = 16
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
@@ -85,16 +87,16 @@ def backend() -> str:
     """Which implementation serves this operator."""
     if not is_available():
         return f"torch, nothing is packed: {_library.load('CPU') or 'no kernel for this processor'}"
-    known = _timings.all("linear")
-    faster = sum(cost[1] < cost[0] for cost in known.values())
+    known = _timings.all(_KERNEL)
+    faster = sum(cost[1] < cost[0] for cost in known.values() if len(cost) == len(Costs._fields))
     return f"{_library.backend('fastgen::packed_linear')}, where measured to be faster: {faster} of {len(known)} shapes"
 
 
 def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool = True) -> Costs | None:
     """What a layer of this shape costs on this machine, with the number of threads in force.
 
-    Measured once, which takes some ten to a hundred milliseconds and draws no random numbers, and remembered in a file
-    of the user's cache folder (`fastgen.ops._timings`).
+    Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered in a
+    file of the user's cache folder (`fastgen.ops._timings`).
 
     Args:
         rows: rows of the input, at least 1.
@@ -104,7 +106,7 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
     bucket = min(1 << (rows - 1).bit_length(), _MAX_ROWS)
     key = f"{bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
     measuring = (lambda: _measure(bucket, inputs, outputs, transposed)) if measure else None
-    known = _timings.get("linear", key, len(Costs._fields), measuring)
+    known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
     if known is None:
         return None
     scale = max(rows / bucket, 1.0)
@@ -114,9 +116,11 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
 @torch.no_grad()
 def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     some = min(outputs, max(_MAX_BYTES // (4 * inputs), 1))
-    x, bias = torch.full((rows, inputs), 0.5), torch.full((some,), 0.5)
+    # Whatever the user has made the default of new tensors.
+    full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
+    x, bias = full((rows, inputs), 0.5), full((some,), 0.5)
     count = max(1, min(16, _COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
-    weights = [torch.full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
+    weights = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
     start = time.perf_counter()
     packed = [pack(weight.t() if transposed else weight) for weight in weights]
     packing = (time.perf_counter() - start) / count

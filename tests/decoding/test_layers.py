@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import fastgen
@@ -182,6 +183,12 @@ def _replaced(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+def _strided_bias() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(torch.randn(8)[::2])
+    return layer
+
+
 def _frozen_in_inference() -> nn.Linear:
     with torch.inference_mode():
         return nn.Linear(4, 4)
@@ -197,6 +204,8 @@ def _frozen_in_inference() -> nn.Linear:
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
         nn.utils.weight_norm(nn.Linear(4, 4)),
+        nn.utils.prune.identity(nn.Linear(4, 4), "weight"),
+        _strided_bias(),
         _frozen_in_inference(),
         torch.ao.nn.quantized.dynamic.Linear(4, 4),
         nn.Embedding(4, 4),
@@ -205,9 +214,12 @@ def _frozen_in_inference() -> nn.Linear:
 )
 def test_layers_that_are_more_than_their_weight_are_left_alone(layer: nn.Module) -> None:
     before = vars(layer).get("forward")
-    with FastLayers.of(nn.Sequential(layer), KINDS):
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
         assert vars(layer).get("forward") is before
+        assert _is_packed(model[1])
     assert vars(layer).get("forward") is before
+    assert not _is_packed(model[1])
 
 
 def test_hooks_run(packed_at_once: list[torch.Tensor]) -> None:
@@ -276,6 +288,99 @@ def test_nothing_is_packed_where_it_is_slower(
         assert not packed_at_once
         model(torch.randn(2, 4))
         assert len(packed_at_once) == 1
+
+
+def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is counted; in strict mode it raises."""
+
+    def full(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(linear, "pack", full)
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    expected = model(x)
+    fastgen.reset_stats()
+    with FastLayers.of(model, KINDS):
+        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x), expected)
+    assert fastgen.stats()["packed linear layer"]["fallback"] == {"RuntimeError: planted": 1}
+    strict = settings.current().strict
+    fastgen.enable(strict=True)
+    try:
+        with FastLayers.of(model, KINDS), pytest.raises(fastgen.FallbackError, match="planted"):
+            model(x)
+    finally:
+        fastgen.enable(strict=strict)
+
+
+def test_entering_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = _model(), []
+
+    def broken(module: nn.Module) -> bool:
+        calls.append(module)
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        return True
+
+    monkeypatch.setattr(layers, "is_plain", broken)
+    with pytest.raises(RuntimeError, match="planted"), FastLayers.of(model, KINDS):
+        pass
+    assert not any(_is_packed(layer) for layer in model)
+    with FastLayers.of(model, KINDS):
+        assert _is_packed(model[0])
+    assert not any(_is_packed(layer) for layer in model)
+
+
+def test_what_has_been_replaced_between_two_calls_is_not_put_back() -> None:
+    fastgen.enable(packed_weights="keep")
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    with FastLayers.of(model, KINDS):
+        model(x)
+    model[0].forward = mine = lambda x: x + 1
+    model[1].__class__ = Doubled
+    nn.utils.parametrizations.orthogonal(model[2])
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        assert torch.equal(model(x), expected)
+    assert vars(model[0])["forward"] is mine
+    fastgen.enable(packed_weights="never")
+    with FastLayers.of(model, KINDS):
+        assert not any(_is_packed(layer) for layer in model)
+
+
+def test_kept_weights_follow_casts() -> None:
+    """The memory of a weight that was cast away must not be taken for that of the one that came after it."""
+    fastgen.enable(packed_weights="keep")
+    for _ in range(20):
+        model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(2, 64)
+        with FastLayers.of(model, KINDS):
+            model(x)
+        model.bfloat16().float()
+        with FastLayers.of(model, KINDS):
+            torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+def test_a_wrapper_made_meanwhile_ends_in_the_ordinary_forward() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    with FastLayers.of(model, KINDS):
+        model(x)
+        inner = model[0].forward
+        model[0].forward = lambda x: inner(x) * 2
+    model[0].weight.data.zero_()
+    assert torch.equal(model(x), (2 * model[0].bias).expand(2, 4))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_device("meta")]
+)
+def test_measuring_does_not_depend_on_the_defaults(change: object) -> None:
+    try:
+        change()
+        timing = linear._measure(2, 16, 16, False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(0 < seconds < 10 for seconds in timing)
 
 
 def test_memory_is_not_used_up(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

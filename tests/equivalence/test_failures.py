@@ -221,6 +221,32 @@ class Remembers(LogitsProcessor):
         return list(range(3, 20 + self.calls % 100))
 
 
+class Large(LogitsProcessor):
+    """Holds what cannot be saved, or would cost too much: it is left alone, and the call goes its way."""
+
+    def __init__(self) -> None:
+        self.circle: list[Any] = []
+        self.circle.append(self.circle)
+        self.table = torch.zeros(3).expand(4, 3)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+def test_state_that_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["llama"]
+    with fastgen.disabled():
+        original = run(family.build(), family.make_inputs(), BEAM)
+    many = Large()
+    many.many = [list(range(100)) for _ in range(1000)]
+    for mine in (Large(), many):
+        options = {**BEAM, "logits_processor": [mine]}
+        assert_same(original, run(family.build(), family.make_inputs(), lambda options=options: options))
+    break_(monkeypatch, LayerKV, "extend", 13)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert_same(original, run(family.build(), family.make_inputs(), lambda: options))
+
+
 class StopsAfter(StoppingCriteria):
     """Counts its calls, and not the tokens."""
 

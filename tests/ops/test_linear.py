@@ -178,10 +178,10 @@ def test_entries_of_the_wrong_length_are_measured_again(cache: Path, monkeypatch
 def test_what_other_processes_wrote_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linear.costs(2, 16, 16, False)
     _forget(monkeypatch)
-    assert _timings.all("linear")
+    assert _timings.all(linear._KERNEL)
     cache.write_text(json.dumps({"other": {"key": [1.0]}}))
     linear.costs(2, 32, 16, False)
-    assert set(json.loads(cache.read_text())) == {"other", _timings._section("linear")}
+    assert set(json.loads(cache.read_text())) == {"other", _timings._section(linear._KERNEL)}
 
 
 def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,4 +189,4 @@ def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.Mo
     linear.costs(2, 16, 16, False)
     monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
     linear.costs(2, 32, 16, False)
-    assert len(_timings.all("linear")) == 2 and not cache.exists()
+    assert len(_timings.all(linear._KERNEL)) == 2 and not cache.exists()

@@ -113,7 +113,8 @@ Tensor pack_linear(Tensor weight) {
 }
 
 void check(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && x.stride(1) == 1,
+  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && x.size(1) > 0 &&
+                      (x.stride(1) == 1 || x.size(1) == 1),
                   "packed_linear: x must be [rows, inputs] of float32, with the inputs next to each other");
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
                       packed.size(2) == kernel().panel && packed.size(1) == x.size(1) && outputs > 0 &&

@@ -61,8 +61,8 @@ class Call:
         return call if call is not None and model in (None, call.model) else None
 
     def __enter__(self) -> Call:
-        self._token = Call._active.set(self)
         self._packed.enter_context(FastLayers.of(self.model, _LINEAR_LAYERS, _ACTIVATIONS))
+        self._token = Call._active.set(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:

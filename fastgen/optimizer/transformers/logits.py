@@ -97,7 +97,7 @@ def _ban_end(
         return wrapped(*args, **kwargs)
     if is_due(input_ids.shape[-1]):
         known = (ends >= 0) & (ends < scores.shape[-1])
-        scores[:, ends[known].long()] = -float("inf")
+        scores[..., ends[known].long()] = -float("inf")
     return scores
 
 
