@@ -143,6 +143,7 @@ class Processes:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        preexec_fn=_listen,
                     )
             for name, process in started.items():
                 if not _ends_by(process, end):
@@ -163,6 +164,11 @@ class Processes:
             )
             for name, process in started.items()
         }
+
+
+def _listen() -> None:
+    """In a new process: an interrupt ends it, also where this one was started in the background and ignores them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ends_by(process: subprocess.Popen[bytes], end: float) -> bool:

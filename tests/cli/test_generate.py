@@ -314,7 +314,12 @@ def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
     options = ["--do-sample", "--max-new-tokens", "10", "--batch-size", "4", "--device", "cpu", "--quiet"]
     words = [bart, source, out, *options, "--overwrite", "--report", report]
     process = subprocess.Popen(
-        command(*words), env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
+        command(*words),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background ignore interrupts, and what they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not (partial.exists() and partial.read_bytes().count(b'{"batch"') >= 3):
