@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 
 from fastgen import settings
@@ -33,6 +34,27 @@ def count_fallback(entry_point: str, reason: str) -> None:
         _fallbacks.setdefault(entry_point, Counter())[reason] += 1
     if settings.current().strict:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
+
+
+def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
+    """An accelerated call of `entry_point` ended in `failure` and was repeated with the original code; warns of it.
+
+    Args:
+        stacklevel: of the warning, as `warnings.warn` in the calling function would take it.
+
+    Raises:
+        FallbackError: in strict mode, from `failure`.
+    """
+    reason = f"{type(failure).__name__} in the accelerated call: {failure}"
+    try:
+        count_fallback(entry_point, reason)
+    except FallbackError as strict:
+        raise strict from failure
+    warnings.warn(
+        f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:

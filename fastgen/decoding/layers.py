@@ -76,9 +76,11 @@ class _Memory:
     """How many bytes may still be packed."""
 
     def __init__(self) -> None:
-        self._left = int(_free_memory() * _MAX_MEMORY)
+        self._left: int | None = None
 
     def take(self, size: int) -> bool:
+        if self._left is None:  # asked for when something is packed, which most calls of small models never do
+            self._left = int(_free_memory() * _MAX_MEMORY)
         if size > self._left:
             return False
         self._left -= size
@@ -145,7 +147,7 @@ class _Packed(NamedTuple):
     version: int
     panels: Tensor | None
 
-    def is_of(self, weight: Tensor | None) -> bool:
+    def is_of(self, weight: Tensor) -> bool:
         return self.weight is weight and self.version == weight._version and self.data.data_ptr() == weight.data_ptr()
 
 
@@ -181,11 +183,11 @@ class _Linear(_Replacement):
     def _product(self, x: Tensor) -> Tensor | None:
         """The result with the packed weight, or None when there is none."""
         parameters = self._module._parameters
-        gain = self._shape.gain(x.numel() // x.shape[-1])
-        panels = self._panels(parameters.get("weight"), gain) if gain > 0.0 else None
+        weight, gain = parameters.get("weight"), self._shape.gain(x.numel() // x.shape[-1])
+        panels = self._panels(weight, gain) if weight is not None and gain > 0.0 else None
         return None if panels is None else linear.packed_linear(x, panels, parameters["bias"], self._shape.outputs)
 
-    def _panels(self, weight: Tensor | None, gain: float) -> Tensor | None:
+    def _panels(self, weight: Tensor, gain: float) -> Tensor | None:
         """The packed copy of this very weight; made when it is due."""
         packed = self._packed  # read once: another thread may replace it
         if packed is not None and packed.is_of(weight):
@@ -195,12 +197,10 @@ class _Linear(_Replacement):
         self._missed += gain
         if self._missed < self._shape.packing:
             return None
-        version = weight._version if weight is not None else 0
-        panels = None
-        if is_plain(self._module) and weight is not None and self._memory.take(weight.nbytes):
+        version, panels = weight._version, None
+        if is_plain(self._module) and self._memory.take(weight.nbytes):
             panels = linear.pack(weight.t() if self._transposed else weight)
-        if weight is not None:
-            self._packed = _Packed(weight, weight.detach(), version, panels)
+        self._packed = _Packed(weight, weight.detach(), version, panels)
         return panels
 
 

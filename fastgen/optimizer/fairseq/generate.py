@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -72,16 +71,7 @@ def _repeat(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], failure
         Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
     """
     result = _original(wrapped, args, kwargs)
-    reason = f"{type(failure).__name__} in the accelerated call: {failure}"
-    try:
-        counters.count_fallback(ENTRY_POINT, reason)
-    except counters.FallbackError as strict:
-        raise strict from failure
-    warnings.warn(
-        f"FastGen: {reason}. The call was repeated with the original code; please report this.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
     return result
 
 

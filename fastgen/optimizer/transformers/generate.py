@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,16 +132,7 @@ class _Attempt:
             arguments["streamer"] = self._streamer
         with patching.suspended():
             result = wrapped(**arguments)
-        reason = f"{type(failure).__name__} in the accelerated call: {failure}"
-        try:
-            counters.count_fallback(ENTRY_POINT, reason)
-        except counters.FallbackError as strict:
-            raise strict from failure
-        warnings.warn(
-            f"FastGen: {reason}. The call was repeated with the original code; please report this.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
         return result
 
 
