@@ -72,6 +72,7 @@ class Workload(ABC):
         quick: part of `--quick`.
         repetitions, quick_repetitions: runs of each side.
         targets: what its metrics have to reach.
+        entry_point: what the subject's runs must have accelerated, under its name in `fastgen.stats()`.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Workload(ABC):
     targets: tuple[Target, ...] = ()
 
     group = "other"
+    entry_point = "transformers.generate"
 
     @abstractmethod
     def run(self, context: Context, record: Record) -> None:
@@ -301,8 +303,9 @@ def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str,
     if record.subject not in outcomes:
         return
     record.accelerated = True
+    expected = ready[record.subject].job.workload.entry_point
     for outcome in outcomes[record.subject]:
-        counts = outcome.stats.get("transformers.generate", {})
+        counts = outcome.stats.get(expected, {})
         if not counts.get("accelerated") or counts.get("fallback"):
             record.accelerated = False
         for entry_point, entry in outcome.stats.items():

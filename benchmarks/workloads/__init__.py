@@ -17,6 +17,7 @@ _MODULES = (
     "gpt2",
     "sampling",
     "llama_1b",
+    "fairseq_shapes",
     "pipeline",
 )
 

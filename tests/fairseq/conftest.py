@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def strict(counted: None) -> None:
     """A fallback fails the test."""
     fastgen.enable(strict=True)
+
+
+@pytest.fixture(scope="session")
+def trained_model() -> Any:
+    """A model that has learnt something (see trained.py)."""
+    from tests.fairseq import trained
+
+    return trained.train()

@@ -48,25 +48,23 @@ def lively(model: Any, seed: int = 0, scale: float = 1.6) -> Any:
     return model.eval()
 
 
+def sizes(**options: Any) -> Namespace:
+    """Of a tiny encoder-decoder; options are those of its architecture."""
+    size: dict[str, Any] = {"dropout": 0.1, "max_source_positions": 128, "max_target_positions": 128}
+    for part in ("encoder", "decoder"):
+        size |= {f"{part}_embed_dim": 32, f"{part}_ffn_embed_dim": 64, f"{part}_layers": 2}
+        size[f"{part}_attention_heads"] = 4
+    return Namespace(**size | options)
+
+
 def encoder_decoder(seed: int = 0, **options: Any) -> Any:
     """The Transformer; options are those of its architecture."""
-    args = Namespace(
-        encoder_embed_dim=32,
-        encoder_ffn_embed_dim=64,
-        encoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        max_source_positions=128,
-        max_target_positions=128,
-        dropout=0.1,
-        **options,
-    )
+    args = sizes(**options)
     transformer.base_architecture(args)
     return lively(transformer.TransformerModel.build_model(args, task()), seed)
 
 
-def language_model(seed: int = 0, scale: float = 1.6, **options: Any) -> Any:
+def language_model_arguments(**options: Any) -> Namespace:
     args = Namespace(
         decoder_embed_dim=32,
         decoder_ffn_embed_dim=64,
@@ -77,7 +75,12 @@ def language_model(seed: int = 0, scale: float = 1.6, **options: Any) -> Any:
         **options,
     )
     transformer_lm.base_lm_architecture(args)
-    return lively(transformer_lm.TransformerLanguageModel.build_model(args, task()), seed, scale)
+    return args
+
+
+def language_model(seed: int = 0, scale: float = 1.6, words: Any = None, **options: Any) -> Any:
+    args = language_model_arguments(**options)
+    return lively(transformer_lm.TransformerLanguageModel.build_model(args, words or task()), seed, scale)
 
 
 def gpt2(seed: int = 0) -> Any:
@@ -90,26 +93,21 @@ def gpt2(seed: int = 0) -> Any:
     )
 
 
-def bart_model(seed: int = 0, **options: Any) -> Any:
-    args = Namespace(
-        encoder_embed_dim=32,
-        encoder_ffn_embed_dim=64,
-        encoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        max_source_positions=128,
-        max_target_positions=128,
-        **options,
-    )
+def bart_arguments(**options: Any) -> Namespace:
+    args = sizes(**options)
     bart.bart_base_architecture(args)
-    return lively(bart.BARTModel.build_model(args, task("<mask>")), seed)
+    return args
 
 
-def mbart_model(seed: int = 0) -> Any:
+def bart_model(seed: int = 0, words: Any = None, **options: Any) -> Any:
+    return lively(bart.BARTModel.build_model(bart_arguments(**options), words or task("<mask>")), seed)
+
+
+def mbart_model(seed: int = 0, words: Any = None) -> Any:
     # What `mbart_large` sets, but for its size.
     return bart_model(
         seed,
+        words,
         no_scale_embedding=False,
         encoder_normalize_before=True,
         decoder_normalize_before=True,

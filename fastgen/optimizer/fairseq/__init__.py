@@ -46,6 +46,11 @@ def _compatibility() -> list[Patch]:
         ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
         Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{adapters}.encoder:load_from_state_dict"),
         ModuleGlobal("fairseq", "libnat", f"{adapters}.libnat:make", missing_from_fairseq("libnat")),
+        Patch(
+            "fairseq.tasks.translation_from_pretrained_bart",
+            "TranslationFromPretrainedBARTTask.__init__",
+            f"{adapters}.tasks:keep_arguments",
+        ),
     ]
 
 

@@ -1,0 +1,93 @@
+"""The workloads in FairSeq, made tiny: that they run, and notice what they claim to notice. No time is looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import fastgen
+from benchmarks.__main__ import run_workload
+from benchmarks.workload import Context
+from benchmarks.workloads import fairseq_shapes
+from benchmarks.workloads.fairseq_shapes import Continuation, InFairSeq, Translation
+
+needs_fairseq = pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
+
+_DECODER = {
+    "decoder_embed_dim": 16,
+    "decoder_ffn_embed_dim": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+}
+_ENCODER = {name.replace("decoder", "encoder"): value for name, value in _DECODER.items()}
+
+
+def tiny() -> list[InFairSeq]:
+    translation, continuation = fairseq_shapes.WORKLOADS
+    sizes: dict[str, Any] = {"vocabulary": 97, "batch": 3, "repetitions": 2}
+    return [
+        replace(translation, config={**_ENCODER, **_DECODER}, shortest=4, longest=9, **sizes),
+        replace(continuation, config=_DECODER, prefix=12, continuation=5, **sizes),
+    ]
+
+
+@needs_fairseq
+@pytest.mark.parametrize("workload", tiny(), ids=["translation", "continuation"])
+def test_all_sides_do_the_same_work(workload):
+    record = run_workload(workload, Context(threads=1))
+    assert record.errors == [] and record.notes == [] and record.fallbacks == {}
+    assert record.identical is True and record.accelerated is True and record.status == "ok"
+    assert set(record.sides) == {"fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"}
+    assert all(len(side["seconds"]) == 2 for side in record.sides.values())
+    assert [target["measured"] for target in record.targets] == [
+        record.metrics["ratio"],
+        record.metrics["fairseq/fastgen-fairseq-plain"],
+    ]
+
+
+@needs_fairseq
+def test_sentences_leave_the_batch_at_different_times():
+    import torch
+
+    workload = tiny()[0]
+    model, inputs = workload.build(torch.device("cpu"))
+    tokens = workload.generate(model, inputs, workload.new_tokens)
+    lengths = tokens.ne(1).sum(dim=1).view(3, -1)
+    assert inputs["src_lengths"].tolist() == [4, 6, 9] and tokens.shape[1] == workload.new_tokens == 9
+    # The last beams of a sentence may end a step after the first.
+    assert all(0 <= extra <= 1 for extra in (lengths.amax(dim=1) - inputs["src_lengths"]).tolist())
+
+
+@needs_fairseq
+@pytest.mark.parametrize("kind", [Translation, Continuation])
+def test_other_hypotheses_are_noticed(monkeypatch, kind):
+    generate = kind.generate
+
+    def other(self: Any, *args: Any) -> Any:
+        tokens = generate(self, *args)
+        if fastgen.stats():  # a patched side
+            tokens[-1, 2] += 1
+        return tokens
+
+    monkeypatch.setattr(kind, "generate", other)
+    (workload,) = (each for each in tiny() if isinstance(each, kind))
+    record = run_workload(workload, Context(threads=1))
+    assert record.identical is False and record.status == "different" and len(record.notes) == 4
+
+
+@needs_fairseq
+def test_less_work_is_an_error(monkeypatch):
+    generate = Continuation.generate
+    monkeypatch.setattr(Continuation, "generate", lambda *args: generate(*args)[:, :-1])
+    record = run_workload(tiny()[1], Context(threads=1))
+    assert record.status == "failed" and "16 tokens instead of 17" in record.errors[0]
+
+
+def test_fairseq_that_is_not_installed_costs_the_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    record = run_workload(tiny()[0], Context(threads=1))
+    assert "FairSeq cannot be imported" in record.skipped["fairseq"] and record.status == "ok"
