@@ -71,3 +71,31 @@ class Channel(Generic[Item]):
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
+
+
+class Direct(Generic[Item]):
+    """What a receiver reads by itself, in its own thread: the receiving side of a `Channel` without a sender."""
+
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+        self._cancelled = False
+        self.seconds_empty = 0.0
+        """How long getting the items has taken."""
+
+    def __iter__(self) -> Iterator[Item]:
+        """Items until there are no more."""
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(self._items)
+            except StopIteration:
+                return
+            finally:
+                self.seconds_empty += time.perf_counter() - start
+            if self._cancelled:
+                raise Cancelled
+            yield item
+
+    def cancel(self) -> None:
+        """The next item is the receiver's last: it gets `Cancelled` instead."""
+        self._cancelled = True

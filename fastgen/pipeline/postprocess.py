@@ -2,7 +2,8 @@
 
 Detokenising with sacremoses and measuring are Python, so they would take the interpreter lock from the model; they run
 in worker processes. Workers are spawned, not forked (the parent has threads and may hold a CUDA context), import
-neither torch nor transformers, and end with their parent however it ends.
+neither torch nor transformers, and end with their parent however it ends. Those of FairSeq's commands are forked: what
+they need would take them seconds to import.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Any, Generic, Literal, TypeVar
 
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.metrics import Statistics, sentence_statistics
+
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,10 @@ class Work:
     def any(self) -> bool:
         """Whether there is anything to do."""
         return self.detokenizer is not None or bool(self.metrics)
+
+    def processor(self) -> Processor:
+        """What does it."""
+        return Processor(self)
 
     def check(self) -> None:
         """A SetupError where the detokenizer is not installed."""
@@ -77,10 +87,10 @@ class Processor:
         return Outcome(texts, measured)
 
 
-_processor: Processor | None = None
+_processor: Callable[[Any], Any] | None = None
 
 
-def _start_worker(work: Work) -> None:
+def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
     global _processor
     # Ctrl-C reaches the whole process group; the parent decides what is still to be finished.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,7 +100,11 @@ def _start_worker(work: Work) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    _processor = Processor(work)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # A forked process has none of the threads that torch would hand work to.
+        torch.set_num_threads(1)
+    _processor = make()
 
 
 def _end_with(sentinel: int) -> None:
@@ -102,9 +116,9 @@ def _ready() -> bool:
     return _processor is not None
 
 
-def _process(records: Texts) -> list[Outcome]:
+def _process(item: Any) -> Any:
     assert _processor is not None
-    return _processor(records)
+    return _processor(item)
 
 
 def default_workers() -> int:
@@ -112,28 +126,38 @@ def default_workers() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
-class PostProcessor:
-    """Hands texts to workers, or does the work on the spot where there are none."""
+class PostProcessor(Generic[Item, Done]):
+    """Hands items to workers, or does the work on the spot where there are none.
 
-    def __init__(self, work: Work, workers: int | None = None) -> None:
+    Args:
+        make: makes what does the work, in the worker.
+        workers: processes.
+        start: how they are started. "spawn" imports what `make` needs, which has to be picklable, and nothing else.
+            "fork" finds everything that is there already; it is for a process that has no threads yet and does not
+            use the device in its workers. Only the former is there on every system.
+    """
+
+    def __init__(
+        self, make: Callable[[], Callable[[Item], Done]], workers: int, start: Literal["spawn", "fork"] = "spawn"
+    ) -> None:
         self._pool: ProcessPoolExecutor | None = None
-        self._local: Processor | None = None
-        self.workers = (default_workers() if workers is None else workers) if work.any else 0
+        self._local: Callable[[Item], Done] | None = None
+        self.workers = workers if start in multiprocessing.get_all_start_methods() else 0
         if self.workers:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(work,))
+            context = multiprocessing.get_context(start)
+            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(make,))
             # Starting takes a second: have it over by the time the model is loaded.
             self._warm = [self._pool.submit(_ready) for _ in range(self.workers)]
         else:
-            self._local = Processor(work)
+            self._local = make()
 
-    def submit(self, records: Texts) -> Future[list[Outcome]]:
-        """The outcomes to come, in the order of the records."""
+    def submit(self, item: Item) -> Future[Done]:
+        """What will come of an item. A single worker does them in the order in which they are submitted."""
         if self._pool is not None:
-            return self._pool.submit(_process, records)
+            return self._pool.submit(_process, item)
         assert self._local is not None
-        future: Future[list[Outcome]] = Future()
-        future.set_result(self._local(records))
+        future: Future[Done] = Future()
+        future.set_result(self._local(item))
         return future
 
     def close(self) -> None:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastgen.pipeline.dataset import Steps
 from fastgen.pipeline.errors import SetupError, StrictError, one_line
 from fastgen.pipeline.metrics import check_metrics
 from fastgen.pipeline.model import ModelStage, automatic_batch, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.planner import Resumed, Rules, plan
-from fastgen.pipeline.postprocess import PostProcessor, Work
+from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.readers import BadRecord, Inputs
 from fastgen.pipeline.settings import Settings
-from fastgen.pipeline.stages import Stages
 from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
 
@@ -100,7 +100,8 @@ def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunRepo
     if model is None:
         check_path(settings.model)
     inputs = Inputs(settings)
-    post = PostProcessor(work, settings.workers)
+    workers = default_workers() if settings.workers is None else settings.workers
+    post = PostProcessor(work.processor, workers if work.any else 0)
     try:
         return _run(settings, inputs, post, start, model, tokenizer)
     finally:
@@ -108,7 +109,12 @@ def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunRepo
 
 
 def _run(
-    settings: Settings, inputs: Inputs, post: PostProcessor, start: float, model: Any, tokenizer: Any
+    settings: Settings,
+    inputs: Inputs,
+    post: PostProcessor[Texts, list[Outcome]],
+    start: float,
+    model: Any,
+    tokenizer: Any,
 ) -> RunReport:
     loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
     output: Output = (
@@ -134,19 +140,12 @@ def _run(
         stage = ModelStage(loaded, settings)
         _reset_device_peak(loaded.device)
         loading = time.perf_counter() - start
-        stages = Stages(
-            plan(inputs, Encoder(loaded, settings), rules, resumed, on_bad),
-            stage,
-            Decoder(loaded, settings),
-            post,
-            output,
-            progress,
-            on_bad,
-        )
+        steps = Steps(stage, Decoder(loaded, settings), post, output, progress, on_bad)
         try:
-            timing = stages.run()
+            timing = steps.stages(plan(inputs, Encoder(loaded, settings), rules, resumed, on_bad)).run()
+            stage.finish()
         except SetupError:
-            if fresh and stages.timing.samples == 0:
+            if fresh and steps.samples == 0:
                 output.drop()
             raise
         finally:
@@ -173,12 +172,12 @@ def _run(
             "waiting_for_output": timing.waiting_for_output,
             "finish": finish,
         },
-        samples_per_second=timing.samples * share,
-        tokens_per_second=timing.tokens * share,
+        samples_per_second=steps.samples * share,
+        tokens_per_second=steps.tokens * share,
         waiting_for_input_share=timing.waiting_for_input * share,
         waiting_for_output_share=timing.waiting_for_output * share,
         resumed_samples=already,
-        batches=timing.batches,
+        batches=steps.batches,
         batch_size=rules.batch_size,
         max_tokens=rules.max_tokens,
         out_of_memory=stage.out_of_memory,

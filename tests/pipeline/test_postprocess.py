@@ -17,14 +17,14 @@ def _heavy_modules():
 def test_moses_and_metrics_in_a_worker():
     from sacremoses import MosesDetokenizer
 
-    post = PostProcessor(WORK, workers=1)
+    post = PostProcessor(WORK.processor, workers=1)
     try:
         outcomes = post.submit(RECORDS).result()
         assert post._pool is not None
         assert post._pool.submit(_heavy_modules).result() == []
     finally:
         post.close()
-    assert outcomes == PostProcessor(WORK, workers=0).submit(RECORDS).result()
+    assert outcomes == PostProcessor(WORK.processor, workers=0).submit(RECORDS).result()
     assert outcomes[0].texts == [MosesDetokenizer(lang="de").detokenize(text.split()) for text in RECORDS[0][0]]
     assert outcomes[0].statistics is not None
     assert outcomes[0].statistics["exact"] == [1.0]
@@ -32,8 +32,8 @@ def test_moses_and_metrics_in_a_worker():
 
 
 def test_no_work_needs_no_workers():
-    post = PostProcessor(Work(), workers=4)
-    assert post.workers == 0
+    assert not Work().any
+    post = PostProcessor(Work().processor, workers=0)
     assert post.submit([(["a  b"], None)]).result() == [Outcome(["a  b"])]
 
 
