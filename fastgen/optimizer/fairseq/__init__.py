@@ -13,6 +13,7 @@ from typing import Any
 
 from fastgen.optimizer.fairseq.dataclasses import HashableConfigs
 from fastgen.optimizer.fairseq.globals import ModuleGlobal, missing_from_fairseq, numpy_lacks
+from fastgen.optimizer.fairseq.registration import Registration
 from fastgen.patching import Patch
 
 # FairSeq's releases that are tested; fairseq-fixed calls itself 0.12.3.
@@ -26,7 +27,7 @@ _ATTENTION_PARAMETERS = (
 
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to FairSeq."""
-    return [*_compatibility(), *_generation()]
+    return [*_compatibility(), *_prophetnet(), *_generation()]
 
 
 def _compatibility() -> list[Patch]:
@@ -51,6 +52,20 @@ def _compatibility() -> list[Patch]:
             "TranslationFromPretrainedBARTTask.__init__",
             f"{adapters}.tasks:keep_arguments",
         ),
+    ]
+
+
+def _prophetnet() -> list[Patch]:
+    """ProphetNet, which FairSeq lacks."""
+    model = "fastgen.models.prophetnet"
+    give_way = f"{__name__}.prophetnet:give_way"
+    return [
+        Patch("fairseq.models", "register_model", give_way),
+        Patch("fairseq.tasks", "register_task", give_way),
+        Patch("fairseq.criterions", "register_criterion", give_way),
+        Patch(f"{model}.pretrained", "read", f"{__name__}.checkpoints:load"),
+        Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.prophetnet:extend"),
+        Registration("fairseq", "ngram_transformer_prophet", f"{model}:register"),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
@@ -12,6 +12,23 @@ from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
+from fastgen.models.prophetnet.attention import NgramSelfAttention
+from fastgen.models.prophetnet.model import ProphetNetDecoder, ProphetNetDecoderLayer
+
+
+class _Kind(NamedTuple):
+    """A kind of decoder whose K/V can be kept here: its class, that of its layers, and their self-attention."""
+
+    decoder: type
+    layer: type
+    self_attention: type
+    attribute: str
+
+
+_KINDS = (
+    _Kind(TransformerDecoderBase, TransformerDecoderLayerBase, MultiheadAttention, "self_attn"),
+    _Kind(ProphetNetDecoder, ProphetNetDecoderLayer, NgramSelfAttention, "ngram_self_attn"),
+)
 _DECODER_METHODS = (
     "forward",
     "extract_features",
@@ -22,6 +39,7 @@ _DECODER_METHODS = (
 # What has to be hooked for the K/V to be kept here; a release of FairSeq in which one could not be is left alone.
 _HOOKED = (
     (MultiheadAttention, "forward"),
+    (NgramSelfAttention, "extend"),
     (sequence_generator.EnsembleModel, "forward_decoder"),
     (sequence_generator.EnsembleModel, "reorder_encoder_out"),
     (sequence_generator.EnsembleModel, "reorder_incremental_state"),
@@ -64,9 +82,14 @@ def attentions_of(ensemble: Any) -> set[int]:
     return {id(attention) for model in ensemble.models for attention in _attentions(model.decoder)}
 
 
+def _kind(decoder: Any) -> _Kind | None:
+    return next((kind for kind in _KINDS if isinstance(decoder, kind.decoder)), None)
+
+
 def _attentions(decoder: Any) -> Iterator[Any]:
+    kind = _kind(decoder)
     for layer in decoder.layers.children():
-        yield layer.self_attn
+        yield getattr(layer, kind.attribute)
         if layer.encoder_attn is not None:
             yield layer.encoder_attn
 
@@ -75,34 +98,37 @@ def _model_unsupported(model: Any, generator: Any) -> str | None:
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model"
     decoder = getattr(model, "decoder", None)
-    if not isinstance(decoder, TransformerDecoderBase):
+    kind = _kind(decoder)
+    if kind is None:
         return f"{type(decoder if decoder is not None else model).__name__} is not a Transformer decoder"
     for name in _DECODER_METHODS:
-        if getattr(type(decoder), name) is not getattr(TransformerDecoderBase, name) or name in vars(decoder):
+        if getattr(type(decoder), name, None) is not getattr(kind.decoder, name, None) or name in vars(decoder):
             return f"{type(decoder).__name__} has a {name} of its own"
     if decoder.padding_idx != generator.pad:
         return "the decoder pads with another token than the dictionary"
     for layer in decoder.layers.children():
-        reason = _layer_unsupported(layer, generator.beam_size)
+        reason = _layer_unsupported(layer, kind, generator.beam_size)
         if reason is not None:
             return reason
     return _modules_unsupported(model)
 
 
-def _layer_unsupported(layer: Any, beam_size: int) -> str | None:
-    kind = type(layer)
-    if getattr(kind, "forward", None) is not TransformerDecoderLayerBase.forward or "forward" in vars(layer):
-        return f"{kind.__name__} has a forward pass of its own"
-    if layer.cross_self_attention:
+def _layer_unsupported(layer: Any, kind: _Kind, beam_size: int) -> str | None:
+    if getattr(type(layer), "forward", None) is not kind.layer.forward or "forward" in vars(layer):
+        return f"{type(layer).__name__} has a forward pass of its own"
+    if getattr(layer, "cross_self_attention", False):
         return "self-attention over the source"
-    for attention in (layer.self_attn, layer.encoder_attn):
+    own = getattr(layer, kind.attribute)
+    for attention, expected in ((own, kind.self_attention), (layer.encoder_attn, MultiheadAttention)):
         if attention is None:
             continue
-        if type(attention) is not MultiheadAttention or "forward" in vars(attention):
+        if type(attention) is not expected or {"forward", "extend"} & vars(attention).keys():
             return f"attention of type {type(attention).__name__}"
-        if attention.use_xformers or attention.bias_k is not None or attention.add_zero_attn or attention.onnx_trace:
+        if expected is MultiheadAttention and (
+            attention.use_xformers or attention.bias_k is not None or attention.add_zero_attn or attention.onnx_trace
+        ):
             return "attention with xformers, additional keys or in an ONNX trace"
-    if not layer.self_attn.self_attention or (
+    if (kind.self_attention is MultiheadAttention and not own.self_attention) or (
         layer.encoder_attn is not None and not layer.encoder_attn.encoder_decoder_attention
     ):
         return "attention of another kind than self-attention and attention to the source"

@@ -1,0 +1,308 @@
+"""The encoder, the decoder and the model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq import utils
+from fairseq.models import FairseqEncoder, FairseqEncoderDecoderModel, FairseqIncrementalDecoder
+from fairseq.modules import (
+    FairseqDropout,
+    LayerNorm,
+    LearnedPositionalEmbedding,
+    MultiheadAttention,
+    TransformerSentenceEncoderLayer,
+)
+from fairseq.modules.transformer_sentence_encoder import init_bert_params
+from torch import Tensor, nn
+
+from fastgen.models.prophetnet import pretrained
+from fastgen.models.prophetnet.architectures import ARCHITECTURES
+from fastgen.models.prophetnet.attention import NgramSelfAttention, Relations, relate
+from fastgen.models.prophetnet.layout import store_as
+
+
+class ProphetNetEncoder(FairseqEncoder):
+    """BERT's encoder: learned positions, normalisation after each block."""
+
+    def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(dictionary)
+        self.register_buffer("version", torch.Tensor([3]))
+        dim, pad = embed_tokens.embedding_dim, embed_tokens.padding_idx
+        self.padding_idx = pad
+        self.max_source_positions = args.max_source_positions
+        self.embed_tokens = embed_tokens
+        self.embed_positions = LearnedPositionalEmbedding(args.max_source_positions + pad + 1, dim, pad)
+        self.emb_layer_norm = LayerNorm(dim)
+        self.dropout_module = FairseqDropout(args.dropout, module_name=type(self).__name__)
+        self.layers = nn.ModuleList(
+            TransformerSentenceEncoderLayer(
+                embedding_dim=args.encoder_embed_dim,
+                ffn_embedding_dim=args.encoder_ffn_embed_dim,
+                num_attention_heads=args.encoder_attention_heads,
+                dropout=args.dropout,
+                attention_dropout=args.attention_dropout,
+                activation_dropout=args.activation_dropout,
+                activation_fn=args.activation_fn,
+            )
+            for _ in range(args.encoder_layers)
+        )
+        self.apply(init_bert_params)
+
+    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None, **unused: Any) -> dict[str, list[Tensor]]:
+        """
+        Args:
+            src_tokens: [batch, S].
+
+        Returns:
+            `encoder_out`: [S, batch, dim]; `encoder_padding_mask`: [batch, S], true where there is no token. Each in a
+            list, as FairSeq's encoders have it.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        x = self.embed_tokens(src_tokens) + self.embed_positions(src_tokens)
+        x = self.dropout_module(self.emb_layer_norm(x))
+        x = x.masked_fill(padding.unsqueeze(-1), 0).transpose(0, 1)
+        hidden = padding if bool(padding.any()) else None  # attention without a mask is faster
+        for layer in self.layers:
+            x, _ = layer(x, self_attn_padding_mask=hidden)
+        return {"encoder_out": [x], "encoder_padding_mask": [padding]}
+
+    def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
+        """Row r becomes row `new_order[r]`."""
+        rows = {"encoder_out": 1, "encoder_padding_mask": 0}  # along which dimension
+        return {name: [part.index_select(rows[name], new_order) for part in encoder_out[name]] for name in rows}
+
+    def max_positions(self) -> int:
+        """Longest source."""
+        return self.max_source_positions
+
+
+class ProphetNetDecoderLayer(nn.Module):
+    """A decoder layer over all streams: self-attention, attention to the source, feed-forward; post-norm."""
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__()
+        dim, heads = args.decoder_embed_dim, args.decoder_attention_heads
+        name = type(self).__name__
+        self.activation_fn = utils.get_activation_fn(args.activation_fn)
+        self.dropout_module = FairseqDropout(args.dropout, module_name=name)
+        self.activation_dropout_module = FairseqDropout(args.activation_dropout, module_name=name)
+        self.ngram_self_attn = NgramSelfAttention(dim, heads, args.attention_dropout, args.num_buckets)
+        self.self_attn_layer_norm = LayerNorm(dim)
+        self.encoder_attn = MultiheadAttention(
+            dim,
+            heads,
+            kdim=args.encoder_embed_dim,
+            vdim=args.encoder_embed_dim,
+            dropout=args.attention_dropout,
+            encoder_decoder_attention=True,
+        )
+        self.encoder_attn_layer_norm = LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, args.decoder_ffn_embed_dim)
+        self.fc2 = nn.Linear(args.decoder_ffn_embed_dim, dim)
+        self.final_layer_norm = LayerNorm(dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        relations: Relations,
+        source: Tensor,
+        source_padding: Tensor | None,
+        incremental_state: dict[str, Any] | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            x: [streams * T, rows, dim].
+            relations: of the positions of x to all.
+            source: the encoder's output, [S, rows, dim].
+            source_padding: [rows, S], or None.
+            need_weights: also return the weights of the attention to the source.
+
+        Returns:
+            As x; and the weights, [heads, rows, streams * T, S], or None.
+        """
+        attended = self.dropout_module(self.ngram_self_attn(x, relations, incremental_state))
+        x = self.self_attn_layer_norm(x + attended)
+        attended, weights = self.encoder_attn(
+            query=x,
+            key=source,
+            value=source,
+            key_padding_mask=source_padding,
+            incremental_state=incremental_state,
+            static_kv=True,
+            need_weights=need_weights,
+            need_head_weights=need_weights,
+        )
+        x = self.encoder_attn_layer_norm(x + self.dropout_module(attended))
+        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        return self.final_layer_norm(x + self.dropout_module(self.fc2(hidden))), weights
+
+
+class ProphetNetDecoder(FairseqIncrementalDecoder):
+    """The decoder with its main stream and `args.ngram` predicting streams."""
+
+    def __init__(self, args: Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(dictionary)
+        self.register_buffer("version", torch.Tensor([3]))
+        dim, pad = embed_tokens.embedding_dim, embed_tokens.padding_idx
+        self.ngram = args.ngram
+        self.num_buckets = args.num_buckets
+        self.relative_max_distance = args.relative_max_distance
+        self.padding_idx = pad
+        self.max_target_positions = args.max_target_positions
+        self.need_attn = False
+        self.embed_tokens = embed_tokens
+        # A predicting stream stands one position ahead.
+        self.embed_positions = LearnedPositionalEmbedding(args.max_target_positions + pad + 2, dim, pad)
+        self.ngram_input_embed = nn.Embedding(args.ngram, dim)
+        self.emb_layer_norm = LayerNorm(dim)
+        self.dropout_module = FairseqDropout(args.dropout, module_name=type(self).__name__)
+        self.layers = nn.ModuleList(ProphetNetDecoderLayer(args) for _ in range(args.decoder_layers))
+        self.output_projection = nn.Linear(dim, len(dictionary), bias=False)
+        self.apply(init_bert_params)
+        for layer in self.layers:
+            nn.init.xavier_uniform_(layer.ngram_self_attn.in_proj.weight)
+        if args.share_decoder_input_output_embed:
+            self.output_projection.weight = embed_tokens.weight
+            store_as(self, {"output_projection.weight": "embed_tokens.weight"})
+        else:
+            nn.init.normal_(self.output_projection.weight, std=dim**-0.5)
+            store_as(self, {"output_projection.weight": "embed_out"})
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]],
+        incremental_state: dict[str, Any] | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor | list[Tensor], dict[str, Any]]:
+        """
+        Args:
+            prev_output_tokens: [rows, T], the tokens so far; with `incremental_state` the last of them is new.
+            encoder_out: what the encoder returned.
+
+        Returns:
+            Without `incremental_state` a list with the scores of each predicting stream, [rows, T, vocabulary]; with it
+            the scores of the next token, [rows, 1, vocabulary]. And `attn`: the weights that the first predicting
+            stream gave to the source in the last layer, a list with [rows, T, S], if they are asked for by
+            `make_generation_fast_(need_attn=True)`.
+        """
+        features, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
+        scores = [self.output_layer(stream) for stream in features]
+        return (scores if incremental_state is None else scores[0]), extra
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]],
+        incremental_state: dict[str, Any] | None = None,
+        **unused: Any,
+    ) -> tuple[list[Tensor], dict[str, Any]]:
+        """As `forward`, before the projection to the vocabulary: [rows, T, dim] for each predicting stream."""
+        length = prev_output_tokens.shape[1]
+        if incremental_state is None:
+            tokens, predictions = prev_output_tokens, self.ngram
+            positions = utils.make_positions(tokens, self.padding_idx)
+        else:
+            tokens, predictions = prev_output_tokens[:, -1:], 1
+            positions = torch.full_like(tokens, self.padding_idx + length)
+        new = tokens.shape[1]
+        x = self._embed(tokens, positions, predictions)
+        relations = relate(predictions, new, length, self.num_buckets, self.relative_max_distance, x)
+        source, padding = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]
+        last, weights = self.layers[-1], None
+        for layer in self.layers:
+            need_weights = layer is last and self.need_attn and not self.training
+            x, weights = layer(x, relations, source, padding, incremental_state, need_weights)
+        if weights is not None:
+            weights = weights.float().mean(dim=0)[:, new : 2 * new]
+        _, *features = x.transpose(0, 1).split(new, dim=1)
+        return features, {"attn": [weights] if weights is not None else None}
+
+    def _embed(self, tokens: Tensor, positions: Tensor, predictions: int) -> Tensor:
+        """The first layer's input, [streams * T, rows, dim]."""
+        table, pad = self.embed_positions.weight, self.padding_idx
+        ahead = F.embedding(positions + 1, table, pad)
+        streams = [self.embed_tokens(tokens) + F.embedding(positions, table, pad)]
+        # The published weights have the first predicting stream in the last row.
+        streams += [self.ngram_input_embed.weight[stream - 1] + ahead for stream in range(predictions)]
+        x = torch.cat(streams, dim=1).transpose(0, 1)
+        return self.dropout_module(self.emb_layer_norm(x))
+
+    def output_layer(self, features: Tensor, **unused: Any) -> Tensor:
+        """[..., dim] -> [..., vocabulary]."""
+        return self.output_projection(features)
+
+    def max_positions(self) -> int:
+        """Longest target."""
+        return self.max_target_positions
+
+    def make_generation_fast_(self, need_attn: bool = False, **unused: Any) -> None:
+        """FairSeq's call before generation."""
+        self.need_attn = need_attn
+
+
+class ProphetNetModel(FairseqEncoderDecoderModel):
+    """ProphetNet (Qi et al. 2020)."""
+
+    @staticmethod
+    def add_args(parser: Any) -> None:
+        """The model's options on FairSeq's command lines."""
+
+        def add(name: str, kind: type, text: str) -> None:
+            parser.add_argument(name, type=kind, metavar="N" if kind is int else "D", help=text)
+
+        add("--ngram", int, "number of predicting streams")
+        add("--num_buckets", int, "number of buckets of relative distances")
+        add("--relative_max_distance", int, "distance from which on all are in the last bucket")
+        parser.add_argument(
+            "--activation-fn", choices=utils.get_available_activation_fns(), help="activation of the feed-forward layer"
+        )
+        add("--dropout", float, "dropout probability")
+        add("--attention-dropout", float, "dropout probability of attention weights")
+        add("--activation-dropout", float, "dropout probability after the activation")
+        for part in ("encoder", "decoder"):
+            add(f"--{part}-embed-dim", int, f"dimension of the {part}")
+            add(f"--{part}-ffn-embed-dim", int, f"dimension of the {part}'s feed-forward layers")
+            add(f"--{part}-layers", int, f"layers of the {part}")
+            add(f"--{part}-attention-heads", int, f"attention heads of the {part}")
+        parser.add_argument(
+            "--share-all-embeddings", action="store_true", help="encoder, decoder and output share their embeddings"
+        )
+        parser.add_argument("--load-from-pretrained-model", metavar="FILE", help="begin with these weights")
+        parser.add_argument(
+            "--load-sep", action="store_true", help="the pre-trained embedding of [SEP] is that of [X_SEP], too"
+        )
+
+    @classmethod
+    def build_model(cls, args: Namespace, task: Any) -> ProphetNetModel:
+        """A new model; `args.load_from_pretrained_model` names a file to take its weights from, and is cleared then.
+
+        Raises:
+            ValueError: embeddings are to be shared between dictionaries or dimensions that differ.
+        """
+        ARCHITECTURES["ngram_transformer_prophet"](args)  # what arguments of an older version lack
+        source, target = task.source_dictionary, task.target_dictionary
+        encoder_tokens = _embedding(source, args.encoder_embed_dim)
+        if args.share_all_embeddings:
+            if source != target:
+                raise ValueError("--share-all-embeddings needs one dictionary for source and target")
+            if args.encoder_embed_dim != args.decoder_embed_dim:
+                raise ValueError("--share-all-embeddings needs --encoder-embed-dim and --decoder-embed-dim to be equal")
+            args.share_decoder_input_output_embed = True
+            decoder_tokens = encoder_tokens
+        else:
+            decoder_tokens = _embedding(target, args.decoder_embed_dim)
+        model = cls(ProphetNetEncoder(args, source, encoder_tokens), ProphetNetDecoder(args, target, decoder_tokens))
+        if args.load_from_pretrained_model is not None:
+            pretrained.load(model, args.load_from_pretrained_model, args.load_sep)
+            args.load_from_pretrained_model = None  # a checkpoint of the new model is complete without that file
+        return model
+
+
+def _embedding(dictionary: Any, dim: int) -> nn.Embedding:
+    return nn.Embedding(len(dictionary), dim, padding_idx=dictionary.pad())

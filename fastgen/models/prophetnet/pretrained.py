@@ -1,0 +1,63 @@
+"""Fine-tuning: a model begins with pre-trained weights, fitted to its vocabulary and its number of positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PARTS = ("encoder", "decoder")
+
+
+def load(model: nn.Module, path: str, load_sep: bool) -> None:
+    """Loads a published checkpoint, or the weights alone, into `model`.
+
+    Tokens that the vocabulary has more than the checkpoint get random embeddings. Positions beyond the checkpoint's
+    repeat its own, each time with the dimensions shifted by one; positions that are too many are left out.
+
+    Args:
+        load_sep: [X_SEP] gets the embedding of [SEP], as for fine-tuning from a model that was pre-trained with the one
+            and is fine-tuned with the other.
+
+    Raises:
+        ValueError: the file does not contain a ProphetNet, or `load_sep` is asked for with another dictionary.
+    """
+    found = read(path)
+    state = found["model"] if isinstance(found, dict) and "model" in found and "args" in found else found
+    names = [f"{part}.{table}.weight" for part in _PARTS for table in ("embed_tokens", "embed_positions")]
+    if not isinstance(state, dict) or not all(name in state for name in names):
+        raise ValueError(f"{path} holds no ProphetNet weights: {names[0]} is missing")
+    state = dict(state)
+    for part in _PARTS:
+        side = getattr(model, part)
+        tokens, positions = f"{part}.embed_tokens.weight", f"{part}.embed_positions.weight"
+        state[tokens] = _fit_tokens(state[tokens], side.dictionary, load_sep)
+        state[positions] = _fit_positions(state[positions], side.embed_positions.num_embeddings)
+    if model.decoder.embed_tokens is model.encoder.embed_tokens:
+        state["decoder.embed_tokens.weight"] = state["encoder.embed_tokens.weight"]
+    model.load_state_dict(state)
+
+
+def read(path: str) -> Any:
+    """The contents of the file. With FastGen enabled it may contain what FairSeq's checkpoints do besides tensors."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _fit_tokens(weight: Tensor, dictionary: Any, load_sep: bool) -> Tensor:
+    missing = len(dictionary) - weight.shape[0]
+    if missing > 0:
+        new = torch.randn(missing, weight.shape[1]) * weight.shape[1] ** -0.5
+        weight = torch.cat([weight, new.to(weight.dtype)])
+    if load_sep:
+        if "[SEP]" not in dictionary or "[X_SEP]" not in dictionary:
+            raise ValueError("--load-sep needs a dictionary with [SEP] and [X_SEP]")
+        weight = weight.clone()
+        weight[dictionary.index("[X_SEP]")] = weight[dictionary.index("[SEP]")]
+    return weight
+
+
+def _fit_positions(weight: Tensor, count: int) -> Tensor:
+    times = math.ceil(count / weight.shape[0])
+    return torch.cat([weight.roll(-time, dims=1) for time in range(times)])[:count]
