@@ -39,7 +39,7 @@ __all__ = [
 _patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 
 
-def enable(*, strict: bool | None = None, packed_weights: str | None = None) -> None:
+def enable(*, strict: bool | None = None, packed_weights: str | None = None, cpu_weights: str | None = None) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
     Args:
@@ -47,11 +47,13 @@ def enable(*, strict: bool | None = None, packed_weights: str | None = None) -> 
             is that of the environment variable FASTGEN_STRICT.
         packed_weights: how long the packed copies of a model's weights on the CPU live: "call", "keep" or "never" (see
             `fastgen.settings.Settings`); unchanged if None. The default is that of FASTGEN_PACKED_WEIGHTS, or "call".
+        cpu_weights: the precision of those copies: "fp32", or "int8" or "bf16", with which results are no longer those
+            of float32; unchanged if None. The default is that of FASTGEN_CPU_WEIGHTS, or "fp32".
 
     Raises:
-        ValueError: `packed_weights` is none of these.
+        ValueError: `packed_weights` or `cpu_weights` is none of these, or they contradict each other.
     """
-    changes = {"strict": strict, "packed_weights": packed_weights}
+    changes = {"strict": strict, "packed_weights": packed_weights, "cpu_weights": cpu_weights}
     settings.change(**{name: value for name, value in changes.items() if value is not None})
     _patches.enable()
 

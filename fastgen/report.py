@@ -58,7 +58,7 @@ def collect(patches: PatchSet) -> Status:
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
         operators=ops.backends(),
-        notes=[note for name in _TESTED for note in _notes(name, versions[name])],
+        notes=[*(note for name in _TESTED for note in _notes(name, versions[name])), *_weights()],
     )
 
 
@@ -82,6 +82,19 @@ def _notes(toolkit: str, version: str) -> list[str]:
     if _release(first) <= _release(version) <= _release(last):
         return []
     return [f"{toolkit} {version} is outside the tested range {first} to {last}"]
+
+
+def _weights() -> list[str]:
+    """What the user has to know of weights that are not those of the model."""
+    from fastgen.ops.quantized_linear import unavailable
+
+    wanted = settings.current().cpu_weights
+    if wanted == "fp32":
+        return []
+    reason = unavailable(wanted)
+    if reason is not None:
+        return [f"cpu_weights is {wanted}, but {reason}: weights stay in float32"]
+    return [f"cpu_weights is {wanted}: results on the CPU are not those of float32"]
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 PACKED_WEIGHTS = ("call", "keep", "never")
+CPU_WEIGHTS = ("fp32", "int8", "bf16")
 
 
 def _flag(name: str) -> bool:
@@ -24,19 +27,25 @@ class Settings:
         packed_weights: how long the packed copies of a model's weights on the CPU are kept: for a "call" of `generate`
             (the default), or with the model ("keep": a call that follows need not pack again, but weights must not be
             written to through `parameter.data`), or "never" made (FASTGEN_PACKED_WEIGHTS).
+        cpu_weights: the precision of those copies: that of the weights, "fp32", or "int8" or "bf16", which change the
+            results and are used for every linear layer of a model in float32 (FASTGEN_CPU_WEIGHTS).
 
     Raises:
-        ValueError: `packed_weights` is none of these.
+        ValueError: `packed_weights` or `cpu_weights` is none of these, or no copy is to be made in another precision.
     """
 
     disabled: bool = False
     strict: bool = False
     packed_weights: str = "call"
+    cpu_weights: str = "fp32"
 
     def __post_init__(self) -> None:
-        if self.packed_weights not in PACKED_WEIGHTS:
-            known = ", ".join(PACKED_WEIGHTS)
-            raise ValueError(f"packed_weights (FASTGEN_PACKED_WEIGHTS) is {self.packed_weights!r}; known: {known}")
+        for name, known in (("packed_weights", PACKED_WEIGHTS), ("cpu_weights", CPU_WEIGHTS)):
+            if getattr(self, name) not in known:
+                given = getattr(self, name)
+                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(known)}")
+        if self.cpu_weights != "fp32" and self.packed_weights == "never":
+            raise ValueError(f"cpu_weights {self.cpu_weights} needs packed weights: packed_weights must not be never")
 
     @classmethod
     def from_environment(cls) -> Settings:
@@ -45,6 +54,7 @@ class Settings:
             disabled=_flag("FASTGEN_DISABLE"),
             strict=_flag("FASTGEN_STRICT"),
             packed_weights=os.environ.get("FASTGEN_PACKED_WEIGHTS", "").strip().lower() or "call",
+            cpu_weights=os.environ.get("FASTGEN_CPU_WEIGHTS", "").strip().lower() or "fp32",
         )
 
 
@@ -69,3 +79,14 @@ def change(**changes: Any) -> Settings:
         raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(f.name for f in fields(Settings))}")
     _current = replace(_current, **changes)
     return _current
+
+
+@contextlib.contextmanager
+def changed(**changes: Any) -> Iterator[None]:
+    """Inside this block the settings have `changes` applied, in all threads. Raises what `change` raises."""
+    before = {name: getattr(_current, name) for name in changes if hasattr(_current, name)}
+    change(**changes)
+    try:
+        yield
+    finally:
+        change(**before)

@@ -2,9 +2,10 @@
 
 Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, and linear layers have a
 `forward` of their own, which packs the weight once that pays and multiplies with the packed one where that is faster
-(`fastgen.ops.linear`). Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of
-its own or replaced by somebody (adapters, quantised layers, offloading), parametrisations, weights of other types.
-Hooks keep working: they run around `forward`.
+(`fastgen.ops.linear`), or, if the user asks for it, with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
+Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of its own or replaced by
+somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they run
+around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Writing
 through `parameter.data` is not counted by torch, which is why nothing is kept from one call to the next unless the user
@@ -14,6 +15,7 @@ asks for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -27,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fastgen import counters, patching, settings
-from fastgen.ops import linear
+from fastgen.ops import linear, quantized_linear
+from fastgen.ops.quantized_linear import QuantizedWeight
 
 # Whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -47,10 +50,17 @@ _MAX_MEMORY = 0.5
 
 
 class _Shape:
-    """What packing gains for the layers of one shape, by the number of rows."""
+    """What packing gains for the layers of one shape, by the number of rows.
+
+    Attributes:
+        precision: of the packed weight.
+        packing: seconds that packing takes, once that is known.
+    """
+
+    precision = "fp32"
 
     def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
-        self.outputs = outputs
+        self._outputs = outputs
         self._shape = inputs, outputs, transposed
         self._uses: dict[int, int] = {}
         self._gains: dict[int, float] = {}
@@ -70,6 +80,32 @@ class _Shape:
         # A difference that small may be the measurement's.
         self._gains[rows] = gain if gain > _MARGIN * costs.plain else 0.0
         return self._gains[rows]
+
+    def pack(self, weight: Tensor) -> Any:
+        """The weight, [outputs, inputs], packed for `multiply`."""
+        return linear.pack(weight)
+
+    def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+        """The layer's result."""
+        return linear.packed_linear(x, packed, bias, self._outputs)
+
+
+class _Quantized:
+    """The same in a precision that the user has asked for: from the first product on, whatever the shape."""
+
+    packing = 0.0
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+
+    def gain(self, rows: int) -> float:
+        return 1.0
+
+    def pack(self, weight: Tensor) -> QuantizedWeight:
+        return quantized_linear.pack(weight, self.precision)
+
+    def multiply(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        return quantized_linear.quantized_linear(x, packed, bias)
 
 
 class _Memory:
@@ -139,13 +175,13 @@ class _Packed(NamedTuple):
         weight: the parameter.
         data: its memory, held so that no other tensor can come to lie there.
         version: counts the changes of the parameter.
-        panels: what `linear.pack` made of it; None when it is not to be packed.
+        panels: what it was packed to; None when it is not to be packed.
     """
 
     weight: Tensor
     data: Tensor
     version: int
-    panels: Tensor | None
+    panels: Any
 
     def is_of(self, weight: Tensor) -> bool:
         return self.weight is weight and self.version == weight._version and self.data.data_ptr() == weight.data_ptr()
@@ -156,18 +192,27 @@ class _Linear(_Replacement):
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
     packing costs. So a call is never much slower than it would be without, however early it ends.
+
+    Attributes:
+        used: something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_failed", "_memory", "_missed", "_packed", "_shape", "_transposed")
+    __slots__ = ("_failed", "_memory", "_missed", "_packed", "_shape", "_transposed", "used")
 
-    def __init__(self, module: nn.Module, transposed: bool, shape: _Shape, memory: _Memory) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, memory: _Memory) -> None:
         super().__init__(module)
+        self.used = False
         self._transposed = transposed
         self._shape = shape
         self._memory = memory
         self._missed = 0.0
         self._failed = False
         self._packed: _Packed | None = None
+
+    @property
+    def precision(self) -> str:
+        """Of the packed weight."""
+        return self._shape.precision
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.active or self._failed or not _serves(x):
@@ -185,9 +230,12 @@ class _Linear(_Replacement):
         parameters = self._module._parameters
         weight, gain = parameters.get("weight"), self._shape.gain(x.numel() // x.shape[-1])
         panels = self._panels(weight, gain) if weight is not None and gain > 0.0 else None
-        return None if panels is None else linear.packed_linear(x, panels, parameters["bias"], self._shape.outputs)
+        if panels is None:
+            return None
+        self.used = True
+        return self._shape.multiply(x, panels, parameters["bias"])
 
-    def _panels(self, weight: Tensor, gain: float) -> Tensor | None:
+    def _panels(self, weight: Tensor, gain: float) -> Any:
         """The packed copy of this very weight; made when it is due."""
         packed = self._packed  # read once: another thread may replace it
         if packed is not None and packed.is_of(weight):
@@ -199,7 +247,7 @@ class _Linear(_Replacement):
             return None
         version, panels = weight._version, None
         if is_plain(self._module) and self._memory.take(weight.nbytes):
-            panels = linear.pack(weight.t() if self._transposed else weight)
+            panels = self._shape.pack(weight.t() if self._transposed else weight)
         self._packed = _Packed(weight, weight.detach(), version, panels)
         return panels
 
@@ -280,19 +328,19 @@ class FastLayers:
                 self._remove()
 
     def _install(self) -> None:
-        model, memory = self._model(), _Memory()
+        model, memory, precision = self._model(), _Memory(), functools.cache(_precision)
         for module in model.modules() if model is not None else ():
-            replacement = self._replacement(module, memory)
+            replacement = self._replacement(module, memory, precision)
             if replacement is None:
                 continue
             kept = self._kept.get(module)
-            if type(kept) is _Linear and type(replacement) is _Linear:
+            if type(kept) is _Linear and type(replacement) is _Linear and kept.precision == replacement.precision:
                 replacement = kept
             replacement.active = True
             module.forward = self._installed[module] = replacement
         self._kept = {}
 
-    def _replacement(self, module: nn.Module, memory: _Memory) -> _Replacement | None:
+    def _replacement(self, module: nn.Module, memory: _Memory, precision: Callable[[], str]) -> _Replacement | None:
         if "forward" in vars(module):
             return None  # somebody else's, an adapter's or a hook's
         function = self._functions.get(type(module))
@@ -303,10 +351,13 @@ class FastLayers:
             return None
         if not is_plain(module) or module.weight.nbytes < MIN_WEIGHT_BYTES:
             return None
+        if precision() != "fp32":
+            return _Linear(module, transposed, _Quantized(precision()), memory)
         outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
         return _Linear(module, transposed, self._shape(inputs, outputs, transposed), memory)
 
     def _remove(self) -> None:
+        self._count()
         for module, replacement in self._installed.items():
             replacement.active = False
             if vars(module).get("forward") is replacement:
@@ -314,6 +365,14 @@ class FastLayers:
         if settings.current().packed_weights == "keep":
             self._kept = self._installed
         self._installed = {}
+
+    def _count(self) -> None:
+        """Counts the calls in which weights of another precision took part."""
+        layers = [layer for layer in self._installed.values() if type(layer) is _Linear and layer.used]
+        for precision in {layer.precision for layer in layers} - {"fp32"}:
+            counters.count_accelerated(f"{precision} weights")
+        for layer in layers:
+            layer.used = False
 
     def _kind(self, module: nn.Module) -> bool | None:
         """Whether the layer stores its weight transposed; None where it is no layer of a kind that is known."""
@@ -327,6 +386,16 @@ class FastLayers:
         # What a product costs depends on the number of threads.
         key = torch.get_num_threads(), inputs, outputs, transposed
         return cls._shapes.setdefault(key, _Shape(inputs, outputs, transposed))
+
+
+def _precision() -> str:
+    """The precision of packed weights that the user asks for, if this processor is fast in it."""
+    wanted = settings.current().cpu_weights
+    reason = quantized_linear.unavailable(wanted) if wanted != "fp32" else None
+    if reason is None:
+        return wanted
+    counters.count_fallback(f"{wanted} weights", reason)
+    return "fp32"
 
 
 def _free_memory() -> int:

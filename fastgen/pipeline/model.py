@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.generation_fields import check_names, read_generation_file
 from fastgen.pipeline.planner import Batch, Prepared, split_rows
@@ -431,6 +432,7 @@ class ModelStage:
         """The largest size that is still tried, once a larger one has not fitted in memory."""
         self.out_of_memory = 0
         self.seconds = 0.0
+        self._cpu_weights = settings.cpu_weights
         self._with_scores = not settings.to_text
         self._sampling = bool(loaded.generation.do_sample)
         self._beams = (loaded.generation.num_beams or 1) > 1
@@ -454,7 +456,8 @@ class ModelStage:
             problem: Problem | None = None
             out_of_memory = False
             try:
-                done.pieces.append(self._generate(rows, batch))
+                with switches.changed(cpu_weights=self._cpu_weights):
+                    done.pieces.append(self._generate(rows, batch))
                 self._succeeded = True
             except Exception as error:
                 out_of_memory = is_out_of_memory(error)

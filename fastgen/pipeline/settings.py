@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
@@ -52,6 +54,8 @@ class Settings:
     device: str | None = None
     """A torch device; by default cuda where there is one, otherwise cpu."""
     dtype: str = "fp32"
+    cpu_weights: str = field(default_factory=lambda: switches.current().cpu_weights)
+    """The precision of the packed weights of a model in fp32 on a CPU: fp32, int8 or bf16 (`fastgen.enable`)."""
     batch_size: int | Literal["auto"] = 16
     max_tokens: int | None = None
     """At most this many input tokens in a batch, padding included."""
@@ -87,6 +91,10 @@ class Settings:
         _among("input_format", self.input_format, INPUT_FORMATS)
         _among("output_format", self.output_format, OUTPUT_FORMATS)
         _among("dtype", self.dtype, DTYPES)
+        try:
+            dataclasses.replace(switches.current(), cpu_weights=self.cpu_weights)
+        except ValueError as error:
+            raise SetupError(str(error)) from error
         if self.detokenizer not in (None, "none", "moses"):
             raise SetupError(f"detokenizer is {self.detokenizer!r}: it must be moses or none")
         unknown = [name for name in self.metrics if name not in METRICS]

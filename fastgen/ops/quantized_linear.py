@@ -1,0 +1,207 @@
+"""Linear layers on weights of 8 bits or in bfloat16: for those who ask for them, the results are not those of float32.
+
+`int8` holds each output's weights as multiples of a 127th of the largest of them. Inputs become multiples of a 255th of
+their range, row by row, in each product; what these integers come to is exact (Bhandare et al., "Efficient 8-Bit
+Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16` rounds both to 8 significant bits;
+products are summed in float32. Inputs and results are float32 in both.
+
+The kernels (csrc/cpu/quantized_linear.cpp) use the matrix registers (AMX) or the vector instructions (AVX-512 VNNI and
+BF16) of the processor. Where it has neither there is nothing to gain, and `unavailable` says so.
+
+The operators are `torch.ops.fastgen.pack_int8_linear`, `int8_linear`, `pack_bf16_linear` and `bf16_linear`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import _library, _timings
+
+PRECISIONS = ("int8", "bf16")
+
+# Timings are those of this kernel: to be renamed when it changes.
+_KERNEL = "quantized linear 1"
+# Of a tile of weights: its outputs, and the bytes of a line, which holds four bytes of each. A panel is two tiles wide.
+_TILE, _LINE = 16, 64
+_PANEL = 2 * _TILE
+_MAX_INPUTS = 2**16
+# What a processor must have for products in each precision to be faster.
+_INSTRUCTIONS = {"int8": "AVX-512 VNNI", "bf16": "AVX-512 BF16"}
+# What is measured, in rows, inputs and outputs: a decoding step and a prompt.
+_MEASURED = ((16, 768, 768), (256, 768, 768))
+_ROUNDS = 20
+
+
+class QuantizedWeight(NamedTuple):
+    """What `pack` makes of a weight; valid in this process.
+
+    Attributes:
+        panels: [panels, bytes of an output's inputs, outputs of a panel], uint8.
+        scales, totals: [outputs], of `int8` only: what the integers of an output are multiples of, and their sum.
+        outputs: rows of the weight.
+    """
+
+    panels: Tensor
+    scales: Tensor | None
+    totals: Tensor | None
+    outputs: int
+
+
+def pack(weight: Tensor, precision: str) -> QuantizedWeight:
+    """The weight in another precision, laid out for `quantized_linear`.
+
+    Args:
+        weight: [outputs, inputs], float32, any strides; at most 65,536 inputs.
+        precision: "int8" or "bf16".
+
+    Raises:
+        RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
+    """
+    weight = weight.detach()
+    if precision == "int8":
+        return QuantizedWeight(*torch.ops.fastgen.pack_int8_linear.default(weight), weight.shape[0])
+    return QuantizedWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
+
+    A row of x that holds anything infinite or NaN gives NaN in `int8`.
+
+    Args:
+        x: [..., inputs], float32.
+        bias: [outputs] or None, float32.
+
+    Returns:
+        [..., outputs], float32.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit together.
+    """
+    panels, scales, totals, outputs = weight
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    if scales is None or totals is None:
+        y = torch.ops.fastgen.bf16_linear.default(rows, panels, bias, outputs)
+    else:
+        y = torch.ops.fastgen.int8_linear.default(rows, panels, scales, totals, bias, outputs)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
+
+
+def unavailable(precision: str) -> str | None:
+    """Why weights in this precision make nothing faster here, or None. Measured once per machine, in milliseconds."""
+    missing = _missing(precision)
+    if missing is not None:
+        return missing
+    plain, quantized = _timings.get(_KERNEL, precision, 2, lambda: _measure(precision)) or (0.0, 0.0)
+    return None if quantized < plain else f"products in {precision} are not faster than in float32 on this processor"
+
+
+def _missing(precision: str) -> str | None:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{precision}_linear", "CPU"):
+        return _library.load("CPU") or "no kernel for this processor"
+    try:
+        pack(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
+    except RuntimeError:
+        return f"this processor does not have {_INSTRUCTIONS[precision]}, or may not use it"
+    return None
+
+
+def backend() -> str:
+    """Which implementation serves these operators."""
+    missing = {precision: _missing(precision) for precision in PRECISIONS}
+    there = [precision for precision, reason in missing.items() if reason is None]
+    phrases = [f"{_library.backend(f'fastgen::{there[0]}_linear')}: {', '.join(there)}"] if there else []
+    phrases += [f"no {precision}: {reason}" for precision, reason in missing.items() if reason is not None]
+    return "; ".join(phrases)
+
+
+@torch.no_grad()
+def _measure(precision: str) -> tuple[float, float]:
+    """Seconds of the measured products, in float32 and in `precision`; the shorter of many turns."""
+    seconds = [0.0, 0.0]
+    for rows, inputs, outputs in _MEASURED:
+        x = torch.full((rows, inputs), 0.5, dtype=torch.float32, device="cpu")
+        weight = torch.full((outputs, inputs), 0.25, dtype=torch.float32, device="cpu")
+        packed = pack(weight, precision)
+        turns = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            F.linear(x, weight)
+            middle = time.perf_counter()
+            quantized_linear(x, packed, None)
+            turns.append((middle - start, time.perf_counter() - middle))
+        for side in range(2):
+            seconds[side] += min(turn[side] for turn in turns)
+    return seconds[0], seconds[1]
+
+
+def _check_weight(weight: Tensor) -> None:
+    if weight.dim() != 2 or weight.dtype != torch.float32 or not 0 < weight.shape[1] <= _MAX_INPUTS:
+        raise RuntimeError(f"the weight must be [outputs, inputs] of float32, with at most {_MAX_INPUTS} inputs")
+
+
+def _lay_out(weight: Tensor) -> Tensor:
+    """[outputs, inputs] in a type of one or two bytes -> panels."""
+    lines = weight.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    lines = F.pad(lines, (0, -lines.shape[1] % _LINE, 0, -lines.shape[0] % _PANEL))
+    # [panel, tile, output, line, place, byte] -> [panel, line, tile, place, output, byte]
+    tiles = lines.view(-1, 2, _TILE, lines.shape[1] // _LINE, _LINE // 4, 4).permute(0, 3, 1, 4, 2, 5)
+    return tiles.reshape(-1, lines.shape[1], _PANEL)
+
+
+def _laid_out(panels: Tensor, inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
+    """What `_lay_out` was given."""
+    tiles = panels.view(panels.shape[0], -1, 2, _LINE // 4, _TILE, 4).permute(0, 2, 4, 1, 3, 5)
+    return tiles.reshape(-1, panels.shape[1]).view(dtype)[:outputs, :inputs]
+
+
+def _pack_int8_reference(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _check_weight(weight)
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    scales = torch.where(weight.isfinite().all(dim=1, keepdim=True), largest / 127, torch.nan)
+    quantized = torch.round(weight * torch.where(scales > 0, 127 / largest, 0.0)).to(torch.int8)
+    return _lay_out(quantized), scales.squeeze(1), quantized.sum(dim=1, dtype=torch.int32)
+
+
+def _int8_linear_reference(
+    x: Tensor, packed: Tensor, scales: Tensor, totals: Tensor, bias: Tensor | None, outputs: int
+) -> Tensor:
+    weight = _laid_out(packed, x.shape[1], outputs, torch.int8)
+    low, high = x.amin(dim=1, keepdim=True).clamp(max=0), x.amax(dim=1, keepdim=True).clamp(min=0)
+    scale = torch.where(x.isfinite().all(dim=1, keepdim=True), high / 255 - low / 255, torch.nan)
+    factor = torch.where(scale > 0, 1 / scale, 0.0)
+    zero = torch.round(-low * factor)
+    quantized = (torch.round(x * factor) + zero).clamp(0, 255)
+    # Exact: no such sum comes near 2**53.
+    sums = quantized.double() @ weight.double().t() - zero.double() * totals
+    y = (sums * scale * scales).float()
+    return y if bias is None else y + bias
+
+
+def _pack_bf16_reference(weight: Tensor) -> Tensor:
+    _check_weight(weight)
+    return _lay_out(weight.bfloat16())
+
+
+def _bf16_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    weight = _laid_out(packed, x.shape[1], outputs, torch.bfloat16)
+    return F.linear(x.bfloat16().float(), weight.float(), bias)
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("pack_int8_linear(Tensor weight) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, Tensor? bias, int outputs) -> Tensor"
+)
+_LIBRARY.define("pack_bf16_linear(Tensor weight) -> Tensor")
+_LIBRARY.define("bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_LIBRARY.impl("pack_int8_linear", _pack_int8_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("int8_linear", _int8_linear_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("pack_bf16_linear", _pack_bf16_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("bf16_linear", _bf16_linear_reference, "CompositeExplicitAutograd")
+_library.load_kernels()

@@ -1,0 +1,241 @@
+"""Linear layers on weights of 8 bits and in bfloat16, against float64 of what these weights stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastgen.ops import _library, _timings, quantized_linear
+from fastgen.ops.quantized_linear import PRECISIONS, QuantizedWeight
+
+# Matrix registers where the machine has them, vectors where it has those, and the reference.
+BACKENDS = ["matrices", "vectors", "reference"]
+
+
+@pytest.fixture(params=BACKENDS, scope="session")
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=PRECISIONS, scope="session")
+def precision(request: pytest.FixtureRequest, backend: str) -> str:
+    """Skips what this machine lacks."""
+    if backend != "reference":
+        reason = quantized_linear._missing(request.param)
+        if reason is not None:
+            pytest.skip(reason)
+    return request.param
+
+
+def _pack(backend: str, weight: torch.Tensor, precision: str) -> QuantizedWeight:
+    if backend != "reference":
+        return quantized_linear.pack(weight, precision)
+    if precision == "int8":
+        return QuantizedWeight(*quantized_linear._pack_int8_reference(weight), weight.shape[0])
+    return QuantizedWeight(quantized_linear._pack_bf16_reference(weight), None, None, weight.shape[0])
+
+
+def _product(backend: str, x: torch.Tensor, packed: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    panels, scales, totals, outputs = packed
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "vectors":
+            patch.setenv("ATEN_CPU_CAPABILITY", "avx512")
+        if backend != "reference":
+            return quantized_linear.quantized_linear(x, packed, bias)
+        if scales is None:
+            return quantized_linear._bf16_linear_reference(x, panels, bias, outputs)
+        return quantized_linear._int8_linear_reference(x, panels, scales, totals, bias, outputs)
+
+
+def _meaning(x: torch.Tensor, weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the inputs and the weight are rounded to, in float64, by the definition of the precision."""
+    if precision == "bf16":
+        return x.bfloat16().double(), weight.bfloat16().double()
+    x, weight = x.double(), weight.double()
+    step = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-300)
+    low, high = x.amin(dim=1, keepdim=True).clamp(max=0), x.amax(dim=1, keepdim=True).clamp(min=0)
+    width = ((high - low) / 255).clamp(min=1e-300)
+    zero = (-low / width).round()
+    return (((x / width).round() + zero).clamp(0, 255) - zero) * width, (weight / step).round() * step
+
+
+def _check(backend: str, precision: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weight = {
+        "rows": lambda: random(outputs, inputs),
+        "columns": lambda: random(inputs, outputs).t(),
+        "part": lambda: random(outputs * 2 + 1, inputs + 3)[1::2, 2:-1],
+    }[layout]()
+    x, bias = random(rows, inputs), random(outputs) if biased else None
+    x[: rows // 3] = x[: rows // 3].relu()  # as after an activation: nothing below 0
+    result = _product(backend, x, _pack(backend, weight, precision), bias)
+    assert result.shape == (rows, outputs) and result.dtype == torch.float32
+    added = bias.double() if bias is not None else 0.0
+    rounded_x, rounded_weight = _meaning(x, weight, precision) if rows else (x.double(), weight.double())
+    # A value in the middle of two may be rounded to either, float64 or not: one step of it at the most.
+    step = x.abs().amax(dim=1, keepdim=True) / 255 * weight.abs().amax(dim=1) if rows and precision == "int8" else 0.0
+    exact = rounded_x @ rounded_weight.t() + added
+    error = (result.double() - exact).abs()
+    assert (error <= 2e-6 * (inputs + 1) + 1e-5 * exact.abs() + 4 * step).all(), error.max()
+    # And that is as near to the float32 layer as the number of bits makes it.
+    true = x.double() @ weight.double().t()
+    size = (true.norm() + (inputs * rows * outputs) ** 0.5).item()
+    assert (result.double() - added - true).norm() <= 0.02 * size
+
+
+@given(
+    rows=st.integers(0, 70),
+    inputs=st.integers(1, 150),
+    outputs=st.integers(1, 100),
+    biased=st.booleans(),
+    layout=st.sampled_from(["rows", "columns", "part"]),
+    seed=st.integers(0, 2**30),
+)
+def test_is_a_linear_layer(
+    backend: str, precision: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str, seed: int
+) -> None:
+    _check(backend, precision, rows, inputs, outputs, biased, layout, seed)
+
+
+# More rows than a thread takes at a time, lines and panels that end exactly, one row more than a register has.
+@pytest.mark.parametrize("rows, inputs, outputs", [(129, 257, 97), (256, 128, 64), (17, 1024, 33), (16, 64, 32)])
+def test_shapes_beyond_one_block(backend: str, precision: str, rows: int, inputs: int, outputs: int) -> None:
+    for biased in (True, False):
+        _check(backend, precision, rows, inputs, outputs, biased, "rows", rows)
+
+
+def test_every_kernel_has_the_layout_of_the_reference(precision: str) -> None:
+    weight = torch.randn(75, 130)
+    ours, reference = _pack("vectors", weight, precision), _pack("reference", weight, precision)
+    assert ours.outputs == reference.outputs and torch.equal(ours.panels, reference.panels)
+    if precision == "int8":
+        assert torch.equal(ours.totals, reference.totals)
+        torch.testing.assert_close(ours.scales, reference.scales)
+
+
+def test_integers_are_exact(backend: str) -> None:
+    """Inputs and weights that 8 bits hold exactly give exact results, the largest ones included."""
+    if backend != "reference" and quantized_linear._missing("int8") is not None:
+        pytest.skip(quantized_linear._missing("int8"))
+    generator = torch.Generator().manual_seed(0)
+    for inputs in (3, 100, 3072):
+        weight = torch.randint(-127, 128, (40, inputs), generator=generator).float()
+        x = torch.randint(-128, 128, (20, inputs), generator=generator).float()
+        weight[:, 0], x[:, 0], x[:, 1] = 127, -128, 127
+        weight[0], x[0, 2:] = 127, 127  # the largest sum
+        result = _product(backend, x, _pack(backend, weight, "int8"), None)
+        exact = (x.double() @ weight.double().t()).float()
+        torch.testing.assert_close(result, exact, atol=0, rtol=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_others(backend: str, precision: str) -> None:
+    x, weight = torch.randn(50, 96), torch.randn(70, 96)
+    packed = _pack(backend, weight, precision)
+    whole = _product(backend, x, packed, None)
+    x[1:] *= 1000
+    assert torch.equal(_product(backend, x, packed, None)[0], whole[0])
+    for rows in (1, 16, 17, 33):
+        torch.testing.assert_close(_product(backend, x[:rows], packed, None)[0], whole[0], atol=1e-5, rtol=1e-5)
+
+
+def test_zeros_infinities_and_nan_stay_in_their_row_and_column(backend: str, precision: str) -> None:
+    x, weight, bias = torch.ones(40, 70), torch.ones(50, 70), torch.ones(50)
+    x[3, 5], x[20, 6], weight[7, 2], x[30], weight[9] = float("nan"), float("inf"), float("inf"), 0, 0
+    result = _product(backend, x, _pack(backend, weight, precision), bias)
+    assert result[3].isnan().all() and not result[20].isfinite().any()
+    assert not result[:3, 7].isfinite().any()
+    others = [row for row in range(40) if row not in (3, 20)]
+    for output in (0, 9, 49):
+        expected = torch.tensor([1.0 if output == 9 or row == 30 else 71.0 for row in others])
+        torch.testing.assert_close(result[others, output], expected)
+
+
+def test_more_dimensions_and_strides(precision: str, backend: str) -> None:
+    if backend == "reference":
+        pytest.skip("it is called through the operator")
+    weight, bias = torch.randn(70, 24), torch.randn(70)
+    packed = quantized_linear.pack(weight, precision)
+    for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
+        expected = torch.nn.functional.linear(x, weight, bias)
+        result = quantized_linear.quantized_linear(x, packed, bias)
+        assert result.shape == expected.shape and (result - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_does_not_matter(precision: str, backend: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    x, weight = torch.randn(140, 600), torch.randn(500, 600)
+    expected = _product(backend, x, _pack(backend, weight, precision), None)
+    try:
+        torch.set_num_threads(threads)
+        result = _product(backend, x, _pack(backend, weight, precision), None)
+    finally:
+        torch.set_num_threads(before)
+    if backend == "reference":
+        torch.testing.assert_close(result, expected)
+    else:
+        assert torch.equal(result, expected)
+
+
+def test_what_does_not_fit_is_refused(precision: str, backend: str) -> None:
+    if backend == "reference":
+        pytest.skip("it is called through the operator")
+    packed = quantized_linear.pack(torch.randn(20, 10), precision)
+    for x, bias, outputs in (
+        (torch.randn(3, 100), None, 20),
+        (torch.randn(3, 10), None, 2000),
+        (torch.randn(3, 10), torch.randn(19), 20),
+        (torch.randn(3, 10).double(), None, 20),
+    ):
+        with pytest.raises(RuntimeError):
+            quantized_linear.quantized_linear(x, packed._replace(outputs=outputs), bias)
+    for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(1, 2**16 + 1)):
+        with pytest.raises(RuntimeError, match="weight must be"):
+            quantized_linear.pack(weight, precision)
+
+
+@pytest.fixture
+def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of this machine."""
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(_timings, "_known", None)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_processor_without_the_instructions(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if _library.load("CPU"):
+        pytest.skip(_library.load("CPU"))
+    for narrower in ("avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", narrower)
+        assert "this processor does not have AVX-512" in quantized_linear.unavailable(precision)
+        assert f"no {precision}: this processor" in quantized_linear.backend()
+
+
+def test_a_processor_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch, timings: None) -> None:
+    monkeypatch.setattr(quantized_linear, "_missing", lambda precision: None)
+    measured = []
+    monkeypatch.setattr(quantized_linear, "_measure", lambda precision: measured.append(precision) or (1.0, 2.0))
+    assert "not faster" in quantized_linear.unavailable("int8")
+    assert "not faster" in quantized_linear.unavailable("int8")
+    monkeypatch.setattr(quantized_linear, "_measure", lambda precision: (2.0, 1.0))
+    assert quantized_linear.unavailable("bf16") is None
+    assert measured == ["int8"]  # once
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_measuring_leaves_the_random_state(precision: str, timings: None) -> None:
+    if quantized_linear._missing(precision) is not None:
+        pytest.skip(quantized_linear._missing(precision))
+    state = torch.get_rng_state()
+    quantized_linear.unavailable(precision)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(0 < seconds < 10 for seconds in quantized_linear._measure(precision))
+    assert precision in quantized_linear.backend()
