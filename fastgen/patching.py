@@ -51,6 +51,7 @@ class Patch:
         wrapper: "package.module:function", imported only when the patch is applied, so that importing FastGen stays
             light. It has wrapt's signature (wrapped, instance, args, kwargs).
         condition: called with the target before it is wrapped; returns why the patch must not be applied, or None.
+        former: what the target was called in other releases; looked for when there is nothing at `target`.
         state: "not enabled", "waiting for import", "applied" or "not applied: <reason>".
     """
 
@@ -58,8 +59,10 @@ class Patch:
     target: str
     wrapper: str
     condition: Callable[[Any], str | None] = lambda target: None
+    former: str | None = None
     state: str = "not enabled"
     _owner: Any = field(default=None, repr=False)
+    _attribute: str = field(default="", repr=False)
     _original: Any = field(default=_MISSING, repr=False)
     _installed: Any = field(default=None, repr=False)
 
@@ -74,11 +77,9 @@ class Patch:
         """Wraps the target, or records in `state` why not. Does nothing when it is applied already."""
         if self._installed is not None:
             return
-        *path, attribute = self.target.split(".")
-        owner: Any = sys.modules[self.module]
-        for part in path:
-            owner = getattr(owner, part, None)
-        original: Any = vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
+        owner, attribute, original = self._look_up(self.target)
+        if original is _MISSING and self.former is not None:
+            owner, attribute, original = self._look_up(self.former)
         if original is _MISSING:
             self.state = f"not applied: {self.name} does not exist in this version"
             return
@@ -96,9 +97,17 @@ class Patch:
             # The wrapper needs a module that is being imported right now. It will be there when it is called.
             wrapper = self._find_at_call
         self._installed = wrapt.FunctionWrapper(original, wrapper)
-        self._owner, self._original = owner, original
+        self._owner, self._attribute, self._original = owner, attribute, original
         setattr(owner, attribute, self._installed)
         self.state = "applied"
+
+    def _look_up(self, target: str) -> tuple[Any, str, Any]:
+        """Where `target` is defined, its name there, and what it is now or `_MISSING`."""
+        *path, attribute = target.split(".")
+        owner: Any = sys.modules[self.module]
+        for part in path:
+            owner = getattr(owner, part, None)
+        return owner, attribute, vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
 
     def _find(self) -> Wrapper:
         module, _, function = self.wrapper.partition(":")
@@ -117,9 +126,8 @@ class Patch:
         if self._installed is None:
             self.state = "not enabled"
             return
-        attribute = self.target.rpartition(".")[2]
-        if vars(self._owner).get(attribute) is self._installed:
-            setattr(self._owner, attribute, self._original)
+        if vars(self._owner).get(self._attribute) is self._installed:
+            setattr(self._owner, self._attribute, self._original)
             self.state = "not enabled"
         else:
             # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).

@@ -11,16 +11,18 @@ from fastgen import settings
 from fastgen.decoding import kv, layers
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import linear
+from fastgen.optimizer.transformers import scores
 
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
 
-    A prefix is shared however few bytes it has, and every weight is packed: those of a tiny model would never be worth
-    it.
+    A prefix is shared however few bytes it has, every weight is packed, and no score is copied: those of a tiny model
+    would never be worth it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
     monkeypatch.setattr(layers, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})

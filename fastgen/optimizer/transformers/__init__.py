@@ -2,7 +2,8 @@
 
 A few hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
 `_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V
-store into the cache; the two n-gram processors use FastGen's operator, and those that wait for a length no copies.
+store into the cache; one runs the encoder on groups of inputs of about the same length; four let inputs that are
+finished leave the batch; the two n-gram processors use FastGen's operator, and those that wait for a length no copies.
 Loops, other processors and criteria stay the library's.
 """
 
@@ -33,6 +34,17 @@ def _check_generate(original: Any) -> str | None:
     return f"GenerationMixin.generate has no parameter {', '.join(sorted(missing))}" if missing else None
 
 
+def _check_parameters(*names: str) -> Any:
+    """The function must have these parameters."""
+
+    def check(original: Any) -> str | None:
+        original = getattr(original, "__func__", original)  # of a static method
+        missing = set(names) - set(inspect.signature(original).parameters)
+        return f"{original.__qualname__} has no parameter {', '.join(sorted(missing))}" if missing else None
+
+    return check
+
+
 def _check_processor(attributes: set[str]) -> Any:
     """The processor's __call__ must take (input_ids, scores), and use the attributes that the replacement reads."""
 
@@ -60,6 +72,43 @@ def patches() -> list[Patch]:
     return [
         Patch(generation, "GenerationMixin.generate", f"{adapters}.generate:generate", _check_generate),
         Patch(generation, "GenerationMixin._prefill", f"{adapters}.prefill:prefill", _check_prefill),
+        Patch(
+            generation,
+            "GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation",
+            f"{adapters}.encoder:encode",
+            _check_parameters("inputs_tensor", "model_kwargs", "model_input_name", "generation_config"),
+            former="GenerationMixin._prepare_encoder_decoder_kwargs_for_generation",
+        ),
+        Patch(
+            generation,
+            "GenerationMixin.prepare_inputs_for_generation",
+            f"{adapters}.finished:prepare_inputs",
+            _check_parameters("input_ids"),
+        ),
+        Patch(
+            generation,
+            "GenerationMixin._update_model_kwargs_for_generation",
+            f"{adapters}.finished:update_kwargs",
+            _check_parameters("outputs", "model_kwargs"),
+        ),
+        Patch(
+            generation,
+            "GenerationMixin._check_early_stop_heuristic",
+            f"{adapters}.finished:early_stop",
+            _check_parameters("is_early_stop_heuristic_unsatisfied", "is_sent_finished", "early_stopping"),
+        ),
+        Patch(
+            "transformers.generation.stopping_criteria",
+            "StoppingCriteriaList.__call__",
+            f"{adapters}.finished:stopping_criteria",
+            _check_parameters("input_ids", "scores"),
+        ),
+        Patch(
+            processors,
+            "LogitsProcessorList.__call__",
+            f"{adapters}.scores:process",
+            _check_parameters("input_ids", "scores"),
+        ),
         Patch(
             processors,
             "NoRepeatNGramLogitsProcessor.__call__",

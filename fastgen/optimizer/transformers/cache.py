@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ class SharedLayer(CacheLayerMixin):
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
         self.kv = LayerKV(room, window)
         self.is_sliding = window is not None
+        # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
+        self.translate: Callable[[torch.Tensor], torch.Tensor] = lambda index: index
 
     @property
     def is_initialized(self) -> bool:
@@ -64,7 +67,13 @@ class SharedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name up to transformers 5.x
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.kv.reorder(beam_idx)
+        self.kv.reorder(self.translate(beam_idx))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last positions, whose number is given as a negative one: releases agree on that meaning only."""
+        if tokens_to_remove >= 0:
+            raise ValueError("a length to crop the cache to is not supported")
+        self.kv.crop(-tokens_to_remove)
 
 
 class StoreInCache:
@@ -83,6 +92,7 @@ class StoreInCache:
             room: positions that will be generated, at least.
         """
         self.cache = cache
+        self._beams: Beams | None = None
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
         shared = [[self._shared(layer, copies, room) for layer in layers] for _, layers, _ in self._saved]
         # From here on nothing can fail: the cache is changed whole or not at all.
@@ -99,12 +109,27 @@ class StoreInCache:
 
     def branch(self, beams: Beams) -> None:
         """The prompt is stored: from now on every input has `beams.copies` rows."""
+        self._beams = beams
         for part in _parts(self.cache):
             for layer in part.layers:
                 layer.kv.branch(beams)
             if part.layer_class_to_replicate is not None and not part.layers:
                 # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
                 raise RuntimeError("the model did not fill the cache in its first forward pass")
+
+    def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Goes on with the given inputs of those that are there, [n] in ascending order.
+
+        Args:
+            translate: makes a reorder of the rows that are left from what the library passes to `reorder_cache`.
+        """
+        if self._beams is None:
+            raise RuntimeError("inputs can leave once they have branched, not before")
+        for part in _parts(self.cache):
+            for layer in part.layers:
+                layer.kv.keep(inputs)
+                layer.translate = translate
+        self._beams.keep(inputs)
 
     def restore(self) -> None:
         """The library's own layers again, as they were before the call."""

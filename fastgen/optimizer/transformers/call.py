@@ -17,6 +17,7 @@ from fastgen.decoding.layers import LINEAR, FastLayers
 
 if TYPE_CHECKING:
     from fastgen.optimizer.transformers.cache import StoreInCache
+    from fastgen.optimizer.transformers.finished import LiveRows
 
 ENTRY_POINT = "transformers.generate"
 
@@ -37,19 +38,27 @@ class Call:
         scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
             changed in place.
         cache_is_the_users: the user passed the cache in, and looks at it after the call.
+        runs_user_code: processors, criteria or functions of the user's take part.
         accelerated, declined: what has been decided, once it has been.
+        has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
         store: FastGen's K/V store, once the call is accelerated.
+        searches: it is an accelerated beam search.
+        live: the rows that the model runs on, where finished inputs may leave the batch.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
 
-    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool) -> None:
+    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool, runs_user_code: bool) -> None:
         self.model = model
         self.scores_are_private = scores_are_private
+        self.cache_is_the_users = cache_is_the_users
+        self.runs_user_code = runs_user_code
         self.store: StoreInCache | None = None
+        self.live: LiveRows | None = None
         self.accelerated = False
         self.declined = False
-        self._cache_is_the_users = cache_is_the_users
+        self.has_intervened = False
+        self.searches = False
         self._returns_cache = False
         self._token: Any = None
         self._packed = ExitStack()
@@ -72,12 +81,15 @@ class Call:
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
         self.accelerated, self.declined = False, True
+        self.searches = False
         self._packed.close()
         counters.count_fallback(ENTRY_POINT, reason)
 
-    def accelerate(self, make_store: Callable[[], StoreInCache], returns_dict: bool) -> StoreInCache:
-        """This call goes on with FastGen's store in its cache, which a result of `returns_dict` contains."""
-        self.accelerated, self._returns_cache = True, returns_dict
+    def accelerate(self, make_store: Callable[[], StoreInCache], config: Any) -> StoreInCache:
+        """This call, of this generation config, goes on with FastGen's store in its cache."""
+        self.accelerated = self.has_intervened = True
+        self.searches = config.num_beams > 1
+        self._returns_cache = bool(config.return_dict_in_generate)
         self.store = make_store()
         return self.store
 
@@ -87,7 +99,7 @@ class Call:
             if not self.declined:
                 counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
             return
-        if self._returns_cache or self._cache_is_the_users:
+        if self._returns_cache or self.cache_is_the_users:
             self.store.hand_over()
         else:
             self.store.restore()
@@ -96,13 +108,14 @@ class Call:
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""
         self._packed.close()
+        self.live, self.searches = None, False
         if self.store is not None:
             self.store.restore()
             self.store = None
 
     def break_off(self) -> None:
         """The call was interrupted, or the user's code raised: a cache of the user's keeps what was stored so far."""
-        if self.store is not None and self._cache_is_the_users:
+        if self.store is not None and self.cache_is_the_users:
             self.store.hand_over()
             self.store = None
         self.abandon()

@@ -36,13 +36,14 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
             return wrapped(*args, **kwargs)
     attempt = _Attempt(model, arguments)
     cache_is_the_users = arguments.get("past_key_values") is not None
-    with Call(model, _scores_are_private(model, arguments), cache_is_the_users) as call:
+    runs_user_code = any(True for _ in _user_objects(arguments))
+    with Call(model, _scores_are_private(model, arguments), cache_is_the_users, runs_user_code) as call:
         try:
             result = wrapped(**attempt.arguments)
             call.finish()
             return result
         except BaseException as error:
-            if not (isinstance(error, Exception) and call.accelerated and attempt.may_be_ours(error)):
+            if not (isinstance(error, Exception) and call.has_intervened and attempt.may_be_ours(error)):
                 call.break_off()
                 raise
             call.abandon()

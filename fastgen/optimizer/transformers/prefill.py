@@ -21,6 +21,7 @@ from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, Declined
+from fastgen.optimizer.transformers.finished import LiveRows, may_leave
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -28,6 +29,8 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+# Where models are from whose forward passes are known to treat the rows of a batch alike.
+_LIBRARIES = ("transformers.", "fastgen.models.")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # Allocated at first for the positions to come, at the most; more when that is full.
@@ -76,18 +79,18 @@ def _prefill(
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     room = min(to_generate, _MAX_FIRST_ROOM)
-    store = call.accelerate(
-        lambda: StoreInCache(model_kwargs["past_key_values"], copies, room),
-        returns_dict=bool(generation_config.return_dict_in_generate),
-    )
+    store = call.accelerate(lambda: StoreInCache(model_kwargs["past_key_values"], copies, room), generation_config)
     outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()
         call.decline("the model does not use the cache that it is given")
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
-    store.branch(Beams(one_row_ids.shape[0], copies))
-    _repeat_outputs(outputs, one_row_ids.shape[0], copies)
+    batch = one_row_ids.shape[0]
+    store.branch(Beams(batch, copies))
+    _repeat_outputs(outputs, batch, copies)
+    if may_leave(call, generation_config, batch):
+        call.live = LiveRows(store, batch, copies, call.searches)
     return outputs
 
 
@@ -166,7 +169,7 @@ def model_unsupported(model: Any) -> str | None:
     if getattr(model, "_is_stateful", False):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if not getattr(kind, method).__module__.startswith("transformers."):
+        if not getattr(kind, method).__module__.startswith(_LIBRARIES):
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return f"{method} has been replaced on this model"

@@ -1,0 +1,65 @@
+"""The best continuations of each input over all its beams: an addition and a top-k in one pass over the scores.
+
+Beam search adds the running score of each beam to the log-probabilities of its continuations, and takes the best of
+beams x vocabulary. In torch that is a pass that reads and writes everything, and a top-k that copies everything once
+more, with its indices. Here everything is read once.
+
+The operator is `torch.ops.fastgen.best_candidates`; float32 only. It gives what torch gives, ties included: where equal
+scores leave open which comes first, torch itself is asked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library
+
+# With more candidates than that a pass over the scores is no longer what takes the time.
+_MAX_COUNT = 256
+
+
+def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best of `scores + running`, over the beams of each input.
+
+    Args:
+        scores: [inputs * beams, vocabulary], of a floating type.
+        running: [inputs, beams], of the same type: what is added to the scores of each beam.
+        count: from 1 to beams * vocabulary.
+
+    Returns:
+        Their values and their places in [inputs, beams * vocabulary], both [inputs, count], best first: exactly what
+        `torch.topk` gives for the sum.
+
+    Raises:
+        RuntimeError: shapes, types or `count` are not as above.
+    """
+    if (
+        count <= _MAX_COUNT
+        and scores.dtype is running.dtype is torch.float32
+        and scores.device.type == running.device.type == "cpu"
+        and not (torch.is_grad_enabled() and (scores.requires_grad or running.requires_grad))
+    ):
+        values, places = torch.ops.fastgen.best_candidates(scores.contiguous(), running.contiguous(), count)
+        if places.numel():
+            return values, places
+    return _reference(scores, running, count)
+
+
+def backend() -> str:
+    """Which implementation serves this operator."""
+    return _library.backend("fastgen::best_candidates")
+
+
+def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
+        raise RuntimeError("best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams]")
+    summed = scores.view(*running.shape, scores.shape[1]) + running.unsqueeze(2)
+    values, places = summed.flatten(1).topk(count)
+    return values, places
+
+
+_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
+_LIBRARY.define("best_candidates(Tensor scores, Tensor running, int count) -> (Tensor, Tensor)")
+_LIBRARY.impl("best_candidates", _reference, "CompositeExplicitAutograd")
+_library.load_kernels()

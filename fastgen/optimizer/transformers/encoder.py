@@ -1,0 +1,132 @@
+"""The encoder runs on inputs of about the same length at a time: padding behind them costs little.
+
+A batch is as long as its longest input, and the encoder computes the padding of the others like everything else. Here
+the inputs are sorted by length and cut into groups, each as long as its own longest input. Which groups is worked out
+by dynamic programming over the sorted lengths (Fang et al., "TurboTransformers: An Efficient GPU Serving System For
+Transformer Models", PPoPP 2021, section 5). Decoders never look at the positions that were left out: they are zero.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import patching
+from fastgen.optimizer.transformers.call import Call
+
+# What a further pass of the encoder costs, in positions.
+_PASS = 256
+# Groups are used when they save so large a part of the positions.
+_MIN_SAVING = 0.1
+# Encoders with one of these in their configuration look at an input in blocks, or let inputs compete for experts: what
+# an input gives may depend on how long the batch is.
+_DEPENDS_ON_LENGTH = ("attention_type", "attention_window", "block_size", "local_radius", "num_experts")
+# Arguments of `generate` that the library does not pass to the encoder.
+_DECODERS = ("decoder_", "cross_attn")
+
+
+def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Wrapper of `GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, ...)`."""
+    call = Call.current(model)
+    if call is None or not patching.is_active():
+        return wrapped(*args, **kwargs)
+    return _encode(call, wrapped, *args, **kwargs)
+
+
+def _encode(
+    call: Call,
+    wrapped: Any,
+    inputs_tensor: Tensor,
+    model_kwargs: dict[str, Any],
+    model_input_name: str | None,
+    generation_config: Any,
+) -> dict[str, Any]:
+    mask = model_kwargs.get("attention_mask")
+    groups: list[tuple[Tensor, int]] = []
+    if _can_be_cut(call.model, inputs_tensor, model_kwargs, model_input_name, generation_config):
+        groups = _groups(_lengths(mask), inputs_tensor.shape[1])
+    if len(groups) < 2:
+        return wrapped(inputs_tensor, model_kwargs, model_input_name, generation_config)
+    call.has_intervened = True
+    result: dict[str, Any] = {}
+    encoded = None
+    for rows, length in groups:
+        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
+        result = wrapped(inputs_tensor[rows, :length], part, model_input_name, generation_config)
+        state = _only_state(result["encoder_outputs"])
+        if encoded is None:
+            encoded = state.new_zeros(*inputs_tensor.shape, state.shape[-1])
+        encoded[rows, :length] = state
+    outputs = type(result["encoder_outputs"])(last_hidden_state=encoded)
+    return {**result, "attention_mask": mask, "encoder_outputs": outputs}
+
+
+def _can_be_cut(model: Any, inputs: Tensor, model_kwargs: dict[str, Any], name: str | None, config: Any) -> bool:
+    """Whether the encoder gives the same for an input without the padding behind it, and nothing else is seen of it."""
+    mask = model_kwargs.get("attention_mask")
+    others = (value for key, value in model_kwargs.items() if key != "attention_mask" and not key.startswith(_DECODERS))
+    return (
+        name == "input_ids"
+        and inputs.dim() == 2
+        and not inputs.is_floating_point()
+        and inputs.device.type == "cpu"  # elsewhere, looking at the lengths would wait for the device
+        and isinstance(mask, Tensor)
+        and mask.shape == inputs.shape
+        and not any(isinstance(value, Tensor) for value in others)
+        and not config.return_dict_in_generate  # its result has the K/V of the padding in it
+        and _sees_the_mask_only(model.get_encoder())
+    )
+
+
+def _sees_the_mask_only(encoder: Any) -> bool:
+    """Whether a position that is masked has no part in the others: the encoder uses the library's own plain mask."""
+    module = sys.modules[type(encoder).forward.__module__]
+    return (
+        module.__name__.startswith("transformers.")
+        and hasattr(module, "create_bidirectional_mask")
+        and "forward" not in vars(encoder)
+        and not any(getattr(encoder.config, name, None) is not None for name in _DEPENDS_ON_LENGTH)
+    )
+
+
+def _lengths(mask: Tensor) -> list[int]:
+    """The length of each input; that of the batch where the padding is not all behind it."""
+    lengths = mask.sum(dim=1)
+    behind = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
+    return torch.where((mask == behind).all(dim=1), lengths, mask.shape[1]).tolist()
+
+
+def _groups(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
+    """Which inputs run together, and how long they are at the most; none if groups do not pay."""
+    if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < _MIN_SAVING * len(lengths) * longest:
+        return []
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    # costs[n]: of the n longest inputs; starts[n]: where the last of their groups starts.
+    costs, starts = [0.0], [0]
+    for end in range(1, len(order) + 1):
+        cost, start = min((costs[i] + (end - i) * lengths[order[i]] + _PASS, i) for i in range(end))
+        costs.append(cost)
+        starts.append(start)
+    if costs[-1] > (1 - _MIN_SAVING) * len(lengths) * longest:
+        return []
+    groups, end = [], len(order)
+    while end:
+        start = starts[end]
+        groups.append((torch.tensor(sorted(order[start:end])), lengths[order[start]]))
+        end = start
+    return groups
+
+
+def _only_state(outputs: Any) -> Tensor:
+    """The hidden states of an encoder that gives nothing else.
+
+    Raises:
+        RuntimeError: it gives something else too, of which it is not known how to put the groups together.
+    """
+    others = [key for key, value in outputs.items() if key != "last_hidden_state" and value is not None]
+    if others:
+        raise RuntimeError(f"the encoder gives {', '.join(others)} besides its hidden states")
+    return outputs.last_hidden_state

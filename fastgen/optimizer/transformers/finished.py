@@ -1,0 +1,205 @@
+"""Inputs whose search is over leave the batch: the model runs on the others, the library's loop goes on with all.
+
+The library computes every input until the last one is done. What it computes for a finished input changes nothing: a
+greedy or sampled row gets padding, and a full beam search takes no further hypothesis. So the model gets the rows of
+the other inputs only, and each row of a finished input gets the logits of one of theirs in the loop. That is invisible
+unless something looks at those rows, and where something may, all rows stay (`may_leave`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import wrapt
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import ModelOutput
+
+from fastgen import patching
+from fastgen.optimizer.transformers import scores
+from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.call import Call
+
+# Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
+_MIN_PART = 0.25
+# Tensors of the model's inputs that have a row per sequence, and how many dimensions they have then.
+_PER_ROW = {
+    "input_ids": 2,
+    "decoder_input_ids": 2,
+    "attention_mask": 2,
+    "decoder_attention_mask": 2,
+    "position_ids": 2,
+    "decoder_position_ids": 2,
+    "token_type_ids": 2,
+}
+_ENCODER_OUTPUTS = "encoder_outputs"
+# Of these it is known that a row's end is the end of the row.
+_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
+
+def may_leave(call: Call, config: Any, batch: int) -> bool:
+    """Whether nothing outside the library's loop sees the rows of finished inputs."""
+    return (
+        batch > 1
+        and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
+        and not call.runs_user_code
+        and not config.return_dict_in_generate
+        and not call.cache_is_the_users
+        and all(_is_hooked(type(call.model), method) for method in _METHODS)
+    )
+
+
+# Models with their own may pass on, or read, anything.
+_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def _is_hooked(kind: type, method: str) -> bool:
+    owner = next(part for part in kind.__mro__ if method in vars(part))
+    return owner is GenerationMixin and isinstance(vars(owner)[method], wrapt.FunctionWrapper)
+
+
+class LiveRows:
+    """The rows that the model still runs on.
+
+    Args:
+        batch, copies: inputs, and sequences of each.
+        searches: the call is a beam search, which tells when an input is done (`note_search`); otherwise the stopping
+            criteria do (`note_criteria`).
+    """
+
+    def __init__(self, store: StoreInCache, batch: int, copies: int, searches: bool) -> None:
+        self._store = store
+        self._copies = copies
+        self._searches = searches
+        self._inputs = torch.arange(batch)  # those that are still there
+        self._ended = torch.zeros(batch * copies, dtype=torch.bool)  # by row, of all inputs
+        self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
+        self._places = torch.arange(batch * copies)  # of each of all rows: where it is among those; 0 if it has left
+        self._slices: dict[int, tuple[Any, Any]] = {}
+        self._translated: tuple[Tensor, Tensor] | None = None
+
+    def note_criteria(self, criteria: Any, done: Tensor) -> bool:
+        """Takes [rows] flags of the stopping criteria; False if it cannot be told what they mean."""
+        if any(type(criterion) not in _CRITERIA for criterion in criteria):
+            return False
+        # Without an end token the loop goes on with real tokens in a row that has met a criterion.
+        if not self._searches and any(type(criterion) is EosTokenCriteria for criterion in criteria):
+            self._ended |= done
+        return True
+
+    def note_search(self, may_improve: Tensor, is_finished: Tensor, early_stopping: Any) -> None:
+        """Takes the state of a beam search: [batch, 1] and [batch, beams] flags.
+
+        An input of which either tells that it is over takes no hypothesis any more.
+        """
+        over = ~may_improve.squeeze(1)
+        if early_stopping is True:
+            over |= is_finished.all(dim=1)
+        self._ended |= over.repeat_interleave(self._copies)
+
+    def select(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of the model, of all rows, for the rows that are still there."""
+        self._leave(inputs)
+        if self._rows is None:
+            return inputs
+        slices, self._slices = self._slices, {}
+        selected = {}
+        for name, value in inputs.items():
+            known = slices.get(id(value))
+            if known is None:
+                known = value, self._slice(name, value)
+            self._slices[id(value)] = known
+            selected[name] = known[1]
+        return selected
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the rows that are still there, for all rows: one that has left gets those of the first."""
+        return logits if self._rows is None else logits.index_select(0, self._places)
+
+    def translate(self, index: Tensor) -> Tensor:
+        """A reorder of all rows, for the rows that are still there."""
+        if self._rows is None:
+            return index
+        if self._translated is None or self._translated[0] is not index:
+            # One object for all layers: that is how `Beams` knows that it is one reorder.
+            self._translated = index, self._places[index.long()[self._rows]]
+        return self._translated[1]
+
+    def _leave(self, inputs: dict[str, Any]) -> None:
+        ended = self._ended.view(-1, self._copies).all(dim=1)[self._inputs]
+        staying = (~ended).nonzero().squeeze(1)
+        present = self._inputs.shape[0]
+        if not 0 < staying.shape[0] <= (1 - _MIN_PART) * present:
+            return
+        if not all(_has_rows(name, value) for name, value in inputs.items()):
+            return
+        self._store.keep(staying, self.translate)
+        self._inputs = self._inputs[staying]
+        self._rows = (self._inputs.unsqueeze(1) * self._copies + torch.arange(self._copies)).flatten()
+        self._places = torch.zeros_like(self._places)
+        self._places[self._rows] = torch.arange(self._rows.shape[0])
+        self._slices, self._translated = {}, None
+
+    def _slice(self, name: str, value: Any) -> Any:
+        if name == _ENCODER_OUTPUTS and isinstance(value, ModelOutput):
+            fields = {key: part[self._rows] if isinstance(part, Tensor) else part for key, part in value.items()}
+            return type(value)(**fields)
+        if isinstance(value, Tensor):
+            if not _has_rows(name, value):
+                raise RuntimeError(f"{name} has become an input of the model after rows have left")
+            return value[self._rows]
+        return value
+
+
+def _has_rows(name: str, value: Any) -> bool:
+    """Whether it is known how an input of the model has to be cut when rows leave."""
+    if isinstance(value, Tensor):
+        return value.dim() == _PER_ROW.get(name)
+    if isinstance(value, ModelOutput):
+        return name == _ENCODER_OUTPUTS and isinstance(value.get("last_hidden_state"), Tensor)
+    return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"
+
+
+def _live(model: Any = None) -> LiveRows | None:
+    call = Call.current(model)
+    return call.live if call is not None and patching.is_active() else None
+
+
+def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin.prepare_inputs_for_generation`, which gives the inputs of the next step."""
+    inputs = wrapped(*args, **kwargs)
+    live = _live(model)
+    return inputs if live is None else live.select(inputs)
+
+
+def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
+    call = Call.current(model)
+    if call is not None and call.accelerated and patching.is_active():
+        _replace_logits(call, *args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+def _replace_logits(call: Call, outputs: Any, *args: Any, **kwargs: Any) -> None:
+    logits = outputs.logits if call.live is None else call.live.spread(outputs.logits)
+    outputs.logits = scores.uncopied(logits)
+
+
+def stopping_criteria(wrapped: Any, criteria: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Wrapper of `StoppingCriteriaList.__call__`."""
+    done = wrapped(*args, **kwargs)
+    live = _live()
+    if live is not None and not live.note_criteria(criteria, done):
+        Call.current().live = None  # from the first step on, before anything has left
+    return done
+
+
+def early_stop(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Wrapper of `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
+    may_improve = wrapped(*args, **kwargs)
+    live = _live()
+    if live is not None and {"is_sent_finished", "early_stopping"} <= kwargs.keys():
+        live.note_search(may_improve, kwargs["is_sent_finished"], kwargs["early_stopping"])
+    return may_improve

@@ -1,0 +1,115 @@
+"""The encoder runs on groups of about the same length: the same results, from fewer positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastgen
+from fastgen.optimizer.transformers import encoder
+from tests.equivalence.cases import BEAM, SAMPLE
+from tests.equivalence.check import accelerated, check
+from tests.equivalence.models import BY_NAME, FAMILIES, FIRST_WORD, LONG, PAD, VOCABULARY, Family
+
+SEQ2SEQ = [family for family in FAMILIES if family.encoder_decoder and family.inputs == "text"]
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and length of the groups that were made. Groups pay for tiny inputs too."""
+    found: list[tuple[int, int]] = []
+    groups = encoder._groups
+
+    def recording_groups(lengths: list[int], longest: int) -> list[tuple[torch.Tensor, int]]:
+        made = groups(lengths, longest)
+        found.extend((rows.shape[0], length) for rows, length in made)
+        return made
+
+    monkeypatch.setattr(encoder, "_PASS", 4)
+    monkeypatch.setattr(encoder, "_groups", recording_groups)
+    return found
+
+
+def _inputs(lengths: list[int], side: str = "right") -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    longest = max(lengths)
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (len(lengths), longest), generator=generator)
+    place, size = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
+    mask = (place < size) if side == "right" else (place >= longest - size)
+    return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
+@pytest.mark.parametrize("family", SEQ2SEQ, ids=str)
+def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tuple[int, int]]) -> None:
+    check(family.build(), _inputs([7, LONG, 20, 6, 21, LONG]), decoding)
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_groups(name: str, passes: list[tuple[int, int]]) -> None:
+    check(BY_NAME[name].build(), _inputs([7, LONG, 20, 6, 21, LONG]), BEAM)
+    assert passes == [(2, 7), (2, 21), (2, LONG)]
+
+
+STAY = {
+    "padding in front": (_inputs([7, LONG, 20], side="left"), {}),
+    "one length": (_inputs([LONG] * 3), {}),
+    "no mask": ({"input_ids": _inputs([LONG] * 3)["input_ids"]}, {}),
+    "one input": (_inputs([LONG]), {}),
+    "a result with the cache in it": (_inputs([7, LONG, 20]), {"return_dict_in_generate": True}),
+    "hidden states": (_inputs([7, LONG, 20]), {"return_dict_in_generate": True, "output_hidden_states": True}),
+}
+
+
+@pytest.mark.parametrize("case", STAY)
+def test_one_pass_where_groups_do_not_pay_or_are_seen(case: str, passes: list[tuple[int, int]]) -> None:
+    inputs, options = STAY[case]
+    check(BY_NAME["bart"].build("eager"), inputs, options)
+    assert passes == []
+
+
+def test_a_hole_in_the_mask(passes: list[tuple[int, int]]) -> None:
+    inputs = _inputs([7, LONG, 20, 6])
+    inputs["attention_mask"][2, 3] = 0
+    check(BY_NAME["bart"].build(), inputs, BEAM)
+    assert passes == [(2, 7), (2, LONG)]
+
+
+def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, int]]) -> None:
+    fastgen.enable(strict=False)
+
+    def failing(outputs: Any) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(encoder, "_only_state", failing)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        check(BY_NAME["bart"].build(), _inputs([7, LONG, 20]), BEAM)
+
+
+@given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=8), further=st.integers(0, 50))
+def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
+    """Against all ways to cut the sorted inputs."""
+    longest = max(lengths) + further
+    made = encoder._groups(lengths, longest)
+    ordered = sorted(lengths, reverse=True)
+
+    def cheapest(end: int) -> int:
+        if end == 0:
+            return 0
+        return min(cheapest(i) + (end - i) * ordered[i] + encoder._PASS for i in range(end))
+
+    whole = len(lengths) * longest
+    best = cheapest(len(ordered))
+    if not made:
+        assert best > 0.9 * whole or whole - sum(lengths) < 0.1 * whole
+        return
+    assert sorted(row for rows, _ in made for row in rows.tolist()) == list(range(len(lengths)))
+    assert all(max(lengths[row] for row in rows.tolist()) == length for rows, length in made)
+    assert sum(rows.shape[0] * length + encoder._PASS for rows, length in made) == best
