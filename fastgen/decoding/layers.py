@@ -4,8 +4,8 @@ Inside `FastLayers`, layers that spell out a function that torch has in one piec
 `forward` of their own, which packs the weight once that pays and multiplies with the packed one where that is faster
 (`fastgen.ops.linear`), or, if the user asks for it, with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
 Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of its own or replaced by
-somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they run
-around `forward`.
+somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they
+run around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Writing
 through `parameter.data` is not counted by torch, which is why nothing is kept from one call to the next unless the user
@@ -71,7 +71,9 @@ class _Shape:
         known = self._gains.get(rows)
         if known is not None:
             return known
-        uses = self._uses[rows] = self._uses.get(rows, 0) + 1
+        # The rows get fewer when inputs are finished; what is about as many is one case.
+        about = rows.bit_length()
+        uses = self._uses[about] = self._uses.get(about, 0) + 1
         costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
         if costs is None:
             return 0.0

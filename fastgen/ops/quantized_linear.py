@@ -64,7 +64,8 @@ def pack(weight: Tensor, precision: str) -> QuantizedWeight:
     """
     weight = weight.detach()
     if precision == "int8":
-        return QuantizedWeight(*torch.ops.fastgen.pack_int8_linear.default(weight), weight.shape[0])
+        panels, scales, totals = torch.ops.fastgen.pack_int8_linear.default(weight)
+        return QuantizedWeight(panels, scales, totals, weight.shape[0])
     return QuantizedWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
 
 
