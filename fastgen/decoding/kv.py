@@ -81,6 +81,8 @@ class LayerKV:
         self._suffix: tuple[GrowingTensor, GrowingTensor] | None = None
         # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
         self._repeated = 0
+        # Positions of the suffix at the last reorder: up to there, `Beams` knows what the rows have in common.
+        self._settled = 0
         self._handles: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -140,6 +142,23 @@ class LayerKV:
             room = max(self._room - keys.shape[2], 0)
             self._suffix = GrowingTensor(keys, room), GrowingTensor(values, room)
 
+    def crop(self, count: int) -> None:
+        """Forgets the last `count` positions, added since `branch` and the last `reorder`: what a step only looks at.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        self._handles = None
+        if self._suffix is None and self._beams is None and self.stored > count:
+            keys, values = self._prefix
+            self._prefix = keys[:, :, :-count], values[:, :, :-count]
+            return
+        grown = self._suffix[0].length if self._suffix is not None else 0
+        if grown - count < max(self._settled, self._repeated):
+            raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
+        for part in self._suffix:
+            part.length -= count
+
     @property
     def _is_shared(self) -> bool:
         """Whether one row of the prefix stands for several sequences."""
@@ -170,7 +189,8 @@ class LayerKV:
         """Row r continues the sequence of row `index[r]`. Moves the part of the suffix in which the two differ."""
         if self._beams is None or self._suffix is None or self._beams.copies == 1:
             return
-        grown = self._suffix[0].length - self._repeated
+        self._settled = self._suffix[0].length
+        grown = self._settled - self._repeated
         # Without a position of its own a row equals the other rows of its input.
         move = self._beams.reorder(index, grown) if grown else None
         if move is None:

@@ -113,6 +113,53 @@ def test_inputs_that_are_finished_leave_the_layer(copies, prefix, left, shared, 
         assert torch.equal(layer.materialize()[1], full)
 
 
+@given(
+    copies=st.integers(1, 3),
+    prefix=st.integers(1, 4),
+    steps=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    shared=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_positions_that_a_step_only_looks_at_are_forgotten(copies, prefix, steps, shared, seed):
+    torch.manual_seed(seed)
+    layer, beams = LayerKV(2), Beams(2, copies)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
+        patch.setattr(kv, "MIN_SHARED_BYTES", 0)
+        full = torch.randn(2, 2, prefix + 2, 3)
+        layer.extend(full, full)
+        layer.crop(2)
+        layer.branch(beams)
+        full = full[:, :, :prefix].repeat_interleave(copies, dim=0)
+        for kept in steps:
+            new = torch.randn(2 * copies, 2, kept + 1, 3)
+            seen = torch.cat([full, new], dim=2)
+            assert torch.equal(layer.extend(new, new)[0] + 0, seen)
+            layer.crop(1)
+            full = seen[:, :, :-1]
+            assert torch.equal(layer.read()[0] + 0, full) and layer.length == full.shape[2]
+            index = torch.randint(copies, (2, copies)) + torch.arange(2).unsqueeze(1) * copies
+            layer.reorder(index.view(-1))
+            full = full[index.view(-1)]
+        assert torch.equal(layer.materialize()[1], full)
+
+
+def test_what_a_reorder_has_settled_is_not_forgotten():
+    layer, beams = LayerKV(4), Beams(1, 2)
+    layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
+    layer.branch(beams)
+    with pytest.raises(ValueError, match="1 positions cannot be forgotten"):
+        layer.crop(1)
+    layer.extend(torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2))
+    layer.reorder(torch.tensor([1, 0]))
+    layer.extend(torch.randn(2, 1, 1, 2), torch.randn(2, 1, 1, 2))
+    with pytest.raises(ValueError, match="2 positions cannot be forgotten"):
+        layer.crop(2)
+    layer.crop(1)
+    assert layer.length == 5
+
+
 def test_inputs_leave_a_layer_only_when_they_have_branched():
     with pytest.raises(ValueError, match="branched"):
         LayerKV(1).keep(torch.tensor([0]))

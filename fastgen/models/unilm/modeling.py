@@ -1,0 +1,355 @@
+"""UniLM as a model of Transformers.
+
+Source and target go through one stack of layers. What a position sees is a matter of the attention mask: source tokens
+see the whole source and nothing else, target tokens see the source, the target before them, and themselves. The next
+token is predicted by a [MASK] in its place. Every step therefore feeds two positions, the token generated last and a
+[MASK] after it, and only the first of them stays.
+
+To `generate` this is an encoder-decoder model: it takes sources and returns targets, and what counts or bans tokens
+(`max_length`, `no_repeat_ngram_size`) looks at the target alone. The encoder is the embedding of the source; all else
+happens in the first step of the decoder, which reads source and [MASK] together and leaves the source's keys and values
+in the cache, in front of those of the target. So the source is a prefix that the sequences of one input share, and
+FastGen's hooks keep it once per input.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastgen.models.unilm.configuration import UniLMConfig
+
+
+class UniLMEmbeddings(nn.Module):
+    """Token, position and segment embeddings. Called as a module, it embeds sources: the encoder of `generate`."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.source_type_id = config.source_type_id
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> BaseModelOutput:
+        """The embedded source, [batch, N, hidden]. Padding, on whichever side, has no positions."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        positions = (attention_mask.long().cumsum(dim=1) - 1).clamp_(min=0)
+        embedded = self.embed(input_ids, positions, self.source_type_id, end=input_ids.shape[1])
+        return BaseModelOutput(last_hidden_state=embedded)
+
+    def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int) -> Tensor:
+        """[rows, T] tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
+
+        Raises:
+            ValueError: a position is beyond the model's last.
+        """
+        known = self.position_embeddings.num_embeddings
+        # The positions themselves are looked at only where they may be too many: that waits for the device.
+        if end > known and int(positions.max()) >= known:
+            raise ValueError(
+                f"source and target have {int(positions.max()) + 1} positions together, but the model has {known}: "
+                "shorten the source, generate less, or load with a larger max_position_embeddings"
+            )
+        embedded = self.word_embeddings(tokens) + self.position_embeddings(positions)
+        return self.LayerNorm(embedded + self.token_type_embeddings.weight[segment])
+
+
+class UniLMSelfAttention(nn.Module):
+    """Multi-head attention over the source and the target so far."""
+
+    is_causal = False  # the mask says what is visible
+
+    def __init__(self, config: UniLMConfig, layer: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.config = config
+        self.layer = layer
+        self.heads = config.num_attention_heads
+        self.scaling = (width // self.heads) ** -0.5
+
+    def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
+        """[rows, Q, hidden] -> the same, and the attention weights [rows, heads, Q, K] if they were computed."""
+        query, keys, values = (
+            projection(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        context, weights = attend(self, query, keys, values, mask, dropout=0.0, scaling=self.scaling)
+        return context.flatten(2), weights
+
+
+def eager_attention(
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, **unused: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention spelled out, for who wants to see its weights. Shapes as in `scaled_dot_product_attention`."""
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values).transpose(1, 2).contiguous(), weights
+
+
+class UniLMOutput(nn.Module):
+    """A projection back to the hidden size, added to what came in, and normalised."""
+
+    def __init__(self, config: UniLMConfig, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(inner) + residual)
+
+
+class UniLMLayer(nn.Module):
+    """One layer of the stack. The parts have the names of the published checkpoints."""
+
+    def __init__(self, config: UniLMConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {"self": UniLMSelfAttention(config, layer), "output": UniLMOutput(config, config.hidden_size)}
+        )
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.output = UniLMOutput(config, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
+        context, weights = self.attention["self"](hidden, mask, cache)
+        hidden = self.attention["output"](context, hidden)
+        inner = self.activation(self.intermediate["dense"](hidden))
+        return self.output(inner, hidden), weights
+
+
+class UniLMTransform(nn.Module):
+    """The layer between the stack and the scores."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(hidden)))
+
+
+class UniLMPredictions(nn.Module):
+    """Scores of all tokens. The projection is the word embedding; the bias is held under its published name."""
+
+    def __init__(self, config: UniLMConfig) -> None:
+        super().__init__()
+        self.transform = UniLMTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.decoder(self.transform(hidden))
+
+
+class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
+    """UniLM with its language-model head, for `generate`.
+
+    It is for inference: there is no dropout and no loss (the authors' s2s-ft fine-tunes, `from_published` reads the
+    result). Sources are tokenised as [CLS] ... [SEP]; a batch may be padded on either side, with an attention mask that
+    says where. Options of the authors' decoders are options of `generate`: their `forbid_duplicate_ngrams` is
+    `no_repeat_ngram_size`, `not_predict_token` is `suppress_tokens`, `min_len` is `min_new_tokens`.
+    """
+
+    config_class = UniLMConfig
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _no_split_modules = ["UniLMEmbeddings", "UniLMLayer"]
+    _tied_weights_keys = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+    def __init__(self, config: UniLMConfig) -> None:
+        """
+        Raises:
+            ValueError: the parts of the configuration do not fit together.
+        """
+        super().__init__(config)
+        _check(config)
+        layers = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
+        encoder = nn.ModuleDict({"layer": layers})
+        self.bert: Any = nn.ModuleDict({"embeddings": UniLMEmbeddings(config), "encoder": encoder})
+        self.cls: Any = nn.ModuleDict({"predictions": UniLMPredictions(config)})
+        self.post_init()
+
+    @classmethod
+    def from_published(cls, path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
+        """The model of a checkpoint as the authors publish or s2s-ft writes it; see `published.load`."""
+        from fastgen.models.unilm import published
+
+        return published.load(path, **changes)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        past_key_values: DynamicCache | EncoderDecoderCache | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+        """Scores of the token that follows the target so far.
+
+        Args:
+            input_ids: [rows, N], the sources. Not needed with `encoder_outputs`.
+            attention_mask: [rows, N], 0 where a source is padded; None for no padding.
+            decoder_input_ids: [rows, 1 + T]: the start token, which is not read, and the target so far; None for the
+                start token alone. Once the cache holds the source: those tokens of the target that it does not hold.
+            encoder_outputs: the embedded source, as `get_encoder()` returns it.
+            past_key_values: keys and values of the source and of the target so far; grows by the tokens given.
+            use_cache: fill a cache, a new one if none is given. The default is the configuration's.
+            output_attentions: return `decoder_attentions`, [rows, heads, positions, all positions] per layer. Needs
+                attn_implementation="eager".
+            output_hidden_states: return `decoder_hidden_states`, [rows, positions, hidden] per layer and before.
+            return_dict: False for a tuple.
+            token_type_ids: ignored. Tokenizers of BERT make them, but not UniLM's, which the configuration has.
+
+        Returns:
+            `logits`, [rows, 1, vocabulary], and `past_key_values`.
+
+        Raises:
+            ValueError: a shape, the length or the cache does not fit.
+        """
+        if encoder_outputs is None:
+            if input_ids is None:
+                raise ValueError("UniLM needs the source: input_ids or encoder_outputs")
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask)
+        source = encoder_outputs[0]
+        if attention_mask is None:
+            attention_mask = source.new_ones(source.shape[:2], dtype=torch.long)
+        if attention_mask.shape != source.shape[:2]:
+            raise ValueError(
+                f"the attention mask is {list(attention_mask.shape)} for a source of {list(source.shape[:2])} "
+                "(a source cannot be read in chunks: leave prefill_chunk_size out)"
+            )
+        if decoder_input_ids is None:
+            decoder_input_ids = attention_mask.new_full((source.shape[0], 1), self.config.decoder_start_token_id)
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+
+        cache = _self_attention_cache(past_key_values)
+        stored = cache.get_seq_length() if cache is not None else 0
+        target = decoder_input_ids if stored else decoder_input_ids[:, 1:]
+        hidden = self._embed_target(target, attention_mask, stored)
+        if not stored:
+            hidden = torch.cat([source, hidden], dim=1)
+        mask = prefix_attention_mask(attention_mask, hidden.shape[1], stored + hidden.shape[1], hidden.dtype)
+
+        states, attentions = [hidden], []
+        for layer in self.bert["encoder"]["layer"]:
+            hidden, weights = layer(hidden, mask, cache)
+            states.append(hidden)
+            attentions.append(weights)
+        if cache is not None:
+            cache.crop(-1)  # the [MASK] is not part of the target
+        output = Seq2SeqLMOutput(
+            logits=self.cls["predictions"](hidden[:, -1:]),
+            past_key_values=past_key_values,  # type: ignore[arg-type]
+            decoder_hidden_states=tuple(states) if output_hidden_states else None,
+            decoder_attentions=tuple(attentions) if output_attentions else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _embed_target(self, target: Tensor, source_mask: Tensor, stored: int) -> Tensor:
+        """The tokens of the target that are new, and a [MASK] behind them: [rows, T + 1, hidden].
+
+        Its positions go on from the last token of the source; padding between the two takes none.
+        """
+        length = source_mask.shape[1]
+        before = max(stored - length, 0)
+        tokens = F.pad(target, (0, 1), value=self.config.mask_token_id)
+        steps = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        positions = source_mask.long().sum(dim=1, keepdim=True) + steps
+        end = length + before + tokens.shape[1]
+        return self.bert["embeddings"].embed(tokens, positions, self.config.target_type_id, end)
+
+    def get_encoder(self, modality: str | None = None) -> Any:
+        """What `generate` calls once per source: its embedding."""
+        return self.bert["embeddings"]
+
+    def get_input_embeddings(self) -> Any:
+        return self.bert["embeddings"].word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.bert["embeddings"].word_embeddings = value
+
+    def get_output_embeddings(self) -> Any:
+        return self.cls["predictions"].decoder
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.cls["predictions"].decoder = new_embeddings
+        self.cls["predictions"].bias = new_embeddings.bias
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, UniLMPredictions):
+            init.zeros_(module.bias)
+
+
+def prefix_attention_mask(source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: source tokens see the source, and target tokens that and the target up to them.
+
+    Args:
+        source_mask: [rows, N], 0 where the source is padded.
+        queries: the last so many of the positions ask.
+        keys: positions in all, those of the source first.
+        dtype: of the scores.
+
+    Returns:
+        [rows, 1, queries, keys]: 0 where a position is visible, the lowest number of `dtype` elsewhere.
+    """
+    length = source_mask.shape[1]
+    key = torch.arange(keys, device=source_mask.device)
+    query = key[keys - queries :].unsqueeze(1)
+    visible = (key < length) | (key <= query)
+    tokens = F.pad(source_mask.bool(), (0, keys - length), value=True)
+    hidden = (visible & tokens[:, None, None, :]).logical_not_()
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def _self_attention_cache(cache: DynamicCache | EncoderDecoderCache | None) -> DynamicCache | None:
+    """The part of a cache that is used. There is nothing to attend to across: an encoder-decoder cache's other part
+    stays empty."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if cache is not None and not isinstance(cache, DynamicCache):
+        raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {type(cache).__name__} cannot do that")
+    return cache
+
+
+def _check(config: UniLMConfig) -> None:
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) is not a multiple of num_attention_heads "
+            f"({config.num_attention_heads})"
+        )
+    for name in ("source_type_id", "target_type_id"):
+        if not 0 <= getattr(config, name) < config.type_vocab_size:
+            raise ValueError(f"{name} is {getattr(config, name)}, but type_vocab_size is {config.type_vocab_size}")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise ValueError(f"mask_token_id is {config.mask_token_id}, but vocab_size is {config.vocab_size}")

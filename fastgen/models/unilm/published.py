@@ -1,0 +1,171 @@
+"""Reading the checkpoints that the authors of UniLM publish, and those that their s2s-ft writes.
+
+Two layouts, one set of parameter names. UniLM v1 publishes a single file of weights without a configuration; s2s-ft
+writes a directory with `config.json` and `pytorch_model.bin`. Both hold a BERT with its head for masked words, some
+with parts that generation does not use. Weights are read as tensors only: nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.models.unilm.configuration import UniLMConfig
+from fastgen.models.unilm.modeling import UniLMForSeq2SeqLM
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WORDS = "bert.embeddings.word_embeddings.weight"
+_POSITIONS = "bert.embeddings.position_embeddings.weight"
+_TYPES = "bert.embeddings.token_type_embeddings.weight"
+_BIAS = "cls.predictions.bias"
+
+# Used in training and in classification only.
+_UNUSED = re.compile(
+    r"bert\.pooler\..*|cls\.seq_relationship\..*|crit_mask_lm_smoothed\..*|bert\.embeddings\.position_ids"
+)
+# Other names of parameters that are the same as these.
+_COPIES = {
+    "cls.predictions.decoder.weight": _WORDS,
+    "cls.predictions.decoder_weight": _WORDS,
+    "cls.predictions.decoder.bias": _BIAS,
+}
+# What the shapes of the weights do not tell, and a configuration of s2s-ft may.
+_FROM_CONFIG = ("num_attention_heads", "hidden_act", "source_type_id", "target_type_id")
+# Heads of UniLM, base and large, are this wide.
+_HEAD_WIDTH = 64
+_SHOWN = 4  # names in a message
+
+
+def load(path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
+    """The model of a published checkpoint, in float32 and ready for inference.
+
+    The shape is that of the weights. Segments are 4 and 5 (UniLM v1) for a file without a configuration, and what the
+    configuration says, 0 and 1 by default (s2s-ft), for a directory with one.
+
+    Args:
+        path: a file of weights, or a directory with one and perhaps a `config.json`.
+        changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, `num_attention_heads` where
+            heads are not 64 wide and no configuration says so, or `source_type_id`. With a larger
+            `max_position_embeddings`, positions from the last one on repeat those from the first, as in the authors'
+            fine-tuning; with a smaller one, the last are left out.
+
+    Raises:
+        FileNotFoundError: there are no weights at `path`.
+        ValueError: the file holds something else than tensors, or other tensors than a UniLM has.
+    """
+    file, settings = _find(Path(path))
+    weights = _canonical(_read(file), file)
+    config = UniLMConfig(**{**_shape(weights, file), **settings, **changes})
+    weights[_POSITIONS] = _resize(weights[_POSITIONS], config.max_position_embeddings)
+    model = UniLMForSeq2SeqLM(config)
+    wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
+    _check(weights, wanted, file)
+    model.load_state_dict(weights, strict=False)  # all but the copies, which are tied to what they are copies of
+    return model.eval()
+
+
+def _find(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of weights at a path, and what the configuration beside it adds."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file or directory")
+        return path, {}
+    file = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{path} has no weights: expected {' or '.join(_WEIGHTS)}")
+    if not (path / "config.json").is_file():
+        return file, {}
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = {name: found[name] for name in _FROM_CONFIG if name in found}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / 'config.json'} is not a configuration: {error}") from error
+    return file, {"source_type_id": 0, "target_type_id": 1, **found}
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file, by their names."""
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = load_file(file)
+        else:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{file} is not a file of tensors: {said}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("safetensors"):
+            raise ValueError(f"{file} is not a file of tensors: {error}") from error
+        raise
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{file} is not a file of tensors by name (a state dict)")
+    return found
+
+
+def _canonical(weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """The parameters of generation under their names here."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))  # BERT's oldest names
+        if not _UNUSED.fullmatch(name):
+            found[name] = value
+    for copy, original in _COPIES.items():
+        if copy in found and original in found and not torch.equal(found[copy], found[original]):
+            raise ValueError(f"{file}: {copy} differs from {original}; in a UniLM they are the same")
+        found.pop(copy, None)
+    return found
+
+
+def _shape(weights: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    """What the weights tell about the configuration."""
+    layers = [int(found[1]) for name in weights if (found := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))]
+    try:
+        words, positions, types = weights[_WORDS], weights[_POSITIONS], weights[_TYPES]
+        inner = weights["bert.encoder.layer.0.intermediate.dense.weight"]
+    except KeyError as error:
+        raise ValueError(f"{file} is not a UniLM: it has no {error.args[0]}") from error
+    shape = {
+        "vocab_size": words.shape[0],
+        "hidden_size": words.shape[1],
+        "num_hidden_layers": max(layers) + 1,
+        "num_attention_heads": max(words.shape[1] // _HEAD_WIDTH, 1),
+        "intermediate_size": inner.shape[0],
+        "max_position_embeddings": positions.shape[0],
+        "type_vocab_size": types.shape[0],
+    }
+    return shape if types.shape[0] > 5 else {**shape, "source_type_id": 0, "target_type_id": 1}
+
+
+def _resize(positions: Tensor, length: int) -> Tensor:
+    """The embeddings of `length` positions: those that there are, over and over."""
+    return positions[torch.arange(length) % positions.shape[0]]
+
+
+def _check(weights: dict[str, Tensor], wanted: dict[str, torch.Size], file: Path) -> None:
+    """Raises unless the weights are exactly those that are wanted."""
+    wrong = {
+        "missing": [name for name in wanted if name not in weights],
+        "unknown": [name for name in weights if name not in wanted],
+        "of another shape": [
+            f"{name} {list(weights[name].shape)} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in weights and weights[name].shape != shape
+        ],
+    }
+    said = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
+    if said:
+        raise ValueError(f"{file} is not the checkpoint of a UniLM like this one: {said}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -1,0 +1,102 @@
+"""FastGen's own UniLM with the patches and without: the same tokens, and always accelerated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from tests.equivalence.check import accelerated, check, fallbacks
+from tests.equivalence.conftest import SharedPrefixes
+from tests.models.tiny_unilm import PAD, batch, sources, tiny_model
+
+# Whose targets end at different steps.
+LENGTHS = (44, 12, 30, 37)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_p": 0.95, "temperature": 1.3},
+    "sampling, 3 returned": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "2 beams": {"num_beams": 2},
+    "3 beams": {"num_beams": 3, "length_penalty": 0.0},
+    "4 beams": {"num_beams": 4, "no_repeat_ngram_size": 3},
+    "5 beams": {"num_beams": 5, "num_return_sequences": 5, "early_stopping": True},
+    "4 beams, n-grams": {"num_beams": 4, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2},
+    "4 beams, at least 9": {"num_beams": 4, "min_new_tokens": 9, "repetition_penalty": 1.2},
+    "4 beams, never stop early": {"num_beams": 4, "early_stopping": "never", "length_penalty": 2.0},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "words that are banned": {"num_beams": 4, "bad_words_ids": [[7], [12, 13]], "suppress_tokens": list(range(30, 40))},
+    "no end": {"num_beams": 4, "eos_token_id": None},
+    "one token": {"num_beams": 4, "max_new_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(end=3.0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(model: Any, name: str, side: str, strict: None, shared_prefixes: SharedPrefixes) -> None:
+    options = {"max_new_tokens": 14, **OPTIONS[name]}
+    found = check(model, batch(sources(*LENGTHS), side), options)
+    assert accelerated() == 1
+    assert not shared_prefixes.full, "a shared prefix was made into a full tensor"
+    several = max(options.get("num_beams", 1), options.get("num_return_sequences", 1)) > 1
+    assert bool(shared_prefixes.made) == (several and options["max_new_tokens"] > 1)
+    assert len({tuple(row) for row in found.tolist()}) > 1
+
+
+@pytest.mark.parametrize("lengths", [(44,), (9, 5), (40, 40, 40)])
+@pytest.mark.parametrize("name", ["4 beams", "sampling, 3 returned", "greedy"])
+def test_shapes(model: Any, name: str, lengths: tuple[int, ...], strict: None) -> None:
+    """One source, sources too short to be shared, and no padding."""
+    check(model, batch(sources(*lengths)), {"max_new_tokens": 10, **OPTIONS[name]})
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 2}])
+def test_an_end_at_the_first_step(options: dict[str, Any], strict: None) -> None:
+    check(tiny_model(end=100.0), batch(sources(*LENGTHS)), {"max_new_tokens": 6, **options})
+    assert accelerated() == 1
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_everything_that_is_returned(kind: str, strict: None) -> None:
+    options = {
+        "num_beams": 3,
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_hidden_states": True,
+        "output_attentions": kind == "eager",
+    }
+    found = check(tiny_model(attn_implementation=kind), batch(sources(*LENGTHS)), options)
+    assert accelerated() == 1
+    assert found.past_key_values.self_attention_cache.get_seq_length() == max(LENGTHS) + 5, "a [MASK] is in the cache"
+
+
+def test_a_target_that_is_given_is_part_of_the_prefix(model: Any, strict: None) -> None:
+    inputs = {**batch(sources(40, 20)), "decoder_input_ids": torch.tensor([[PAD, 20, 21], [PAD, 30, 31]])}
+    check(model, inputs, {"num_beams": 4, "max_new_tokens": 8})
+    assert accelerated() == 1
+
+
+def test_large_shape_in_small(strict: None) -> None:
+    """Heads of 64, as base and large have them, which is what the kernels are made for."""
+    model = tiny_model(hidden_size=128, num_attention_heads=2, intermediate_size=256)
+    check(model, batch(sources(*LENGTHS)), {"num_beams": 4, "max_new_tokens": 10})
+    assert accelerated() == 1
+
+
+def test_without_a_cache_it_falls_back(model: Any) -> None:
+    check(model, batch(sources(20, 10)), {"num_beams": 3, "max_new_tokens": 4, "use_cache": False})
+    assert list(fallbacks()) == ["no K/V cache (use_cache=False, or a model without one)"]
+
+
+def test_compare_finds_no_difference(model: Any) -> None:
+    found = fastgen.compare(model, batch(sources(40, 20)), num_beams=4, max_new_tokens=6)
+    assert found.identical
