@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from fastgen_cli import fairseq
+from fastgen_cli.shared import DONE, INTERRUPTED, SKIPPED, UsageError, model_of_its_own, reported, timing_line
+
 PROGRAM = "fastgen-generate"
-DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """\
 inputs:   .txt (or any other name): a sample a line; .jsonl, .csv, .tsv, .parquet: --input-column; the name of a data
@@ -34,6 +35,9 @@ replacing: OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --repor
 repeating: batches depend on the input and the options alone, and every batch has a seed of its own from --seed: the
           same command gives the same output, sampled or not. --batch-size auto depends on the free memory as well;
           give a number where sampled output must be repeatable
+FairSeq:  MODEL may be a checkpoint of FairSeq's (.pt, several separated by :) and INPUT a directory of
+          fairseq-preprocess, or a text where the dictionaries are beside the checkpoint; options are those of
+          fairseq-generate then, and OUTPUT is .txt or .jsonl. DATA --path MODEL ... prints what fairseq-generate does
 status:   0 all records done, 1 some were skipped, 2 the run could not be set up, 130 interrupted
 
 Names of the Transformers example scripts are understood (--num_beams, --source_prefix, --text_column, --bs, ...).
@@ -96,6 +100,11 @@ _RUN: list[_Option] = [
     (("--device",), "device", {"help": "torch device (default: cuda where there is one, otherwise cpu)"}),
     (("--dtype",), "dtype", {"help": "fp32, fp16 or bf16 (default: fp32)"}),
     (
+        ("--cpu-weights",),
+        "cpu_weights",
+        {"help": "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)"},
+    ),
+    (
         ("--batch-size", "--bs", "--per-device-eval-batch-size"),
         "batch_size",
         {"help": "rows in a batch, or auto for what the free memory has room for (default: 16)"},
@@ -136,11 +145,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error as one line, without a page of options above it."""
 
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(message)
-
-
-class _UsageError(Exception):
-    pass
+        raise UsageError(message)
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
@@ -259,22 +264,22 @@ def normalise(arguments: Sequence[str], flags: set[str], values: Sequence[str] =
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The command line as a namespace and the generation options in it. Raises `_UsageError`."""
+    """The command line as a namespace and the generation options in it. Raises `UsageError`."""
     parser, fields = build_parser()
     flags = {option for option in fields if f"--no-{option[2:]}" in parser._option_string_actions}
     namespace, unknown = parser.parse_known_args(normalise(arguments, flags, values=("never",)))
     if unknown:
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
-            raise _UsageError(f"unexpected argument {word!r}: MODEL INPUT OUTPUT are given already")
+            raise UsageError(f"unexpected argument {word!r}: MODEL INPUT OUTPUT are given already")
         near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
-        raise _UsageError(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
+        raise UsageError(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
     generation = {field: vars(namespace).pop(option) for option, field in fields.items() if option in vars(namespace)}
     if "batch_size" in namespace and namespace.batch_size != "auto":
         try:
             namespace.batch_size = int(namespace.batch_size)
         except ValueError:
-            raise _UsageError(f"--batch-size is {namespace.batch_size!r}: give a number or auto") from None
+            raise UsageError(f"--batch-size is {namespace.batch_size!r}: give a number or auto") from None
     if "metrics" in namespace:
         namespace.metrics = tuple(name for name in namespace.metrics.replace(",", " ").split())
     return namespace, generation
@@ -283,31 +288,23 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    debug = "--debug" in words
-    try:
+    of_fairseq = fairseq.recognised(words)
+    if of_fairseq is not None:
+        return of_fairseq()
+
+    def work() -> int:
         namespace, generation = parse(words)
         return _run(namespace, generation, words)
-    except _UsageError as error:
-        return _fail(f"{error} (--help lists the options)", SETUP)
+
+    try:
+        return reported(PROGRAM, work, debug="--debug" in words)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
-        if debug:
-            raise
-        from fastgen.pipeline import PipelineError
-        from fastgen.pipeline.errors import one_line
-
-        if isinstance(error, PipelineError):
-            return _fail(one_line(error), error.status)
-        if isinstance(error, BrokenPipeError):
-            return _fail("the reader of the output has gone away", SKIPPED)
-        return _fail(f"{type(error).__name__}: {one_line(error)} (--debug shows where)", SETUP)
 
 
 def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Sequence[str]) -> int:
     import fastgen
-    from fastgen import settings as switches
     from fastgen.pipeline import Settings, run
 
     given = vars(namespace).copy()
@@ -315,20 +312,15 @@ def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Seque
     if given.pop("no_fastgen"):
         fastgen.disable()
     settings = Settings(generation=generation, **given)
-    packed_weights = switches.current().packed_weights
-    if packed_weights == "call" and not os.environ.get("FASTGEN_PACKED_WEIGHTS"):
-        # The model is this command's own: nobody writes to its weights between two batches.
-        switches.change(packed_weights="keep")
     try:
-        report = run(settings)
+        with model_of_its_own():
+            report = run(settings)
     except KeyboardInterrupt:
         if settings.to_stdout or not settings.partial_path.exists():
             raise
         again = [word for word in words if word not in ("--resume",)]
         print(f"{PROGRAM}: interrupted; to continue: {PROGRAM} {shlex.join([*again, '--resume'])}", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        switches.change(packed_weights=packed_weights)
     if not settings.quiet:
         print(_summary(report), file=sys.stderr)
     if report.metrics and not (settings.quiet and settings.score_path):
@@ -347,15 +339,8 @@ def _summary(report: Any) -> str:
     return (
         f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
         f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
-        f"the model waited {100 * report.waiting_for_input_share:.2f} % of the time for input and "
-        f"{100 * report.waiting_for_output_share:.2f} % for post-processing; "
-        f"finishing took {seconds['finish']:.2f} s more"
+        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
     )
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"{PROGRAM}: {message}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

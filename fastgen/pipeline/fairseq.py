@@ -1,0 +1,830 @@
+"""FairSeq's generation commands on the stages of the pipeline.
+
+    FairSeq's data loader -> model -> numbers -> ordered printing -> scoring
+    (processes of its own)                       (a process)
+                                       worker processes: dictionaries, byte pairs, detokenising
+
+What is printed is what `fairseq-generate` and `fairseq-interactive` print, byte for byte where the numbers are the
+same: models, tasks, dictionaries, tokenizers and scorers are FairSeq's own, used in the order in which its commands use
+them, so that a seed draws the same samples. Workers are forked once the model is loaded, as those of FairSeq's data
+loader are; where that cannot be done, a thread does their work.
+
+A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TextIO
+
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.postprocess import PostProcessor, default_workers
+from fastgen.pipeline.stages import Stages, Timing
+
+logger = logging.getLogger("fastgen.fairseq")
+
+_BASE_2 = math.log(2)
+# Forking a process that uses the accelerated BLAS of macOS is not safe.
+_CAN_FORK = sys.platform == "linux"
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes:
+        sentences, tokens: sources, and tokens of their best hypotheses.
+        sources: those that there were, the ones that were too long and left out among them.
+        score: FairSeq's line of the scores, or None where there are no references.
+        load: seconds until the first batch.
+        timing: where the time from then on went.
+        finish: seconds from the last batch leaving the model to the end, scoring included.
+    """
+
+    sentences: int = 0
+    tokens: int = 0
+    sources: int = 0
+    score: str | None = None
+    load: float = 0.0
+    finish: float = 0.0
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
+
+    tokens: list[int]
+    score: float
+    positional_scores: list[float]
+    alignment: Any
+    steps: Any
+    history: list[list[int]] | None
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A source with its hypotheses, best first.
+
+    Attributes:
+        source, target: tokens without padding; None where there are none.
+        original: the texts of source and target where the data set has kept them (--replace-unk).
+        constraints: tokens that had to be in the output.
+        seconds: what it took, for an interactive user.
+    """
+
+    id: int
+    source: list[int] | None
+    target: list[int] | None
+    hypotheses: list[Hypothesis]
+    original: tuple[str, str] | None = None
+    constraints: list[list[int]] = field(default_factory=list)
+    seconds: float | None = None
+
+
+Pair = tuple[Any, Any]
+"""A reference and its hypothesis, as the scorer takes them: texts or tokens."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A sentence in words.
+
+    Attributes:
+        lines: as they are printed.
+        pair: what is to be scored.
+        source, target, outputs, scores: the texts themselves, and the score of each output to the base 2.
+    """
+
+    id: int
+    lines: str
+    pair: Pair | None
+    source: str
+    target: str | None
+    outputs: list[str]
+    scores: list[float]
+
+
+Keep = Callable[[list[Written]], None]
+
+
+class Writer:
+    """Puts sentences into words, in a worker."""
+
+    def __init__(self, task: Any, cfg: Any, strip: set[int], interactive: bool, scores_text: bool) -> None:
+        from fairseq import utils
+
+        with _explained("the tokenizer or the byte pairs cannot be set up"):
+            self._tokenizer = task.build_tokenizer(cfg.tokenizer)
+            self._bpe = task.build_bpe(cfg.bpe)
+        with _explained("--replace-unk"):
+            self._align = utils.load_align_dict(cfg.generation.replace_unk)
+        self._source, self._target = _dictionaries(task)
+        self._generation = cfg.generation
+        self._symbol = cfg.common_eval.post_process
+        self._quiet = cfg.common_eval.quiet and not interactive
+        self._strip = strip
+        self._interactive = interactive
+        self._scores_text = scores_text
+
+    def encode(self, text: str) -> str:
+        """A line of a user's as the dictionary's symbols."""
+        text = self._tokenizer.encode(text) if self._tokenizer is not None else text
+        return self._bpe.encode(text) if self._bpe is not None else text
+
+    def _decode(self, text: str) -> str:
+        text = self._bpe.decode(text) if self._bpe is not None else text
+        return self._tokenizer.decode(text) if self._tokenizer is not None else text
+
+    def __call__(self, sentences: list[Sentence]) -> list[Written]:
+        return [self._write(sentence) for sentence in sentences]
+
+    def _write(self, sentence: Sentence) -> Written:
+        source, target = self._texts(sentence)
+        lines = [] if self._quiet else list(self._head(sentence, source, target))
+        pair: Pair | None = None
+        outputs = []
+        for hypothesis in sentence.hypotheses:
+            tokens, text = self._text(hypothesis, source)
+            outputs.append(self._decode(text))
+            if not self._quiet:
+                lines += self._body(sentence.id, hypothesis, source, text, outputs[-1])
+            if target is not None and pair is None:
+                pair = self._pair(sentence, target, tokens, outputs[0])
+        scores = [hypothesis.score for hypothesis in sentence.hypotheses]
+        text = "".join(f"{line}\n" for line in lines)
+        return Written(sentence.id, text, pair, source, target, outputs, scores)
+
+    def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
+        """The source and the target; a user gets the source back as the model has read it."""
+        source, target = "", None
+        if sentence.original is not None:
+            source, target = sentence.original
+        else:
+            if sentence.source is not None:
+                source = self._source.string(_tensor(sentence.source), self._symbol)
+            if sentence.target is not None:
+                target = self._target.string(
+                    _tensor(sentence.target), self._symbol, escape_unk=True, extra_symbols_to_ignore=self._strip
+                )
+        if self._interactive:
+            return source, target
+        return self._decode(source), self._decode(target) if target is not None else None
+
+    def _head(self, sentence: Sentence, source: str, target: str | None) -> Iterator[str]:
+        if self._source is not None:
+            yield f"S-{sentence.id}\t{source}"
+            if sentence.seconds is not None:
+                yield f"W-{sentence.id}\t{sentence.seconds:.3f}\tseconds"
+            for constraint in sentence.constraints:
+                yield f"C-{sentence.id}\t{self._target.string(_tensor(constraint), self._symbol)}"
+        if target is not None:
+            yield f"T-{sentence.id}\t{target}"
+
+    def _text(self, hypothesis: Hypothesis, source: str) -> tuple[Any, str]:
+        """The tokens to be scored, and the text before detokenising."""
+        from fairseq import utils
+
+        tokens, text, _ = utils.post_process_prediction(
+            hypo_tokens=_tensor(hypothesis.tokens),
+            src_str=source,
+            alignment=hypothesis.alignment,
+            align_dict=self._align,
+            tgt_dict=self._target,
+            remove_bpe=self._symbol,
+            extra_symbols_to_ignore=self._strip,
+        )
+        return tokens, text
+
+    def _body(self, id: int, hypothesis: Hypothesis, source: str, text: str, output: str) -> Iterator[str]:
+        yield f"H-{id}\t{hypothesis.score}\t{text}"
+        yield f"D-{id}\t{hypothesis.score}\t{output}"
+        yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores)
+        kind = self._generation.print_alignment
+        if kind == "hard" or (kind and self._interactive):
+            yield f"A-{id}\t" + " ".join(f"{source_place}-{place}" for source_place, place in hypothesis.alignment)
+        elif kind == "soft":
+            yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in hypothesis.alignment)
+        if self._interactive:
+            return
+        if self._generation.print_step:
+            yield f"I-{id}\t{hypothesis.steps}"
+        for step, tokens in enumerate(hypothesis.history or []):
+            yield f"E-{id}_{step}\t{self._target.string(_tensor(tokens), None)}"
+
+    def _pair(self, sentence: Sentence, target: str, tokens: Any, output: str) -> Pair:
+        if self._scores_text:
+            return target, output
+        if self._align is None and self._symbol is None:
+            return sentence.target, tokens.tolist()
+        # Words, not their parts, are compared. The dictionary grows by those that it does not have.
+        return tuple(self._target.encode_line(text, add_if_not_exist=True).tolist() for text in (target, output))
+
+
+class Scorer:
+    """FairSeq's scorer, in a process of its own: it takes pairs in order, and says the result when it is given none."""
+
+    def __init__(self, cfg: Any, dictionary: Any) -> None:
+        from fairseq import scoring
+
+        with _explained("the scorer cannot be set up"):
+            self._scorer = scoring.build_scorer(cfg.scoring, dictionary)
+        self.takes_text = hasattr(self._scorer, "add_string")
+
+    def __call__(self, pairs: list[Pair]) -> str | None:
+        for reference, hypothesis in pairs:
+            if self.takes_text:
+                self._scorer.add_string(reference, hypothesis)
+            else:
+                self._scorer.add(_tensor(reference), _tensor(hypothesis))
+        return None if pairs else self._scorer.result_string()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of FairSeq's, and what the model has made of it."""
+
+    sample: Any
+    hypotheses: list[list[Any]]
+    seconds: float
+
+
+class _EndOfBuffer:
+    """All batches of what an interactive user has said at once have gone by."""
+
+
+class _Command:
+    """What both commands have in common.
+
+    Args:
+        cfg: the configuration.
+        output: where the lines go.
+        workers: worker processes; 0 does their work in a thread.
+        keep: also given what has been printed, batch by batch.
+    """
+
+    interactive = False
+
+    def __init__(self, cfg: Any, output: TextIO, workers: int | None, keep: Keep | None = None) -> None:
+        self._start = time.perf_counter()
+        self.cfg = cfg
+        self.report = Report()
+        self._output = output
+        self._keep = keep
+        self._workers = (default_workers() if workers is None else workers) if _CAN_FORK else 0
+        self._pending: list[Future[str | None]] = []
+
+    def run(self) -> Report:
+        """Everything, from loading to the score. What is finished is printed whatever happens to the rest."""
+        self._load()
+        generator = self._generator()
+        strip = getattr(generator, "symbols_to_strip_from_output", {generator.eos})
+        scorer = None if self.interactive else Scorer(self.cfg, self._target)
+        writer = Writer(self.task, self.cfg, strip, self.interactive, scorer is not None and scorer.takes_text)
+        self._encode = writer.encode
+        plan = self._plan()
+        with contextlib.ExitStack() as closing:
+            self._writers: PostProcessor[list[Sentence], list[Written]] = PostProcessor(
+                lambda: writer, self._workers, "fork"
+            )
+            closing.callback(self._writers.close)
+            if scorer is not None:
+                self._scorers: PostProcessor[list[Pair], str | None] = PostProcessor(
+                    lambda: scorer, min(self._workers, 1), "fork"
+                )
+                closing.callback(self._scorers.close)
+            self.report.load = time.perf_counter() - self._start
+            stages = Stages(
+                plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
+            )
+            self.report.timing = stages.run()
+            end = time.perf_counter() - self.report.timing.draining
+            self._finish()
+            self.report.finish = time.perf_counter() - end
+        return self.report
+
+    def _load(self) -> None:
+        """Task and models, in the order in which FairSeq's commands load them: it decides what a seed draws."""
+        import numpy as np
+        import torch
+        from fairseq import tasks, utils
+
+        cfg = self.cfg
+        if cfg.common_eval.path is None:
+            raise SetupError("--path is needed: the checkpoint to generate with")
+        if cfg.generation.sampling and cfg.generation.nbest != cfg.generation.beam:
+            raise SetupError("--sampling prints every sample: give --nbest the number that --beam has")
+        with _explained("--user-dir"):
+            utils.import_user_module(cfg.common)
+        logger.debug(cfg)
+        if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
+            np.random.seed(cfg.common.seed)
+            utils.set_torch_seed(cfg.common.seed)
+        self.cuda = torch.cuda.is_available() and not cfg.common.cpu
+        with _explained(f"task {cfg.task._name} cannot be set up"):
+            self.task = tasks.setup_task(cfg.task)
+        self._source, self._target = _dictionaries(self.task)
+        with _explained("--model-overrides"):
+            self.overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        paths = utils.split_paths(cfg.common_eval.path)
+        self.models, self.saved = _load_models(paths, self.task, cfg, self.overrides)
+
+    def _ready(self, models: Iterable[Any]) -> None:
+        for model in models:
+            if self.cfg.common.fp16:
+                model.half()
+            if self.cuda and not self.cfg.distributed_training.pipeline_model_parallel:
+                model.cuda()
+            model.prepare_for_inference_(self.cfg)
+
+    def _positions(self) -> Any:
+        from fairseq import utils
+
+        return utils.resolve_max_positions(self.task.max_positions(), *(model.max_positions() for model in self.models))
+
+    def _inference(self, generator: Any, sample: Any, **options: Any) -> list[list[Any]]:
+        """What the model makes of a batch. Raises a PipelineError that says what the matter is."""
+        try:
+            return self.task.inference_step(generator, self.models, sample, **options)
+        except Exception as error:
+            unknown = self._unknown_token(sample)
+            if unknown is not None:
+                raise PipelineError(unknown) from error
+            raise PipelineError(f"the model failed: {type(error).__name__}: {_reason(error)}") from error
+
+    def _unknown_token(self, sample: Any) -> str | None:
+        """A token that is in the data and not in the dictionary: what a damaged data set looks like to a model."""
+        import torch
+
+        named = (
+            ("source", sample["net_input"].get("src_tokens"), self._source),
+            ("target", sample.get("target"), self._target),
+        )
+        for name, tokens, dictionary in named:
+            if not torch.is_tensor(tokens) or tokens.is_floating_point() or dictionary is None or not tokens.numel():
+                continue
+            largest = int(tokens.cpu().max())
+            if largest >= len(dictionary):
+                return (
+                    f"the {name} data hold token {largest}, but the dictionary has {len(dictionary)} entries: they are "
+                    "damaged, or were made with another dictionary"
+                )
+        return None
+
+    def _hypotheses(self, found: list[Any]) -> list[Hypothesis]:
+        if self.cfg.generation.print_step and found and "steps" not in found[0]:
+            raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
+        return [_plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
+
+    def _count(self, batch: _Batch, sentences: int) -> int:
+        """Counts a batch; returns its tokens."""
+        tokens = sum(len(found[0]["tokens"]) for found in batch.hypotheses)
+        self.report.sentences += sentences
+        self.report.tokens += tokens
+        return tokens
+
+    def _print(self, written: list[Written]) -> None:
+        text = "".join(one.lines for one in written)
+        if text:
+            print(text, end="", file=self._output, flush=True)
+        if self._keep is not None:
+            self._keep(written)
+
+    # What a command has of its own.
+
+    def _generator(self) -> Any:
+        raise NotImplementedError
+
+    def _plan(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _generate(self, generator: Any, item: Any) -> Any:
+        raise NotImplementedError
+
+    def _post(self, item: Any) -> Any:
+        raise NotImplementedError
+
+    def _record(self, item: Any) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """What is left to do when all lines are printed."""
+
+
+class _Generate(_Command):
+    """`fairseq-generate`."""
+
+    def _generator(self) -> Any:
+        cfg = self.cfg
+        if cfg.generation.replace_unk is not None and cfg.dataset.dataset_impl != "raw":
+            raise SetupError("--replace-unk needs the texts themselves: --dataset-impl raw")
+        if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+            cfg.dataset.max_tokens = 12000
+        subset = cfg.dataset.gen_subset
+        with _explained(f"subset {subset} of {cfg.task.data} cannot be read"):
+            self.task.load_dataset(subset, task_cfg=self.saved.task)
+        lms: list[Any] = [None]
+        if cfg.generation.lm_path is not None:
+            overrides = self.overrides | {"data": cfg.task.data}
+            lms, _ = _load_models([cfg.generation.lm_path], None, None, overrides)
+        self._ready(model for model in chain(self.models, lms) if model is not None)
+        self._batches = self._iterator(subset)
+        self.report.sources = len(self.task.dataset(subset))
+        extra = {"lm_model": lms[0], "lm_weight": cfg.generation.lm_weight}
+        with _explained("the generator cannot be set up"):
+            return self.task.build_generator(self.models, cfg.generation, extra_gen_cls_kwargs=extra)
+
+    def _iterator(self, subset: str) -> Any:
+        cfg = self.cfg
+        with _explained(f"subset {subset} of {cfg.task.data} cannot be read"):
+            return self.task.get_batch_iterator(
+                dataset=self.task.dataset(subset),
+                max_tokens=cfg.dataset.max_tokens,
+                max_sentences=cfg.dataset.batch_size,
+                max_positions=self._positions(),
+                ignore_invalid_inputs=cfg.dataset.skip_invalid_size_inputs_valid_test,
+                required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+                seed=cfg.common.seed,
+                num_shards=cfg.distributed_training.distributed_world_size,
+                shard_id=cfg.distributed_training.distributed_rank,
+                num_workers=cfg.dataset.num_workers,
+                data_buffer_size=cfg.dataset.data_buffer_size,
+            ).next_epoch_itr(shuffle=False)
+
+    def _plan(self) -> Iterator[Any]:
+        self._progress = _Progress(self.cfg, len(self._batches))
+        self._has_target = False
+        return self._samples()
+
+    def _samples(self) -> Iterator[Any]:
+        subset = self.cfg.dataset.gen_subset
+        with _explained(f"subset {subset} of {self.cfg.task.data} cannot be read"):
+            for sample in self._batches:
+                if "net_input" in sample:
+                    yield sample
+
+    def _generate(self, generator: Any, sample: Any) -> _Batch:
+        from fairseq import utils
+
+        start = time.perf_counter()
+        moved = utils.move_to_cuda(sample) if self.cuda else sample
+        size = self.cfg.generation.prefix_size
+        hypotheses = self._inference(
+            generator,
+            moved,
+            prefix_tokens=moved["target"][:, :size] if size > 0 else None,
+            constraints=moved.get("constraints"),
+        )
+        return _Batch(sample, hypotheses, time.perf_counter() - start)
+
+    def _post(self, batch: _Batch) -> tuple[_Batch, Future[list[Written]]]:
+        return batch, self._writers.submit(list(self._sentences(batch)))
+
+    def _sentences(self, batch: _Batch) -> Iterator[Sentence]:
+        sample, pad = batch.sample, self._target.pad()
+        sources = sample["net_input"].get("src_tokens") if self._source is not None else None
+        targets = sample["target"]
+        subset = self.task.dataset(self.cfg.dataset.gen_subset)
+        for row, (id, found) in enumerate(zip(sample["id"].tolist(), batch.hypotheses, strict=False)):
+            original = None
+            if self.cfg.generation.replace_unk is not None:
+                original = subset.src.get_original_text(id), subset.tgt.get_original_text(id)
+            yield Sentence(
+                id,
+                _unpadded(sources, row, pad),
+                _unpadded(targets, row, pad),
+                self._hypotheses(found),
+                original,
+            )
+
+    def _record(self, item: tuple[_Batch, Future[list[Written]]]) -> None:
+        batch, promised = item
+        written = promised.result()
+        self._print(written)
+        pairs = [one.pair for one in written if one.pair is not None]
+        if pairs:
+            self._has_target = True
+            self._pending.append(self._scorers.submit(pairs))
+        sample = batch.sample
+        sentences = sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
+        self._progress.add(self._count(batch, sentences))
+
+    def _finish(self) -> None:
+        self._progress.close()
+        if not self._has_target:
+            return
+        with _explained("the scores cannot be computed"):
+            for pending in self._pending:
+                pending.result()
+            self.report.score = self._scorers.submit([]).result()
+        cfg = self.cfg
+        print(
+            f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {self.report.score}",
+            file=self._output,
+            flush=True,
+        )
+
+
+class _Interactive(_Command):
+    """`fairseq-interactive`. Lines are read in the thread of the model, which then is not ahead of its user."""
+
+    interactive = True
+
+    def _generator(self) -> Any:
+        cfg = self.cfg
+        cfg.interactive.buffer_size = max(cfg.interactive.buffer_size, 1)
+        if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+            cfg.dataset.batch_size = 1
+        if cfg.dataset.batch_size and cfg.dataset.batch_size > cfg.interactive.buffer_size:
+            raise SetupError("--batch-size is larger than --buffer-size, which says how many lines are read at once")
+        self._ready(self.models)
+        self._buffer: list[Written] = []
+        with _explained("the generator cannot be set up"):
+            return self.task.build_generator(self.models, cfg.generation)
+
+    def _plan(self) -> Iterator[Any]:
+        from fairseq_cli.interactive import make_batches
+
+        positions = self._positions()
+        first = 0
+        for lines in _buffers(self.cfg.interactive.input, self.cfg.interactive.buffer_size):
+            count = len(lines)
+            with _explained("the input cannot be used"):
+                for batch in make_batches(lines, self.cfg, self.task, positions, self._encode):
+                    yield first, batch
+            yield _EndOfBuffer()
+            first += count
+            self.report.sources = first
+
+    def _generate(self, generator: Any, item: Any) -> Any:
+        from fairseq import utils
+
+        if isinstance(item, _EndOfBuffer):
+            return item
+        first, batch = item
+        sample = {"net_input": {"src_tokens": batch.src_tokens, "src_lengths": batch.src_lengths}}
+        moved, constraints = sample, batch.constraints
+        if self.cuda:
+            moved = utils.move_to_cuda(sample)
+            constraints = constraints.cuda() if constraints is not None else None
+        start = time.perf_counter()
+        hypotheses = self._inference(generator, moved, constraints=constraints)
+        sample |= {"id": batch.ids + first, "constraints": batch.constraints}
+        return _Batch(sample, hypotheses, time.perf_counter() - start)
+
+    def _post(self, item: Any) -> Any:
+        if isinstance(item, _EndOfBuffer):
+            return item
+        return item, self._writers.submit(list(self._sentences(item)))
+
+    def _sentences(self, batch: _Batch) -> Iterator[Sentence]:
+        from fairseq.token_generation_constraints import unpack_constraints
+
+        sample, pad = batch.sample, self._target.pad()
+        sources = sample["net_input"]["src_tokens"] if self._source is not None else None
+        for row, (id, found) in enumerate(zip(sample["id"].tolist(), batch.hypotheses, strict=False)):
+            constraints = []
+            if self.cfg.generation.constraints:
+                constraints = [tokens.tolist() for tokens in unpack_constraints(sample["constraints"][row])]
+            yield Sentence(
+                id,
+                _unpadded(sources, row, pad),
+                None,
+                self._hypotheses(found),
+                constraints=constraints,
+                seconds=batch.seconds / len(batch.hypotheses),
+            )
+
+    def _record(self, item: Any) -> None:
+        if isinstance(item, _EndOfBuffer):
+            self._print(sorted(self._buffer, key=lambda written: written.id))
+            self._buffer.clear()
+            return
+        batch, promised = item
+        self._buffer += promised.result()
+        self._count(batch, len(batch.hypotheses))
+
+
+def generate(cfg: Any, workers: int | None = None, output: TextIO | None = None, keep: Keep | None = None) -> Report:
+    """Runs `fairseq-generate` with a configuration.
+
+    Args:
+        workers: processes that put the outputs into words, by default one for every four cores; 0 for a thread.
+        output: where the lines go, by default standard output, or what --results-path says; messages go there as well.
+        keep: also given what has been printed, batch by batch.
+
+    Raises:
+        SetupError: something that the configuration names is missing, damaged or does not fit the rest.
+        PipelineError: the model or the data failed later on; what was finished by then has been printed.
+    """
+    folder = cfg.common_eval.results_path
+    with contextlib.ExitStack() as files:
+        if output is None and folder is not None:
+            path = os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt")
+            with _explained(f"cannot write {path}"):
+                os.makedirs(folder, exist_ok=True)
+                output = files.enter_context(open(path, "w", buffering=1, encoding="utf-8"))
+        output = output or sys.stdout
+        log_to(output)
+        return _Generate(cfg, output, workers, keep).run()
+
+
+def interact(cfg: Any, workers: int | None = None, output: TextIO | None = None, keep: Keep | None = None) -> Report:
+    """Runs `fairseq-interactive` with a configuration; see `generate`."""
+    output = output or sys.stdout
+    log_to(output)
+    return _Interactive(cfg, output, workers, keep).run()
+
+
+def evaluate(cfg: Any) -> None:
+    """Runs `fairseq-eval-lm` with a configuration, on faster layers. Its numbers go to the log, as FairSeq's do.
+
+    Raises:
+        SetupError: it failed.
+    """
+    from fairseq.distributed import utils as distributed
+    from fairseq_cli import eval_lm
+
+    if cfg.common_eval.path is None:
+        raise SetupError("--path is needed: the checkpoint to evaluate")
+    log_to(sys.stdout)
+    own = eval_lm.eval_lm
+
+    def on_fast_layers(models: list[Any], *args: Any, **kwargs: Any) -> Any:
+        from fastgen.decoding.layers import FastLayers
+
+        with contextlib.ExitStack() as layers:
+            for model in models:
+                layers.enter_context(FastLayers.of(model))
+            return own(models, *args, **kwargs)
+
+    eval_lm.eval_lm = on_fast_layers
+    try:
+        with _explained(f"{cfg.common_eval.path} cannot be evaluated on {cfg.task.data}"):
+            distributed.call_main(cfg, eval_lm.main)
+    finally:
+        eval_lm.eval_lm = own
+
+
+class _Progress:
+    """FairSeq's progress bar, a step for every batch that is printed, in the format that its options ask for."""
+
+    def __init__(self, cfg: Any, batches: int) -> None:
+        from fairseq.logging import meters, progress_bar
+
+        self._bar = progress_bar.progress_bar(
+            range(batches),
+            log_format=cfg.common.log_format,
+            log_interval=cfg.common.log_interval,
+            default_log_format="simple" if cfg.common.no_progress_bar else "tqdm",
+        )
+        self._steps = iter(self._bar)
+        self._rate = meters.TimeMeter()
+
+    def add(self, tokens: int) -> None:
+        """A batch with so many generated tokens is done."""
+        next(self._steps, None)
+        self._rate.update(tokens)
+        self._bar.log({"wps": round(self._rate.avg)})
+
+    def close(self) -> None:
+        """All are done."""
+        next(self._steps, None)
+
+
+def log_to(output: TextIO) -> None:
+    """FairSeq's messages go where its lines go, unless they go somewhere already."""
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=output,
+    )
+
+
+def _load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple[list[Any], Any]:
+    """The models of checkpoints and the configuration in them; without `cfg`, models with a task of their own."""
+    from fairseq import checkpoint_utils
+    from fairseq.models import FairseqLanguageModel
+    from fairseq.tasks.translation import TranslationTask
+
+    shards: dict[str, Any] = {}
+    if cfg is not None:
+        count = cfg.checkpoint.checkpoint_shard_count
+        shards = {"suffix": cfg.checkpoint.checkpoint_suffix, "strict": count == 1, "num_shards": count}
+    named = os.pathsep.join(paths)
+    with _explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
+        logger.info("loading %s", named)
+        try:
+            models, saved = checkpoint_utils.load_model_ensemble(paths, arg_overrides=overrides, task=task, **shards)
+        except (KeyError, AttributeError) as error:
+            raise SetupError(
+                f"checkpoint {named} is of another architecture than it says: no {one_line(error)}"
+            ) from error
+        if isinstance(task, TranslationTask) and any(isinstance(model, FairseqLanguageModel) for model in models):
+            raise SetupError(f"checkpoint {named} is a language model: --task language_modeling generates with it")
+    return models, saved
+
+
+def _buffers(name: str, size: int) -> Iterator[list[str]]:
+    """The lines of a file or of standard input, so many at a time, without white space around them."""
+    with contextlib.ExitStack() as files:
+        lines: Iterable[str] = sys.stdin
+        if name != "-":
+            with _explained("--input"):
+                lines = files.enter_context(open(name, encoding="utf-8"))
+        buffer: list[str] = []
+        for line in lines:
+            buffer.append(line.strip())
+            if len(buffer) >= size:
+                yield buffer
+                buffer = []
+        if buffer:
+            yield buffer
+
+
+def _dictionaries(task: Any) -> tuple[Any, Any]:
+    """Of the source, or None where the source is no text, and of the target."""
+    try:
+        source = getattr(task, "source_dictionary", None)
+    except NotImplementedError:
+        source = None
+    return source, task.target_dictionary
+
+
+def _tensor(tokens: list[int]) -> Any:
+    import torch
+
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
+def _unpadded(tokens: Any, row: int, pad: int) -> list[int] | None:
+    return None if tokens is None else [token for token in tokens[row].tolist() if token != pad]
+
+
+def _plain(hypothesis: Any) -> Hypothesis:
+    import torch
+
+    alignment = hypothesis["alignment"]
+    # Divided as the tensors that they are, in their own precision.
+    score = hypothesis["score"] / _BASE_2
+    history = hypothesis.get("history")
+    return Hypothesis(
+        tokens=hypothesis["tokens"].tolist(),
+        score=score.item() if torch.is_tensor(score) else score,
+        positional_scores=hypothesis["positional_scores"].div(_BASE_2).tolist(),
+        alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment,
+        steps=hypothesis.get("steps"),
+        history=[step["tokens"].tolist() for step in history] if history is not None else None,
+    )
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise SetupError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why, on one line. FairSeq and torch tell some things at length."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename} is missing"
+    if "Error(s) in loading state_dict" in text:
+        differences = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+        return (
+            "its weights are those of another architecture, or of a model with other dictionaries "
+            f"({len(differences)} differences, first: {differences[0][:200] if differences else text[:200]})"
+        )
+    architecture = re.search(r"Requested model type: (\S+)", text)
+    if architecture is not None:
+        return f"FairSeq does not know its architecture {architecture.group(1)!r} (--user-dir imports code that does)"
+    if "in DataLoader worker process" in text:
+        return text.strip().splitlines()[-1]
+    return one_line(error) if text.strip() else f"{type(error).__name__}, at {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Where an error without a message was raised: an assertion of FairSeq's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"

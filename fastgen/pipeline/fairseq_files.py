@@ -1,0 +1,130 @@
+"""FairSeq's files: telling them from others, and outputs in the formats of `fastgen-generate`.
+
+Importing this imports neither torch nor FairSeq.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.journal import Result
+from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special, unfinished_path
+from fastgen.pipeline.writers import json_line, text_line
+
+if TYPE_CHECKING:
+    from fastgen.pipeline.fairseq import Written
+
+# What torch.save writes: a zip archive, or a pickle before torch 1.6.
+_CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80\x02")
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
+    return all(_saved_by_torch(part) for part in name.split(os.pathsep))
+
+
+def _saved_by_torch(name: str) -> bool:
+    path = Path(name)
+    if path.suffix not in (".pt", ".pth", ".ckpt") or not path.is_file():
+        return False
+    with open(path, "rb") as handle:
+        return handle.read(4).startswith(_CHECKPOINT_STARTS)
+
+
+def is_data(name: str) -> bool:
+    """Whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
+    path = Path(name)
+    return path.is_dir() and bool(_dictionaries(path)) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
+
+
+def _dictionaries(path: Path) -> list[Path]:
+    return sorted([*path.glob("dict.*txt")])
+
+
+def dictionaries_of(checkpoint: str) -> str:
+    """The directory of the dictionaries that came with a checkpoint. A SetupError where there are none beside it."""
+    folder = Path(checkpoint.split(os.pathsep)[0]).resolve().parent
+    if not _dictionaries(folder):
+        raise SetupError(
+            f"there is no dict.*.txt beside {checkpoint}: fastgen-interactive-for-fairseq DATA --path {checkpoint} "
+            "takes the directory of the dictionaries"
+        )
+    return str(folder)
+
+
+class Records:
+    """An output file with a record for every source, in the order of the sources.
+
+    FairSeq's lines are kept in a work file as they come, so that what is finished is there whatever happens. The file
+    itself is there when the run is complete. For standard output there is no work file.
+    """
+
+    def __init__(self, name: str, overwrite: bool) -> None:
+        self._to_stdout = name == STANDARD_STREAM
+        self._path = followed(Path(name))
+        self.partial = Path(os.devnull if self._to_stdout else f"{name}.partial")
+        kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
+        if kind == "parquet":
+            raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
+        self._line = json_line if kind == "jsonl" else text_line
+        self._gaps = kind != "jsonl"
+        self._written: dict[int, Written] = {}
+        if self._path.is_dir() or not self._path.parent.is_dir():
+            raise SetupError(f"cannot write {name}: it is a directory, or is to be in one that does not exist")
+        if not overwrite and not self._to_stdout and not is_special(self._path):
+            for path in (self._path, self.partial):
+                if path.exists():
+                    raise SetupError(f"{path} exists already (--overwrite replaces it)")
+        try:
+            self.lines: TextIO = open(self.partial, "w", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+        except OSError as error:
+            raise SetupError(f"cannot write {self.partial}: {one_line(error)}") from error
+
+    def close(self) -> bool:
+        """The run is over; returns whether anything is left in the work file. Of one without a line nothing is left."""
+        self.lines.close()
+        if is_special(self.partial):
+            return False
+        if self.partial.exists() and not self.partial.stat().st_size:
+            self.partial.unlink()
+        return self.partial.exists()
+
+    def keep(self, written: Iterable[Written]) -> None:
+        """Take what has been finished."""
+        self._written.update((one.id, one) for one in written)
+
+    def finish(self, sources: int) -> None:
+        """Write the output of all sources. Of one that was left out, a text file has an empty line."""
+        ids = range(sources) if self._gaps else sorted(self._written)
+        lines = (self._line(_result(self._written[id]) if id in self._written else {}) for id in ids)
+        if self._to_stdout:
+            sys.stdout.buffer.writelines(lines)
+            sys.stdout.flush()
+            return
+        unfinished = self._path if is_special(self._path) else unfinished_path(self._path)
+        try:
+            with open(unfinished, "wb") as handle:
+                handle.writelines(lines)
+            if unfinished != self._path:
+                os.replace(unfinished, self._path)
+        except OSError as error:
+            raise PipelineError(f"cannot write {self._path}: {one_line(error)}") from error
+        self.partial.unlink()
+
+
+def _result(written: Written) -> Result:
+    result = {
+        "id": written.id,
+        "input": written.source,
+        "text": "".join(written.outputs[:1]),
+        "sequences": written.outputs,
+    }
+    result["scores"] = written.scores
+    if written.target is not None:
+        result["reference"] = written.target
+    return result

@@ -1,0 +1,237 @@
+"""`fastgen-generate-for-fairseq`, `fastgen-interactive-for-fairseq` and `fastgen-eval-lm`: FairSeq's commands, faster.
+
+Every option of FairSeq's own command has its meaning, and what is printed on standard output is what that prints.
+
+Exit status: 0 done, 1 the reader of the output has gone away, 2 the run could not be done, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fastgen_cli.shared import DONE, INTERRUPTED, SETUP, UsageError, fail, model_of_its_own, reported, timing_line
+
+GENERATE, INTERACTIVE, EVAL_LM = "fastgen-generate-for-fairseq", "fastgen-interactive-for-fairseq", "fastgen-eval-lm"
+GENERATE_ANY = "fastgen-generate"
+
+
+def generate(arguments: Sequence[str] | None = None) -> int:
+    """`fastgen-generate-for-fairseq DATA --path MODEL ...`; returns the exit status."""
+    return _command(GENERATE, arguments, _generation_parser, _generate)
+
+
+def interactive(arguments: Sequence[str] | None = None) -> int:
+    """`fastgen-interactive-for-fairseq DATA --path MODEL ...`; returns the exit status."""
+    return _command(INTERACTIVE, arguments, _interactive_parser, _interact)
+
+
+def eval_lm(arguments: Sequence[str] | None = None) -> int:
+    """`fastgen-eval-lm DATA --path MODEL ...`; returns the exit status."""
+    return _command(EVAL_LM, arguments, _eval_lm_parser, _evaluate)
+
+
+def recognised(words: Sequence[str]) -> Callable[[], int] | None:
+    """What does the work of `fastgen-generate` where its command line names FairSeq's files; None where it does not.
+
+    DATA --path MODEL ... is that of `fastgen-generate-for-fairseq`. MODEL INPUT OUTPUT ... writes a record for each
+    source of a data directory or a text, with FairSeq's options.
+    """
+    from fastgen.pipeline.fairseq_files import is_checkpoint, is_data
+
+    if any(word.partition("=")[0] == "--path" for word in words):
+        return lambda: generate(words)
+    if len(words) < 3 or any(word.startswith("--") for word in words[:3]) or not is_checkpoint(words[0]):
+        return None
+    model, source, output, *options = words
+    overwrite = "--overwrite" in options
+    options = [option for option in options if option != "--overwrite"]
+
+    def of_data(cfg: Any, own: argparse.Namespace) -> None:
+        from fastgen.pipeline import fairseq
+
+        _write_records(fairseq.generate, cfg, own, output, overwrite)
+
+    def of_text(cfg: Any, own: argparse.Namespace) -> None:
+        from fastgen.pipeline import fairseq
+        from fastgen.pipeline.fairseq_files import dictionaries_of
+
+        cfg.task.data = dictionaries_of(model)
+        _write_records(fairseq.interact, cfg, own, output, overwrite)
+
+    if is_data(source):
+        return lambda: _command(GENERATE_ANY, [source, "--path", model, *options], _generation_parser, of_data)
+    # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `of_text`.
+    batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
+    buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
+    line = [".", "--path", model, "--input", source, *batch, *buffer, *options]
+    return lambda: _command(GENERATE_ANY, line, _interactive_parser, of_text)
+
+
+def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
+    """Runs a command of FairSeq's with its lines in a work file, and makes the output from what it printed."""
+    from fastgen.pipeline.fairseq import log_to
+    from fastgen.pipeline.fairseq_files import Records
+
+    log_to(sys.stderr)
+    records = Records(output, overwrite)
+    try:
+        report = run(cfg, own.postprocess_workers, records.lines, records.keep)
+        records.finish(report.sources)
+    finally:
+        if records.close():
+            print(f"{GENERATE_ANY}: what was finished is in {records.partial}", file=sys.stderr)
+    _summary(cfg, report)
+    if report.score is not None:
+        print(report.score, file=sys.stderr)
+
+
+def _command(
+    program: str,
+    arguments: Sequence[str] | None,
+    make_parser: Callable[[], argparse.ArgumentParser],
+    run: Callable[[Any, argparse.Namespace], None],
+) -> int:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+
+    def work() -> int:
+        import fastgen
+        from fastgen.fairseq import missing, silence
+
+        problem = missing()
+        if problem is not None:
+            return fail(program, problem, SETUP)
+        silence()
+        fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
+        own, cfg = _parse(program, words, make_parser)
+        with model_of_its_own(), fastgen.disabled() if own.no_fastgen else contextlib.nullcontext():
+            run(cfg, own)
+        return DONE
+
+    try:
+        return reported(program, work, debug="--debug" in words)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; what was finished has been printed", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(
+    program: str, words: Sequence[str], make_parser: Callable[[], argparse.ArgumentParser]
+) -> tuple[argparse.Namespace, Any]:
+    """FastGen's own options, and the configuration that FairSeq makes of all others."""
+    # FairSeq looks for --user-dir there.
+    sys.argv = [program, *words]
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from fastgen import settings
+
+    parser = make_parser()
+    parser.prog = program
+    group = parser.add_argument_group("FastGen")
+    group.add_argument(
+        "--postprocess-workers",
+        type=_count,
+        metavar="N",
+        help="processes that put outputs into words; 0: a thread (default: a quarter of the cores, 1 to 4)",
+    )
+    group.add_argument("--no-fastgen", action="store_true", help="run FairSeq's own generation, for comparison")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.error = _usage_error  # type: ignore[method-assign]
+    args = options.parse_args_and_arch(parser, list(words))
+    own = argparse.Namespace(**{name: vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen", "debug")})
+    own.no_fastgen |= settings.current().disabled
+    try:
+        return own, convert_namespace_to_omegaconf(args)
+    except Exception as error:
+        missing = re.search(r"tokenizer\.(\w+)_lang=null", str(error))
+        if missing is None:
+            raise
+        raise UsageError(f"this tokenizer needs --{missing[1]}-lang") from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
+    return int(text)
+
+
+def _usage_error(message: str) -> NoReturn:
+    """One line, where FairSeq would print all of its options and, for a wrong name, all that it knows."""
+    choice = re.fullmatch(r"(argument \S+: invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
+    if choice is not None:
+        known = re.findall(r"[^',\s]+", choice.group(3))
+        near = difflib.get_close_matches(choice.group(2), known, n=3)
+        message = f"{choice.group(1)}; " + (f"did you mean {', '.join(near)}?" if near else f"{len(known)} are known")
+    raise UsageError(message)
+
+
+def _generation_parser() -> argparse.ArgumentParser:
+    from fairseq import options
+
+    parser = options.get_generation_parser()
+    # As in FairSeq's command: tasks of audio models read arguments of this architecture.
+    parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="for tasks that need to know it")
+    return parser
+
+
+def _interactive_parser() -> argparse.ArgumentParser:
+    from fairseq import options
+
+    return options.get_interactive_generation_parser()
+
+
+def _eval_lm_parser() -> argparse.ArgumentParser:
+    from fairseq import options
+
+    return options.get_eval_lm_parser()
+
+
+def _generate(cfg: Any, own: argparse.Namespace) -> None:
+    from fastgen.pipeline import fairseq
+
+    _summary(cfg, fairseq.generate(cfg, own.postprocess_workers))
+
+
+def _interact(cfg: Any, own: argparse.Namespace) -> None:
+    from fairseq.distributed import utils as distributed
+
+    # Models that are spread over several processes are started there.
+    distributed.call_main(cfg, _interact_here, workers=own.postprocess_workers)
+
+
+def _interact_here(cfg: Any, workers: int | None) -> None:
+    from fastgen.pipeline import fairseq
+
+    _summary(cfg, fairseq.interact(cfg, workers))
+
+
+def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
+    from fastgen.pipeline import fairseq
+
+    fairseq.evaluate(cfg)
+
+
+def _summary(cfg: Any, report: Any) -> None:
+    if cfg.common_eval.quiet:
+        return
+    timing = report.timing
+    rate = 1 / timing.wall if timing.wall else 0.0
+    print(
+        f"{report.sentences} sentences, {report.tokens} tokens in {timing.wall:.1f} s: "
+        f"{report.sentences * rate:.2f} sentences/s, {report.tokens * rate:.1f} tokens/s (and {report.load:.1f} s to "
+        f"load)\n{timing_line(timing.waiting_for_input * rate, timing.waiting_for_output * rate, report.finish)}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    _COMMANDS = {"generate": generate, "interactive": interactive, "eval-lm": eval_lm}
+    if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
+        sys.exit(fail("python -m fastgen_cli.fairseq", f"give one of {', '.join(_COMMANDS)}", SETUP))
+    sys.exit(_COMMANDS[sys.argv[1]](sys.argv[2:]))
