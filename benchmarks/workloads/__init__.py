@@ -15,6 +15,7 @@ _MODULES = (
     "bart_base",
     "t5_base",
     "gpt2",
+    "unilm",
     "sampling",
     "llama_1b",
     "fairseq_shapes",

@@ -1,1 +1,1 @@
-"""Models that the toolkits lack. There is none yet."""
+"""Models that the toolkits lack: UniLM for Transformers, ProphetNet for FairSeq."""

@@ -41,6 +41,14 @@ _TINY = {
         "num_heads": 2,
     },
     "gpt2": {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "unilm": {
+        "vocab_size": 97,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "mask_token_id": 3,
+    },
     "llama": {
         "vocab_size": 97,
         "hidden_size": 32,
