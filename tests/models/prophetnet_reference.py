@@ -39,16 +39,17 @@ class Reference:
         y = self.linear(f"{name}.fc2", activation(self.linear(f"{name}.fc1", x)))
         return self.norm(f"{name}.final_layer_norm", x + y)
 
-    def attend(self, name: str, x: Tensor, memory: Sequence[Tensor], heads: int) -> Tensor:
-        """Attention of one position to all of `memory`."""
+    def attend(self, name: str, x: Tensor, memory: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
+        """Attention of one position to all of `memory`, and its weights, on average over the heads."""
         q = self.linear(f"{name}.q_proj", x).chunk(heads)
         k = [self.linear(f"{name}.k_proj", y).chunk(heads) for y in memory]
         v = [self.linear(f"{name}.v_proj", y).chunk(heads) for y in memory]
-        context = []
+        context, weights = [], []
         for head in range(heads):
             scores = torch.stack([q[head] @ key[head] for key in k]) / math.sqrt(len(q[head]))
-            context.append(sum(w * value[head] for w, value in zip(scores.softmax(0), v, strict=True)))
-        return self.linear(f"{name}.out_proj", torch.cat(context))
+            weights.append(scores.softmax(0))
+            context.append(sum(w * value[head] for w, value in zip(weights[-1], v, strict=True)))
+        return self.linear(f"{name}.out_proj", torch.cat(context)), torch.stack(weights).mean(0)
 
     def encode(self, tokens: Sequence[int]) -> list[Tensor]:
         table, positions = self.state["encoder.embed_tokens.weight"], self.state["encoder.embed_positions.weight"]
@@ -58,13 +59,17 @@ class Reference:
         ]
         for layer in range(self.args.encoder_layers):
             name = f"encoder.layers.{layer}"
-            attended = [self.attend(f"{name}.self_attn", y, x, self.args.encoder_attention_heads) for y in x]
+            attended = [self.attend(f"{name}.self_attn", y, x, self.args.encoder_attention_heads)[0] for y in x]
             x = [self.norm(f"{name}.self_attn_layer_norm", y + a) for y, a in zip(x, attended, strict=True)]
             x = [self.feed_forward(name, y) for y in x]
         return x
 
     def decode(self, source: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
         """The scores that each predicting stream gives behind each of the tokens, [streams, T, vocabulary]."""
+        return self.decode_and_look(source, tokens)[0]
+
+    def decode_and_look(self, source: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `decode`; and how much the stream of the next token looks at the source in the last layer, [T, S]."""
         table, positions = self.state["decoder.embed_tokens.weight"], self.state["decoder.embed_positions.weight"]
         ngram = self.state["decoder.ngram_input_embed.weight"]
         count, length = len(ngram), len(tokens)
@@ -75,13 +80,16 @@ class Reference:
         for layer in range(self.args.decoder_layers):
             name = f"decoder.layers.{layer}"
             attended = self.attend_streams(f"{name}.ngram_self_attn", streams)
+            looks: list[list[Tensor]] = [[] for _ in streams]
             for s, stream in enumerate(streams):
                 for i, x in enumerate(stream):
                     y = self.norm(f"{name}.self_attn_layer_norm", x + attended[s][i])
-                    z = self.attend(f"{name}.encoder_attn", y, source, self.args.decoder_attention_heads)
+                    z, look = self.attend(f"{name}.encoder_attn", y, source, self.args.decoder_attention_heads)
+                    looks[s].append(look)
                     streams[s][i] = self.feed_forward(name, self.norm(f"{name}.encoder_attn_layer_norm", y + z))
         output = self.state.get("decoder.embed_out", table)
-        return torch.stack([torch.stack([output @ x for x in stream]) for stream in streams[1:]])
+        scores = torch.stack([torch.stack([output @ x for x in stream]) for stream in streams[1:]])
+        return scores, torch.stack(looks[1])
 
     def attend_streams(self, name: str, streams: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         weight, bias = self.state[f"{name}.in_proj_weight"], self.state[f"{name}.in_proj_bias"]

@@ -63,8 +63,7 @@ class ProphetNetEncoder(FairseqEncoder):
         """
         padding = src_tokens.eq(self.padding_idx)
         x = self.embed_tokens(src_tokens) + self.embed_positions(src_tokens)
-        x = self.dropout_module(self.emb_layer_norm(x))
-        x = x.masked_fill(padding.unsqueeze(-1), 0).transpose(0, 1)
+        x = self.dropout_module(self.emb_layer_norm(x)).transpose(0, 1)
         hidden = padding if bool(padding.any()) else None  # attention without a mask is faster
         for layer in self.layers:
             x, _ = layer(x, self_attn_padding_mask=hidden)
@@ -236,6 +235,11 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
     def output_layer(self, features: Tensor, **unused: Any) -> Tensor:
         """[..., dim] -> [..., vocabulary]."""
         return self.output_projection(features)
+
+    def get_normalized_probs(self, net_output: tuple[Any, ...], log_probs: bool, sample: Any = None) -> Tensor:
+        """Probabilities of the next token, which is what FairSeq's other criteria ask for."""
+        scores, *rest = net_output
+        return super().get_normalized_probs((scores[0] if isinstance(scores, list) else scores, *rest), log_probs)
 
     def max_positions(self) -> int:
         """Longest target."""

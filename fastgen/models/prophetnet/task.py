@@ -9,9 +9,6 @@ from fairseq.data import Dictionary
 from fairseq.tasks.translation import TranslationTask
 from fairseq.tokenizer import tokenize_line
 
-# BERT's vocabulary begins with its special tokens and places for more.
-_SPECIAL = 999
-
 
 class BertDictionary(Dictionary):
     """A vocabulary with the special tokens [CLS], [PAD], [SEP] and [UNK] wherever they are among its tokens.
@@ -30,7 +27,6 @@ class BertDictionary(Dictionary):
         special = self.bos_word, self.pad_word, self.eos_word, self.unk_word
         places = [self.indices[word] if word in self.indices else self.add_symbol(word) for word in special]
         self.bos_index, self.pad_index, self.eos_index, self.unk_index = places
-        self.nspecial = min(_SPECIAL, len(self))
 
     @classmethod
     def load_from_file(cls, path: str) -> BertDictionary:

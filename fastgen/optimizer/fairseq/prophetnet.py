@@ -26,8 +26,8 @@ def _extend(
     if state is None:
         return wrapped(keys, values, incremental_state)
     layer, is_new = call.layer(attention, state)
-    if is_new:
-        layer.branch(call.beams)  # from the first position on, each sequence has its own
+    if is_new and call.has_branched:
+        layer.branch(call.beams)
     return layer.extend(keys, values)
 
 
