@@ -42,7 +42,7 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
     DATA --path MODEL ... is that of `fastgen-generate-for-fairseq`. MODEL INPUT OUTPUT ... writes a record for each
     source of a data directory or a text, with FairSeq's options.
     """
-    from fastgen.pipeline.fairseq_files import is_checkpoint, is_data
+    from fastgen.pipeline.fairseq.files import is_checkpoint, is_data
 
     if any(word.partition("=")[0] == "--path" for word in words):
         return lambda: generate(words)
@@ -59,7 +59,7 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
     def of_text(cfg: Any, own: argparse.Namespace) -> None:
         from fastgen.pipeline import fairseq
-        from fastgen.pipeline.fairseq_files import dictionaries_of
+        from fastgen.pipeline.fairseq.files import dictionaries_of
 
         cfg.task.data = dictionaries_of(model)
         _write_records(fairseq.interact, cfg, own, output, overwrite)
@@ -75,8 +75,8 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
     """Runs a command of FairSeq's with its lines in a work file, and makes the output from what it printed."""
-    from fastgen.pipeline.fairseq import log_to
-    from fastgen.pipeline.fairseq_files import Records
+    from fastgen.pipeline.fairseq.commands import log_to
+    from fastgen.pipeline.fairseq.files import Records
 
     log_to(sys.stderr)
     records = Records(output, overwrite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from fairseq_cli import generate as original_generate
 from fairseq_cli import interactive as original_interactive
 
 import fastgen
+from fastgen.fairseq import main as commands_of_fairseq
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from fastgen_cli.generate import main as generate_any
@@ -33,6 +35,23 @@ _LINES = re.compile(r"^([A-Z]-\d+(_\d+)?\t|Generate )")
 _NUMBERED = re.compile(r"^([HD]-\d+)\t(\S+)\t(.*)$")
 
 BASE = "--beam 3 --batch-size 8 --max-len-a 1.2 --max-len-b 4 --num-workers 0 --cpu".split()
+
+TINY = (
+    "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 64 "
+    "--decoder-ffn-embed-dim 64 --optimizer adam --lr 0.02 --max-tokens 1000 --cpu --no-epoch-checkpoints "
+    "--disable-validation --num-workers 0"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def arguments_as_before(monkeypatch):
+    """FairSeq's commands read them from there."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def command_of_fairseq(*words: object) -> None:
+    """What `python -m fastgen.fairseq` does, in this process."""
+    assert commands_of_fairseq([str(word) for word in words]) == 0
 
 
 def run(module: str, *words: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -76,15 +95,9 @@ class World:
             "--trainpref", self.folder / "train", "--validpref", self.folder / "valid",
             "--testpref", self.folder / "test", "--joined-dictionary", "--thresholdsrc", 2, "--thresholdtgt", 2,
         )  # fmt: skip
-        self.train(self.model.parent, "--max-epoch", 12, "--share-all-embeddings", "--arch", "transformer_iwslt_de_en")
-
-    def train(self, folder: Path, *options: object) -> None:
-        """A tiny model, in the given folder."""
         run(
-            "fastgen.fairseq", "train", self.data, "--save-dir", folder, "--encoder-layers", 1, "--decoder-layers", 1,
-            "--encoder-embed-dim", 32, "--decoder-embed-dim", 32, "--encoder-ffn-embed-dim", 64,
-            "--decoder-ffn-embed-dim", 64, "--optimizer", "adam", "--lr", 0.02, "--max-tokens", 1000, "--cpu",
-            "--no-epoch-checkpoints", "--disable-validation", "--num-workers", 0, *options,
+            "fastgen.fairseq", "train", self.data, "--save-dir", self.model.parent, "--max-epoch", 12,
+            "--share-all-embeddings", "--arch", "transformer_iwslt_de_en", *TINY,
         )  # fmt: skip
 
 
@@ -228,9 +241,9 @@ def test_subwords_of_sentencepiece(world, tmp_path):
 
 
 def test_steps_of_a_model_that_refines(world, tmp_path):
-    world.train(
-        tmp_path, "--task", "translation_lev", "--arch", "cmlm_transformer", "--criterion", "nat_loss", "--noise",
-        "full_mask", "--max-update", 2, "--share-all-embeddings",
+    command_of_fairseq(
+        "train", world.data, "--save-dir", tmp_path, "--task", "translation_lev", "--arch", "cmlm_transformer",
+        "--criterion", "nat_loss", "--noise", "full_mask", "--max-update", 2, "--share-all-embeddings", *TINY,
     )  # fmt: skip
     original, ours = both(
         world, "--task", "translation_lev", "--iter-decode-max-iter", 3, "--beam", 1, "--print-step",
@@ -299,26 +312,41 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
         assert process.wait(timeout=60) == 0
 
 
-def test_eval_lm_says_the_same_numbers(world, tmp_path):
-    data = tmp_path / "data"
-    run(
-        "fastgen.fairseq", "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--testpref",
-        world.folder / "test.en", "--validpref", world.folder / "valid.en", "--destdir", data,
-    )  # fmt: skip
-    language = World(tmp_path)
-    language.data = data
-    run(
-        "fastgen.fairseq", "train", data, "--task", "language_modeling", "--arch", "transformer_lm", "--save-dir",
-        tmp_path, "--decoder-layers", 1, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64,
-        "--decoder-attention-heads", 2, "--tokens-per-sample", 32, "--max-tokens", 512, "--optimizer", "adam", "--lr",
-        0.01, "--max-update", 4, "--cpu", "--disable-validation", "--num-workers", 0,
-    )  # fmt: skip
-    model = tmp_path / "checkpoint_last.pt"
-    words = [data, "--path", model, "--cpu", "--context-window", 8, "--num-workers", 0]
-    original = run("fastgen.fairseq", "--no-fastgen", "eval-lm", *words)
-    ours = run("fastgen_cli.fairseq", "eval-lm", *words)
-    numbers = [re.search(r"Loss.*", done.stdout + done.stderr)[0] for done in (original, ours)]
-    assert numbers[0] == numbers[1]
+@pytest.fixture(scope="module")
+def language(world, tmp_path_factory) -> World:
+    """Data and a language model, which is hardly trained."""
+    made = World(tmp_path_factory.mktemp("language"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        command_of_fairseq(
+            "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--destdir", made.data,
+            "--validpref", world.folder / "valid.en", "--testpref", world.folder / "test.en",
+        )  # fmt: skip
+        command_of_fairseq(
+            "train", made.data, "--task", "language_modeling", "--arch", "transformer_lm", "--save-dir",
+            made.model.parent, "--decoder-layers", 1, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64,
+            "--decoder-attention-heads", 2, "--tokens-per-sample", 32, "--max-tokens", 512, "--optimizer", "adam",
+            "--lr", 0.01, "--max-update", 4, "--cpu", "--disable-validation", "--num-workers", 0,
+        )  # fmt: skip
+    return made
+
+
+def test_language_models(language):
+    original, ours = both(
+        language, "--task", "language_modeling", "--sample-break-mode", "eos", "--max-len-b", 30, "--nbest", 2
+    )
+    assert ours == original
+    assert sum(line.startswith("H-") for line in ours) == 60
+
+
+def test_eval_lm_says_the_same_numbers(language, caplog):
+    words = [language.data, "--path", language.model, "--cpu", "--context-window", 8, "--num-workers", 0]
+    caplog.set_level(logging.INFO)
+    command_of_fairseq("--no-fastgen", "eval-lm", *words)
+    assert commands.eval_lm([str(word) for word in words]) == 0
+    numbers = [re.search(r"Loss.*", message)[0] for message in caplog.messages if "Loss (base 2)" in message]
+    assert len(numbers) == 2 and numbers[0] == numbers[1]
+    assert "nan" not in numbers[0]
 
 
 def test_eval_lm_without_a_model_is_one_line(world, capsys):
@@ -454,7 +482,7 @@ class TestGenerateAnything:
         assert capfd.readouterr().out.splitlines() == expected
 
     def test_an_interrupt_leaves_what_is_finished(self, world, tmp_path, monkeypatch, capsys):
-        step = pipeline._Generate._inference
+        step = pipeline.commands._Generate._inference
         calls = []
 
         def interrupted(command, *args, **options):
@@ -463,7 +491,7 @@ class TestGenerateAnything:
                 raise KeyboardInterrupt
             return step(command, *args, **options)
 
-        monkeypatch.setattr(pipeline._Generate, "_inference", interrupted)
+        monkeypatch.setattr(pipeline.commands._Generate, "_inference", interrupted)
         assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
         assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
         assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5

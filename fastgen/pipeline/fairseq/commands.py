@@ -1,25 +1,11 @@
-"""FairSeq's generation commands on the stages of the pipeline.
-
-    FairSeq's data loader -> model -> numbers -> ordered printing -> scoring
-    (processes of its own)                       (a process)
-                                       worker processes: dictionaries, byte pairs, detokenising
-
-What is printed is what `fairseq-generate` and `fairseq-interactive` print, byte for byte where the numbers are the
-same: models, tasks, dictionaries, tokenizers and scorers are FairSeq's own, used in the order in which its commands use
-them, so that a seed draws the same samples. Workers are forked once the model is loaded, as those of FairSeq's data
-loader are; where that cannot be done, a thread does their work.
-
-A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
-"""
+"""The commands: their set-up, their steps on the stages, and what they print when."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import logging
-import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,14 +15,26 @@ from itertools import chain
 from typing import Any, TextIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.fairseq.explain import explained, reason
+from fastgen.pipeline.fairseq.words import (
+    Hypothesis,
+    Pair,
+    Scorer,
+    Sentence,
+    Writer,
+    Written,
+    dictionaries,
+    plain,
+    unpadded,
+)
 from fastgen.pipeline.postprocess import PostProcessor, default_workers
 from fastgen.pipeline.stages import Stages, Timing
 
 logger = logging.getLogger("fastgen.fairseq")
 
-_BASE_2 = math.log(2)
 # Forking a process that uses the accelerated BLAS of macOS is not safe.
 _CAN_FORK = sys.platform == "linux"
+Keep = Callable[[list[Written]], None]
 
 
 @dataclass
@@ -59,196 +57,6 @@ class Report:
     load: float = 0.0
     finish: float = 0.0
     timing: Timing = field(default_factory=Timing)
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
-
-    tokens: list[int]
-    score: float
-    positional_scores: list[float]
-    alignment: Any
-    steps: Any
-    history: list[list[int]] | None
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """A source with its hypotheses, best first.
-
-    Attributes:
-        source, target: tokens without padding; None where there are none.
-        original: the texts of source and target where the data set has kept them (--replace-unk).
-        constraints: tokens that had to be in the output.
-        seconds: what it took, for an interactive user.
-    """
-
-    id: int
-    source: list[int] | None
-    target: list[int] | None
-    hypotheses: list[Hypothesis]
-    original: tuple[str, str] | None = None
-    constraints: list[list[int]] = field(default_factory=list)
-    seconds: float | None = None
-
-
-Pair = tuple[Any, Any]
-"""A reference and its hypothesis, as the scorer takes them: texts or tokens."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A sentence in words.
-
-    Attributes:
-        lines: as they are printed.
-        pair: what is to be scored.
-        source, target, outputs, scores: the texts themselves, and the score of each output to the base 2.
-    """
-
-    id: int
-    lines: str
-    pair: Pair | None
-    source: str
-    target: str | None
-    outputs: list[str]
-    scores: list[float]
-
-
-Keep = Callable[[list[Written]], None]
-
-
-class Writer:
-    """Puts sentences into words, in a worker."""
-
-    def __init__(self, task: Any, cfg: Any, strip: set[int], interactive: bool, scores_text: bool) -> None:
-        from fairseq import utils
-
-        with _explained("the tokenizer or the byte pairs cannot be set up"):
-            self._tokenizer = task.build_tokenizer(cfg.tokenizer)
-            self._bpe = task.build_bpe(cfg.bpe)
-        with _explained("--replace-unk"):
-            self._align = utils.load_align_dict(cfg.generation.replace_unk)
-        self._source, self._target = _dictionaries(task)
-        self._generation = cfg.generation
-        self._symbol = cfg.common_eval.post_process
-        self._quiet = cfg.common_eval.quiet and not interactive
-        self._strip = strip
-        self._interactive = interactive
-        self._scores_text = scores_text
-
-    def encode(self, text: str) -> str:
-        """A line of a user's as the dictionary's symbols."""
-        text = self._tokenizer.encode(text) if self._tokenizer is not None else text
-        return self._bpe.encode(text) if self._bpe is not None else text
-
-    def _decode(self, text: str) -> str:
-        text = self._bpe.decode(text) if self._bpe is not None else text
-        return self._tokenizer.decode(text) if self._tokenizer is not None else text
-
-    def __call__(self, sentences: list[Sentence]) -> list[Written]:
-        return [self._write(sentence) for sentence in sentences]
-
-    def _write(self, sentence: Sentence) -> Written:
-        source, target = self._texts(sentence)
-        lines = [] if self._quiet else list(self._head(sentence, source, target))
-        pair: Pair | None = None
-        outputs = []
-        for hypothesis in sentence.hypotheses:
-            tokens, text = self._text(hypothesis, source)
-            outputs.append(self._decode(text))
-            if not self._quiet:
-                lines += self._body(sentence.id, hypothesis, source, text, outputs[-1])
-            if target is not None and pair is None:
-                pair = self._pair(sentence, target, tokens, outputs[0])
-        scores = [hypothesis.score for hypothesis in sentence.hypotheses]
-        text = "".join(f"{line}\n" for line in lines)
-        return Written(sentence.id, text, pair, source, target, outputs, scores)
-
-    def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
-        """The source and the target; a user gets the source back as the model has read it."""
-        source, target = "", None
-        if sentence.original is not None:
-            source, target = sentence.original
-        else:
-            if sentence.source is not None:
-                source = self._source.string(_tensor(sentence.source), self._symbol)
-            if sentence.target is not None:
-                target = self._target.string(
-                    _tensor(sentence.target), self._symbol, escape_unk=True, extra_symbols_to_ignore=self._strip
-                )
-        if self._interactive:
-            return source, target
-        return self._decode(source), self._decode(target) if target is not None else None
-
-    def _head(self, sentence: Sentence, source: str, target: str | None) -> Iterator[str]:
-        if self._source is not None:
-            yield f"S-{sentence.id}\t{source}"
-            if sentence.seconds is not None:
-                yield f"W-{sentence.id}\t{sentence.seconds:.3f}\tseconds"
-            for constraint in sentence.constraints:
-                yield f"C-{sentence.id}\t{self._target.string(_tensor(constraint), self._symbol)}"
-        if target is not None:
-            yield f"T-{sentence.id}\t{target}"
-
-    def _text(self, hypothesis: Hypothesis, source: str) -> tuple[Any, str]:
-        """The tokens to be scored, and the text before detokenising."""
-        from fairseq import utils
-
-        tokens, text, _ = utils.post_process_prediction(
-            hypo_tokens=_tensor(hypothesis.tokens),
-            src_str=source,
-            alignment=hypothesis.alignment,
-            align_dict=self._align,
-            tgt_dict=self._target,
-            remove_bpe=self._symbol,
-            extra_symbols_to_ignore=self._strip,
-        )
-        return tokens, text
-
-    def _body(self, id: int, hypothesis: Hypothesis, source: str, text: str, output: str) -> Iterator[str]:
-        yield f"H-{id}\t{hypothesis.score}\t{text}"
-        yield f"D-{id}\t{hypothesis.score}\t{output}"
-        yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores)
-        kind = self._generation.print_alignment
-        if kind == "hard" or (kind and self._interactive):
-            yield f"A-{id}\t" + " ".join(f"{source_place}-{place}" for source_place, place in hypothesis.alignment)
-        elif kind == "soft":
-            yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in hypothesis.alignment)
-        if self._interactive:
-            return
-        if self._generation.print_step:
-            yield f"I-{id}\t{hypothesis.steps}"
-        for step, tokens in enumerate(hypothesis.history or []):
-            yield f"E-{id}_{step}\t{self._target.string(_tensor(tokens), None)}"
-
-    def _pair(self, sentence: Sentence, target: str, tokens: Any, output: str) -> Pair:
-        if self._scores_text:
-            return target, output
-        if self._align is None and self._symbol is None:
-            return sentence.target, tokens.tolist()
-        # Words, not their parts, are compared. The dictionary grows by those that it does not have.
-        return tuple(self._target.encode_line(text, add_if_not_exist=True).tolist() for text in (target, output))
-
-
-class Scorer:
-    """FairSeq's scorer, in a process of its own: it takes pairs in order, and says the result when it is given none."""
-
-    def __init__(self, cfg: Any, dictionary: Any) -> None:
-        from fairseq import scoring
-
-        with _explained("the scorer cannot be set up"):
-            self._scorer = scoring.build_scorer(cfg.scoring, dictionary)
-        self.takes_text = hasattr(self._scorer, "add_string")
-
-    def __call__(self, pairs: list[Pair]) -> str | None:
-        for reference, hypothesis in pairs:
-            if self.takes_text:
-                self._scorer.add_string(reference, hypothesis)
-            else:
-                self._scorer.add(_tensor(reference), _tensor(hypothesis))
-        return None if pairs else self._scorer.result_string()
 
 
 @dataclass(frozen=True)
@@ -325,17 +133,17 @@ class _Command:
             raise SetupError("--path is needed: the checkpoint to generate with")
         if cfg.generation.sampling and cfg.generation.nbest != cfg.generation.beam:
             raise SetupError("--sampling prints every sample: give --nbest the number that --beam has")
-        with _explained("--user-dir"):
+        with explained("--user-dir"):
             utils.import_user_module(cfg.common)
         logger.debug(cfg)
         if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
             np.random.seed(cfg.common.seed)
             utils.set_torch_seed(cfg.common.seed)
         self.cuda = torch.cuda.is_available() and not cfg.common.cpu
-        with _explained(f"task {cfg.task._name} cannot be set up"):
+        with explained(f"task {cfg.task._name} cannot be set up"):
             self.task = tasks.setup_task(cfg.task)
-        self._source, self._target = _dictionaries(self.task)
-        with _explained("--model-overrides"):
+        self._source, self._target = dictionaries(self.task)
+        with explained("--model-overrides"):
             self.overrides = ast.literal_eval(cfg.common_eval.model_overrides)
         paths = utils.split_paths(cfg.common_eval.path)
         self.models, self.saved = _load_models(paths, self.task, cfg, self.overrides)
@@ -361,7 +169,7 @@ class _Command:
             unknown = self._unknown_token(sample)
             if unknown is not None:
                 raise PipelineError(unknown) from error
-            raise PipelineError(f"the model failed: {type(error).__name__}: {_reason(error)}") from error
+            raise PipelineError(f"the model failed: {type(error).__name__}: {reason(error)}") from error
 
     def _unknown_token(self, sample: Any) -> str | None:
         """A token that is in the data and not in the dictionary: what a damaged data set looks like to a model."""
@@ -385,7 +193,7 @@ class _Command:
     def _hypotheses(self, found: list[Any]) -> list[Hypothesis]:
         if self.cfg.generation.print_step and found and "steps" not in found[0]:
             raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
-        return [_plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
+        return [plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
 
     def _count(self, batch: _Batch, sentences: int) -> int:
         """Counts a batch; returns its tokens."""
@@ -432,7 +240,7 @@ class _Generate(_Command):
         if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
             cfg.dataset.max_tokens = 12000
         subset = cfg.dataset.gen_subset
-        with _explained(f"subset {subset} of {cfg.task.data} cannot be read"):
+        with explained(f"subset {subset} of {cfg.task.data} cannot be read"):
             self.task.load_dataset(subset, task_cfg=self.saved.task)
         lms: list[Any] = [None]
         if cfg.generation.lm_path is not None:
@@ -442,12 +250,12 @@ class _Generate(_Command):
         self._batches = self._iterator(subset)
         self.report.sources = len(self.task.dataset(subset))
         extra = {"lm_model": lms[0], "lm_weight": cfg.generation.lm_weight}
-        with _explained("the generator cannot be set up"):
+        with explained("the generator cannot be set up"):
             return self.task.build_generator(self.models, cfg.generation, extra_gen_cls_kwargs=extra)
 
     def _iterator(self, subset: str) -> Any:
         cfg = self.cfg
-        with _explained(f"subset {subset} of {cfg.task.data} cannot be read"):
+        with explained(f"subset {subset} of {cfg.task.data} cannot be read"):
             return self.task.get_batch_iterator(
                 dataset=self.task.dataset(subset),
                 max_tokens=cfg.dataset.max_tokens,
@@ -469,7 +277,7 @@ class _Generate(_Command):
 
     def _samples(self) -> Iterator[Any]:
         subset = self.cfg.dataset.gen_subset
-        with _explained(f"subset {subset} of {self.cfg.task.data} cannot be read"):
+        with explained(f"subset {subset} of {self.cfg.task.data} cannot be read"):
             for sample in self._batches:
                 if "net_input" in sample:
                     yield sample
@@ -502,8 +310,8 @@ class _Generate(_Command):
                 original = subset.src.get_original_text(id), subset.tgt.get_original_text(id)
             yield Sentence(
                 id,
-                _unpadded(sources, row, pad),
-                _unpadded(targets, row, pad),
+                unpadded(sources, row, pad),
+                unpadded(targets, row, pad),
                 self._hypotheses(found),
                 original,
             )
@@ -524,7 +332,7 @@ class _Generate(_Command):
         self._progress.close()
         if not self._has_target:
             return
-        with _explained("the scores cannot be computed"):
+        with explained("the scores cannot be computed"):
             for pending in self._pending:
                 pending.result()
             self.report.score = self._scorers.submit([]).result()
@@ -550,7 +358,7 @@ class _Interactive(_Command):
             raise SetupError("--batch-size is larger than --buffer-size, which says how many lines are read at once")
         self._ready(self.models)
         self._buffer: list[Written] = []
-        with _explained("the generator cannot be set up"):
+        with explained("the generator cannot be set up"):
             return self.task.build_generator(self.models, cfg.generation)
 
     def _plan(self) -> Iterator[Any]:
@@ -560,7 +368,7 @@ class _Interactive(_Command):
         first = 0
         for lines in _buffers(self.cfg.interactive.input, self.cfg.interactive.buffer_size):
             count = len(lines)
-            with _explained("the input cannot be used"):
+            with explained("the input cannot be used"):
                 for batch in make_batches(lines, self.cfg, self.task, positions, self._encode):
                     yield first, batch
             yield _EndOfBuffer()
@@ -599,7 +407,7 @@ class _Interactive(_Command):
                 constraints = [tokens.tolist() for tokens in unpack_constraints(sample["constraints"][row])]
             yield Sentence(
                 id,
-                _unpadded(sources, row, pad),
+                unpadded(sources, row, pad),
                 None,
                 self._hypotheses(found),
                 constraints=constraints,
@@ -632,7 +440,7 @@ def generate(cfg: Any, workers: int | None = None, output: TextIO | None = None,
     with contextlib.ExitStack() as files:
         if output is None and folder is not None:
             path = os.path.join(folder, f"generate-{cfg.dataset.gen_subset}.txt")
-            with _explained(f"cannot write {path}"):
+            with explained(f"cannot write {path}"):
                 os.makedirs(folder, exist_ok=True)
                 output = files.enter_context(open(path, "w", buffering=1, encoding="utf-8"))
         output = output or sys.stdout
@@ -671,7 +479,7 @@ def evaluate(cfg: Any) -> None:
 
     eval_lm.eval_lm = on_fast_layers
     try:
-        with _explained(f"{cfg.common_eval.path} cannot be evaluated on {cfg.task.data}"):
+        with explained(f"{cfg.common_eval.path} cannot be evaluated on {cfg.task.data}"):
             distributed.call_main(cfg, eval_lm.main)
     finally:
         eval_lm.eval_lm = own
@@ -724,7 +532,7 @@ def _load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple
         count = cfg.checkpoint.checkpoint_shard_count
         shards = {"suffix": cfg.checkpoint.checkpoint_suffix, "strict": count == 1, "num_shards": count}
     named = os.pathsep.join(paths)
-    with _explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
+    with explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
         logger.info("loading %s", named)
         try:
             models, saved = checkpoint_utils.load_model_ensemble(paths, arg_overrides=overrides, task=task, **shards)
@@ -742,7 +550,7 @@ def _buffers(name: str, size: int) -> Iterator[list[str]]:
     with contextlib.ExitStack() as files:
         lines: Iterable[str] = sys.stdin
         if name != "-":
-            with _explained("--input"):
+            with explained("--input"):
                 lines = files.enter_context(open(name, encoding="utf-8"))
         buffer: list[str] = []
         for line in lines:
@@ -752,79 +560,3 @@ def _buffers(name: str, size: int) -> Iterator[list[str]]:
                 buffer = []
         if buffer:
             yield buffer
-
-
-def _dictionaries(task: Any) -> tuple[Any, Any]:
-    """Of the source, or None where the source is no text, and of the target."""
-    try:
-        source = getattr(task, "source_dictionary", None)
-    except NotImplementedError:
-        source = None
-    return source, task.target_dictionary
-
-
-def _tensor(tokens: list[int]) -> Any:
-    import torch
-
-    return torch.tensor(tokens, dtype=torch.int32)
-
-
-def _unpadded(tokens: Any, row: int, pad: int) -> list[int] | None:
-    return None if tokens is None else [token for token in tokens[row].tolist() if token != pad]
-
-
-def _plain(hypothesis: Any) -> Hypothesis:
-    import torch
-
-    alignment = hypothesis["alignment"]
-    # Divided as the tensors that they are, in their own precision.
-    score = hypothesis["score"] / _BASE_2
-    history = hypothesis.get("history")
-    return Hypothesis(
-        tokens=hypothesis["tokens"].tolist(),
-        score=score.item() if torch.is_tensor(score) else score,
-        positional_scores=hypothesis["positional_scores"].div(_BASE_2).tolist(),
-        alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment,
-        steps=hypothesis.get("steps"),
-        history=[step["tokens"].tolist() for step in history] if history is not None else None,
-    )
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        raise SetupError(f"{what}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """Why, on one line. FairSeq and torch tell some things at length."""
-    text = str(error)
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"{error.filename} is missing"
-    if "Error(s) in loading state_dict" in text:
-        differences = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-        return (
-            "its weights are those of another architecture, or of a model with other dictionaries "
-            f"({len(differences)} differences, first: {differences[0][:200] if differences else text[:200]})"
-        )
-    architecture = re.search(r"Requested model type: (\S+)", text)
-    if architecture is not None:
-        return f"FairSeq does not know its architecture {architecture.group(1)!r} (--user-dir imports code that does)"
-    if "in DataLoader worker process" in text:
-        return text.strip().splitlines()[-1]
-    return one_line(error) if text.strip() else f"{type(error).__name__}, at {_place(error)}"
-
-
-def _place(error: Exception) -> str:
-    """Where an error without a message was raised: an assertion of FairSeq's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "an unknown place"
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"

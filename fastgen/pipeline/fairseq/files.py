@@ -17,7 +17,7 @@ from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, 
 from fastgen.pipeline.writers import json_line, text_line
 
 if TYPE_CHECKING:
-    from fastgen.pipeline.fairseq import Written
+    from fastgen.pipeline.fairseq.words import Written
 
 # What torch.save writes: a zip archive, or a pickle before torch 1.6.
 _CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80\x02")

@@ -1,0 +1,113 @@
+"""The stages: order, failures, interrupts, and workers that are forked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from fastgen.pipeline.channel import Cancelled, Direct
+from fastgen.pipeline.postprocess import PostProcessor
+from fastgen.pipeline.stages import Stages
+
+
+def _stages(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: None, read_ahead=True):
+    return Stages(iter(plan), model, lambda item: item + 1, recorded.append, handed_on, read_ahead=read_ahead)
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_every_item_goes_through_all_stages_in_order(read_ahead):
+    recorded: list[int] = []
+    timing = _stages(range(1000), recorded, read_ahead=read_ahead).run()
+    assert recorded == [item * 10 + 1 for item in range(1000)]
+    assert timing.wall >= timing.waiting_for_input > 0
+    assert timing.draining >= 0
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_the_plan_is_read_where_it_is_to_be_read(read_ahead):
+    threads = set()
+
+    def plan():
+        for item in range(3):
+            threads.add(threading.current_thread().name)
+            yield item
+
+    _stages(plan(), [], read_ahead=read_ahead).run()
+    assert threads == ({"fastgen-plan"} if read_ahead else {threading.current_thread().name})
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["plan", "model", "handed on"])
+def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_ahead, error, where):
+    if where == "plan" and read_ahead and error is KeyboardInterrupt:
+        pytest.skip("an interrupt arrives in the thread of the model")
+    recorded: list[int] = []
+
+    def failing(here):
+        def act(item):
+            if here == where and item in (5, 50):
+                raise error
+            return item
+
+        return act
+
+    model = failing("model")
+    stages = _stages(
+        map(failing("plan"), range(100)),
+        recorded,
+        model=lambda item: model(item) * 10,
+        handed_on=failing("handed on"),
+        read_ahead=read_ahead,
+    )
+    with pytest.raises(error):
+        stages.run()
+    # What is handed on is ten times the item: 50 is that of item 5, which nothing takes back any more.
+    assert recorded == [item * 10 + 1 for item in range(6 if where == "handed on" else 5)]
+
+
+def test_a_failure_behind_the_model_ends_the_run():
+    recorded: list[int] = []
+
+    def record(item):
+        if item == 31:
+            raise OSError("the disk is full")
+        recorded.append(item)
+
+    stages = Stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=False)
+    with pytest.raises(OSError, match="disk is full"):
+        stages.run()
+    assert recorded == [1, 11, 21]
+
+
+def test_a_direct_source_ends_when_it_is_cancelled():
+    source = Direct(iter(range(3)))
+    items = iter(source)
+    assert next(items) == 0
+    source.cancel()
+    with pytest.raises(Cancelled):
+        next(items)
+    assert source.seconds_empty > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
+def test_a_forked_worker_has_what_is_there_already_and_one_thread():
+    import torch
+
+    state = {"made": "before"}
+
+    def make():
+        return lambda item: (state["made"], item + 1, os.getpid(), torch.get_num_threads())
+
+    state_of_worker = PostProcessor(make, 1, "fork")
+    state["made"] = "afterwards"
+    try:
+        made, item, process, threads = state_of_worker.submit(1).result()
+    finally:
+        state_of_worker.close()
+    assert (made, item, threads) == ("before", 2, 1)
+    assert process != os.getpid()
+    assert PostProcessor(make, 0, "fork").submit(1).result()[:3] == ("afterwards", 2, os.getpid())
