@@ -51,6 +51,8 @@ def load(settings: Settings) -> LoadedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
+
     quiet_transformers(settings.quiet)
     name = settings.model
     check_path(name)
@@ -257,21 +259,25 @@ def _input_limit(config: Any, generation: Any) -> int | None:
         for name in ("max_encoder_position_embeddings", "max_position_embeddings"):
             value = getattr(text, name, None)
             if isinstance(value, int) and value > 0:
-                return value
+                follows = getattr(config, "target_follows_source", False)
+                target = generation.max_new_tokens or (generation.max_length or 21) - 1
+                return _room_beside(value, target) if follows else value
         # T5 and its kin: positions are relative and have no end.
         return None
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = []
     if isinstance(positions, int) and positions > 0:
         # What is generated takes positions as well.
-        limits.append(positions - (generation.max_new_tokens or 1))
+        limits.append(_room_beside(positions, generation.max_new_tokens or 1))
     if generation.max_new_tokens is None and generation.max_length is not None:
-        limits.append(generation.max_length - 1)
-    if limits and min(limits) < 1:
-        raise SetupError(
-            f"the model has {positions} positions: no room for an input beside {generation.max_new_tokens} new tokens"
-        )
+        limits.append(_room_beside(generation.max_length, 1))
     return min(limits) if limits else None
+
+
+def _room_beside(positions: int, target: int) -> int:
+    if positions <= target:
+        raise SetupError(f"the model has {positions} positions: no room for an input beside {target} new tokens")
+    return positions - target
 
 
 def depends_on_padding(loaded: LoadedModel) -> bool:

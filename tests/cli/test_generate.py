@@ -214,8 +214,8 @@ def test_standard_input_and_output(bart, tmp_path, monkeypatch):
     assert stream.getvalue() == (tmp_path / "out.txt").read_bytes()
 
 
-def test_without_fastgen_the_output_is_the_same(bart, gpt2, inputs, tmp_path):
-    for model, name in ((bart, "bart"), (gpt2, "gpt2")):
+def test_without_fastgen_the_output_is_the_same(bart, gpt2, unilm, inputs, tmp_path):
+    for model, name in ((bart, "bart"), (gpt2, "gpt2"), (unilm, "unilm")):
         for way, flag in (("with", []), ("without", ["--no-fastgen"])):
             out = tmp_path / f"{name}-{way}.jsonl"
             report = tmp_path / f"{name}-{way}.report.json"

@@ -31,6 +31,11 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.gpt2(tmp_path_factory.mktemp("gpt2"))
 
 
+@pytest.fixture(scope="session")
+def unilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.unilm(tmp_path_factory.mktemp("unilm"))
+
+
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
     path = tmp_path / "in.txt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -204,6 +206,8 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
     ("kind", "generation", "limit"),
     [
         ("bart", {}, 64),
+        ("unilm", {}, 58),
+        ("unilm", {"max_new_tokens": None, "max_length": 20}, 45),
         ("gpt2", {}, 58),
         ("gpt2", {"max_new_tokens": None, "max_length": 20}, 19),
         ("gpt2", {"max_new_tokens": None}, 63),
@@ -213,11 +217,26 @@ def test_inputs_longer_than_the_model_has_room_for(kind, generation, limit, requ
     asked = settings(request.getfixturevalue(kind), generation=generation)
     loaded = load(asked)
     assert loaded.positions == limit
-    extra = 2 if kind == "bart" else 0
+    extra = 0 if kind == "gpt2" else 2
     fits = Record(0, 1, 0, "A" * (limit - extra))
     result = Encoder(loaded, asked)([fits, Record(1, 2, 1, "A" * (limit - extra + 1))])
     assert isinstance(result[0], Prepared)
     assert result[1].problem.kind == "too-long"
+
+
+def test_a_model_of_fastgens_own_is_known_without_being_imported(unilm, monkeypatch):
+    from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+
+    kind = load(settings(unilm)).model.config_class
+    monkeypatch.delitem(sys.modules, "fastgen.models.unilm")
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "unilm")
+    monkeypatch.delitem(AutoModelForSeq2SeqLM._model_mapping._extra_content, kind)
+    assert load(settings(unilm)).model.config_class is kind
+
+
+def test_no_room_for_an_input_beside_the_target(unilm):
+    with pytest.raises(SetupError, match="64 positions: no room for an input beside 64 new tokens"):
+        load(settings(unilm, generation={"max_new_tokens": 64}))
 
 
 def test_truncation(bart, gpt2):

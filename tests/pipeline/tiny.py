@@ -57,6 +57,25 @@ def bart(folder: Path, **changes) -> Path:
     return folder
 
 
+def unilm(folder: Path, **changes) -> Path:
+    """FastGen's own UniLM, with 64 positions for source and target."""
+    import torch
+
+    from fastgen.models.unilm import UniLMConfig, UniLMForSeq2SeqLM
+
+    tokens = tokenizer(encoder_decoder=True)
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=len(tokens), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, bos_token_id=0, pad_token_id=1, eos_token_id=2, mask_token_id=3,
+        decoder_start_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    model = UniLMForSeq2SeqLM(UniLMConfig(**(options | changes))).eval()
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
 def gpt2(folder: Path, **changes) -> Path:
     """A decoder-only model with 64 positions and no padding token."""
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -27,6 +27,8 @@ class UniLMConfig(PreTrainedConfig):
     """
 
     model_type = "unilm"
+    # The target takes positions behind those of the source: what is generated is missing there.
+    target_follows_source: ClassVar[bool] = True
 
     vocab_size: int = 28996
     hidden_size: int = 768
