@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_MIN_GROWTH = 64  # positions
+
 
 @dataclass(frozen=True)
 class Move:
@@ -23,6 +25,7 @@ class Beams:
     After a reorder, row r continues the history of row `index[r]`. Sequences of one input descend from one another, so
     most of their history is the same, and only what lies behind the point where the two rows parted needs to be moved.
     `common[b, i, j]` is the number of suffix positions, from the first, that sequences i and j of input b agree on.
+    Where attention can read through a table, nothing is moved at all: `descend` changes the table.
     """
 
     def __init__(self, batch: int, copies: int) -> None:
@@ -31,6 +34,8 @@ class Beams:
         self._common: Tensor | None = None  # [batch, copies, copies], on the host; made at the first reorder
         self._index: Tensor | None = None
         self._move: Move | None = None
+        self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first descent
+        self._descended: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -56,9 +61,46 @@ class Beams:
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order; the rows of the others are gone."""
         self.batch = inputs.shape[0]
-        self._index = self._move = None
+        self._index = self._move = self._descended = None
         if self._common is not None:
             self._common = self._common[inputs.cpu()]
+        if self._ancestry is not None:
+            rows = (inputs.unsqueeze(1) * self.copies + torch.arange(self.copies)).flatten()
+            moved = (rows - torch.arange(rows.shape[0])).int()  # ancestors are rows of the same input
+            self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
+
+    def descend(self, index: Tensor, length: int) -> None:
+        """Every row r continues row `index[r]`, and nothing is moved: `ancestry` says where its positions lie.
+
+        All layers of a model descend by the same `index` object one after another: it is done once. For the host only.
+
+        Args:
+            index, length: as for `reorder`.
+        """
+        if index is self._descended:
+            return
+        if index.shape != (self.rows,):
+            raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
+        table = self._reserve(length)
+        table[:, :length] = table[:, :length].index_select(0, index)
+        self._descended = index
+
+    def ancestry(self, length: int) -> Tensor | None:
+        """[rows, length], int32: position t of row r lies in row `ancestry[r, t]`. None while it is row r itself.
+
+        A view, valid until the next `descend` or `keep`.
+        """
+        return None if self._ancestry is None else self._reserve(length)[:, :length]
+
+    def _reserve(self, length: int) -> Tensor:
+        """The table, with room for `length` positions. Those that are new lie in their own row."""
+        table = self._ancestry
+        have = table.shape[1] if table is not None else 0
+        if table is None or have < length:
+            own = torch.arange(self.rows, dtype=torch.int32).unsqueeze(1)
+            new = own.expand(-1, max(length, have + max(have // 4, _MIN_GROWTH)) - have)
+            self._ancestry = table = new.clone() if table is None else torch.cat([table, new], dim=1)
+        return table
 
     def _plan(self, index: Tensor, length: int) -> Move | None:
         if index.shape != (self.rows,):

@@ -7,14 +7,29 @@ from torch import Tensor
 
 from fastgen.decoding.beams import Beams
 from fastgen.decoding.shared import SharedKV
+from fastgen.ops import attention
 
 # A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so
 # many bytes per layer. Below, reading the repetitions takes less time than the additional operations of a split
 # attention do, and the prefix is repeated. The sizes are where both take the same time on a CPU with 15 GB/s.
 MIN_SHARED_PREFIX = 32
 MIN_SHARED_BYTES = 2**20
+# A suffix behind a prefix that is not worth sharing is read through a table when a position of K and V has so many
+# bytes over all rows. Below, moving what a reorder changes takes less time than an attention that is not the library's.
+MIN_TABLE_BYTES = 2**17
 
 _MIN_GROWTH = 64  # positions
+
+
+def _span(rows: Tensor) -> slice | None:
+    """The rows, in ascending order, as a slice, if they lie next to each other.
+
+    Not looked at where the host would wait for a device.
+    """
+    if rows.device.type != "cpu":
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == rows.shape[0] - 1 else None
 
 
 class GrowingTensor:
@@ -51,7 +66,11 @@ class GrowingTensor:
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with the given rows only, which are at least one and in ascending order."""
-        kept = self.view()[rows]
+        span = _span(rows)
+        if span is not None:
+            self._data = self._data[span]
+            return
+        kept = self.view().index_select(0, rows)
         self._data = self._data[: rows.shape[0]]
         self._data[:, :, : self.length] = kept
 
@@ -65,6 +84,10 @@ class LayerKV:
 
     * a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay;
     * a `SharedKV` otherwise, which never holds the repeated prefix.
+
+    A reorder moves the part of the suffix that changes. Where the attention operator can read through a table
+    (`Beams.ancestry`) it moves nothing; should something else want the suffix, it is gathered once, and moved from then
+    on.
 
     Args:
         room: suffix positions to allocate at first.
@@ -81,6 +104,8 @@ class LayerKV:
         self._suffix: tuple[GrowingTensor, GrowingTensor] | None = None
         # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
         self._repeated = 0
+        self._is_short = False  # the prefix is not worth sharing
+        self._descends = False  # reorders change the table of `Beams`; the suffix stays where it is
         # Positions of the suffix at the last reorder: up to there, `Beams` knows what the rows have in common.
         self._settled = 0
         self._handles: tuple[Tensor, Tensor] | None = None
@@ -107,11 +132,9 @@ class LayerKV:
             self.dropped = max(keys.shape[2] - self._window + 1, 0)
             keys, values = keys[:, :, self.dropped :], values[:, :, self.dropped :]
         repeated_bytes = (keys.nbytes + values.nbytes) * beams.copies
-        if keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES:
-            self._prefix = keys.repeat_interleave(beams.copies, dim=0), values.repeat_interleave(beams.copies, dim=0)
-        else:
-            # Projections come with heads and positions swapped in memory; batched products would copy that every step.
-            self._prefix = keys.contiguous(), values.contiguous()
+        self._is_short = keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES
+        # Projections come with heads and positions swapped in memory; batched products would copy that every step.
+        self._prefix = keys.contiguous(), values.contiguous()
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Adds positions, and returns what stands for all of K and all of V."""
@@ -132,15 +155,54 @@ class LayerKV:
 
     def _store_in_suffix(self, keys: Tensor, values: Tensor) -> None:
         """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
+        self._descends = self._may_descend(keys, values)
+        if self._is_short and not self._descends:
+            self._repeat_prefix()
+        if self._descends and self._prefix is None:  # nothing came before the first position of the sequences
+            batch = self._beams.batch
+            self._prefix = keys[:batch, :, :0].contiguous(), values[:batch, :, :0].contiguous()
         if self._prefix is not None and not self._is_shared:
-            first, self._prefix = self._prefix, None
-            self._repeated = first[0].shape[2]
-            self._suffix = GrowingTensor(first[0], self._room), GrowingTensor(first[1], self._room)
-            self._suffix[0].append(keys)
-            self._suffix[1].append(values)
+            self._move_prefix(keys, values)
         else:
             room = max(self._room - keys.shape[2], 0)
             self._suffix = GrowingTensor(keys, room), GrowingTensor(values, room)
+
+    def _move_prefix(self, keys: Tensor, values: Tensor) -> None:
+        """The suffix is the prefix, which is one row per sequence, and these."""
+        first, self._prefix = self._prefix, None
+        self._repeated = first[0].shape[2]
+        self._suffix = GrowingTensor(first[0], self._room), GrowingTensor(first[1], self._room)
+        self._suffix[0].append(keys)
+        self._suffix[1].append(values)
+
+    def _may_descend(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether reorders are to change a table, for a suffix that starts with these."""
+        return (
+            self._beams.copies > 1
+            and (self._prefix is None or self._is_shared)
+            and keys.dtype is torch.float32
+            and attention.reads_ancestry(keys.device.type)
+            and not torch.is_grad_enabled()
+            and (self._is_worth_sharing or keys.nbytes + values.nbytes >= MIN_TABLE_BYTES * keys.shape[2])
+        )
+
+    def _repeat_prefix(self) -> None:
+        """One row of the prefix for each sequence."""
+        copies, self._is_short = self._beams.copies, False
+        self._prefix = tuple(part.repeat_interleave(copies, dim=0) for part in self._prefix)
+
+    def _settle(self) -> None:
+        """The suffix row by row: something else than the attention operator needs it, and will again."""
+        if not self._descends:
+            return
+        ancestry, self._descends = self._beams.ancestry(self._suffix[0].length), False
+        own = [part.view() if ancestry is None else attention.descend(part.view(), ancestry) for part in self._suffix]
+        self._suffix = GrowingTensor(own[0], self._room), GrowingTensor(own[1], self._room)
+        if self._is_short:
+            self._repeat_prefix()
+            self._move_prefix(*(part.view() for part in self._suffix))
+            self._settled += self._repeated
+        self._handles = None
 
     def crop(self, count: int) -> None:
         """Forgets the last `count` positions, added since `branch` and the last `reorder`: what a step only looks at.
@@ -160,6 +222,10 @@ class LayerKV:
             part.length -= count
 
     @property
+    def _is_worth_sharing(self) -> bool:
+        return self._is_shared and not self._is_short
+
+    @property
     def _is_shared(self) -> bool:
         """Whether one row of the prefix stands for several sequences."""
         return self._beams is not None and self._prefix is not None and self._prefix[0].shape[0] != self._beams.rows
@@ -171,6 +237,8 @@ class LayerKV:
             ValueError: nothing has been stored yet.
         """
         if self._handles is None:
+            if self._is_short and self._suffix is None:
+                self._repeat_prefix()
             self._handles = self._view(0), self._view(1)
         return self._handles
 
@@ -183,13 +251,18 @@ class LayerKV:
             return suffix
         if self._beams is None or not self._is_shared:
             return prefix
-        return SharedKV.of(prefix, suffix, self._beams.copies)
+        ancestry = self._beams.ancestry(suffix.shape[2]) if self._descends else None
+        return SharedKV.of(prefix, suffix, self._beams.copies, ancestry, self._settle)
 
     def reorder(self, index: Tensor) -> None:
-        """Row r continues the sequence of row `index[r]`. Moves the part of the suffix in which the two differ."""
+        """Row r continues the sequence of row `index[r]`. Moves at most the part of the suffix in which they differ."""
         if self._beams is None or self._suffix is None or self._beams.copies == 1:
             return
         self._settled = self._suffix[0].length
+        if self._descends:
+            self._beams.descend(index, self._settled)
+            self._handles = None
+            return
         grown = self._settled - self._repeated
         # Without a position of its own a row equals the other rows of its input.
         move = self._beams.reorder(index, grown) if grown else None
@@ -208,7 +281,8 @@ class LayerKV:
         rows = (inputs.unsqueeze(1) * copies + torch.arange(copies, device=inputs.device)).flatten()
         if self._prefix is not None:
             kept = inputs if self._is_shared else rows
-            self._prefix = self._prefix[0][kept], self._prefix[1][kept]
+            span = _span(kept)
+            self._prefix = tuple(part[span] if span else part.index_select(0, kept) for part in self._prefix)
         for part in self._suffix or ():
             part.keep(rows)
         self._handles = None

@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastgen.ops.attention import shared_prefix_attention, shared_prefix_context, shared_prefix_scores
+from fastgen.ops.attention import (
+    descend,
+    shared_prefix_attention,
+    shared_prefix_context,
+    shared_prefix_scores,
+    suits_kernel,
+)
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
 _METADATA = frozenset(
@@ -52,6 +58,8 @@ class _Parts:
         prefix: [batch, kv heads, N, dim].
         suffix: [rows, kv heads, T, dim] or None.
         copies: rows per input.
+        ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
+        settle: to be called when the suffix is needed row by row, so that the store keeps it like that from now on.
         group: every kv head is repeated this many times (grouped-query attention).
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
         folded: heads are folded into rows: [rows * heads, length, dim].
@@ -61,6 +69,8 @@ class _Parts:
     prefix: Tensor
     suffix: Tensor | None
     copies: int
+    ancestry: Tensor | None = None
+    settle: Callable[[], None] | None = None
     group: int = 1
     ungrouped: bool = False
     folded: bool = False
@@ -69,6 +79,14 @@ class _Parts:
     @property
     def rows(self) -> int:
         return self.prefix.shape[0] * self.copies
+
+    def own(self) -> Tensor | None:
+        """The suffix with the positions of row r in row r."""
+        if self.suffix is not None and self.settle is not None:
+            self.settle()
+        if self.suffix is None or self.ancestry is None:
+            return self.suffix
+        return descend(self.suffix, self.ancestry)
 
     @property
     def kv_heads(self) -> int:
@@ -98,9 +116,20 @@ class SharedKV(torch.Tensor):
     _full: Tensor | None
 
     @staticmethod
-    def of(prefix: Tensor, suffix: Tensor | None, copies: int) -> SharedKV:
-        """The tensor [batch * copies, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`."""
-        return SharedKV._make(_Parts(prefix, suffix, copies))
+    def of(
+        prefix: Tensor,
+        suffix: Tensor | None,
+        copies: int,
+        ancestry: Tensor | None = None,
+        settle: Callable[[], None] | None = None,
+    ) -> SharedKV:
+        """The tensor [batch * copies, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`.
+
+        Args:
+            ancestry: [rows, T], int32: where the positions of the suffix lie, if not in their own row.
+            settle: called when something else than the attention operator needs the suffix.
+        """
+        return SharedKV._make(_Parts(prefix, suffix, copies, ancestry, settle))
 
     @staticmethod
     def _make(parts: _Parts) -> SharedKV:
@@ -114,8 +143,9 @@ class SharedKV(torch.Tensor):
         if self._full is None:
             parts = self._parts
             full = parts.prefix.repeat_interleave(parts.copies, dim=0)
-            if parts.suffix is not None:
-                full = torch.cat([full, parts.suffix], dim=2)
+            own = parts.own()
+            if own is not None:
+                full = torch.cat([full, own], dim=2)
             if parts.ungrouped:
                 full = full.unsqueeze(2).expand(-1, -1, parts.group, -1, -1)
             elif parts.group > 1:
@@ -267,7 +297,7 @@ def _product(left: Any, right: Any) -> Tensor:
     inner = right._parts.prefix.shape[3] if parts.transposed else parts.length
     _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
     compute = shared_prefix_scores if parts.transposed else shared_prefix_context
-    result = compute(x, parts.prefix, parts.suffix)
+    result = compute(x, parts.prefix, parts.own())
     return result.flatten(0, 1) if parts.folded else result
 
 
@@ -316,8 +346,11 @@ def _attention(
     heads = keys.kv_heads * keys.group
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
     _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+    ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
+    if ancestry is not None and not suits_kernel(query, keys.prefix, values.prefix, *own, attn_mask):
+        ancestry, own = None, (keys.own(), values.own())
     return shared_prefix_attention(
-        query, keys.prefix, values.prefix, keys.suffix, values.suffix, mask=attn_mask, scale=scale
+        query, keys.prefix, values.prefix, *own, mask=attn_mask, scale=scale, ancestry=ancestry
     )
 
 

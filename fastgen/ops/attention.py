@@ -40,6 +40,12 @@ def backend() -> str:
     return _library.backend("fastgen::shared_prefix_attention")
 
 
+@functools.cache
+def reads_ancestry(device: str) -> bool:
+    """Whether there is a kernel for that kind of device which reads a suffix through a table without gathering it."""
+    return device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::shared_prefix_attention", "CPU")
+
+
 def _by_input(x: Tensor, kv_heads: int, copies: int) -> Tensor:
     """[rows, heads, Q, c] -> [batch, kv heads, copies * group * Q, c]: what reads the same K/V becomes one matrix."""
     rows, heads, length, width = x.shape
@@ -138,14 +144,14 @@ def shared_prefix_attention(
     Raises:
         RuntimeError: a shape, a type or a device is not as above.
     """
-    if not _suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
+    if not suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
         return _composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
     return torch.ops.fastgen.shared_prefix_attention.default(
         query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
     )
 
 
-def _suits_kernel(
+def suits_kernel(
     query: Tensor,
     prefix_keys: Tensor,
     prefix_values: Tensor,
@@ -153,7 +159,7 @@ def _suits_kernel(
     suffix_values: Tensor | None,
     mask: Tensor | None,
 ) -> bool:
-    """Whether the kernel can have these tensors, and takes less time than the reference."""
+    """Whether the kernel takes these arguments of `shared_prefix_attention`, and less time than plain torch."""
     device, dtype = query.device.type, query.dtype
     if device != "cpu" or dtype not in MAX_ROWS or (dtype.itemsize == 2 and not _converts_halves()):
         return False
@@ -211,7 +217,7 @@ def _composed(
     if suffix_keys is None or suffix_values is None:
         return _prefix_attention(query, prefix_keys, prefix_values, mask, scale)
     if ancestry is not None:
-        suffix_keys, suffix_values = _descend(suffix_keys, ancestry), _descend(suffix_values, ancestry)
+        suffix_keys, suffix_values = descend(suffix_keys, ancestry), descend(suffix_values, ancestry)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     # Scaling the query instead of the scores: it is the smaller tensor by far.
@@ -232,8 +238,8 @@ def _composed(
     return shared_prefix_context(weights, prefix_values, suffix_values)
 
 
-def _descend(suffix: Tensor, ancestry: Tensor) -> Tensor:
-    """The suffix as `ancestry` says: position t of row r is that of row `ancestry[r, t]`."""
+def descend(suffix: Tensor, ancestry: Tensor) -> Tensor:
+    """The suffix [rows, kv heads, T, dim] gathered: position t of row r is that of row `ancestry[r, t]`, [rows, T]."""
     positions = torch.arange(suffix.shape[2], device=suffix.device)
     return suffix.transpose(1, 2)[ancestry.long(), positions].transpose(1, 2)
 

@@ -194,3 +194,76 @@ def test_a_window_drops_what_lies_behind_it_from_the_prefix(copies):
 def test_reading_an_empty_layer_is_an_error():
     with pytest.raises(ValueError, match="no keys"):
         LayerKV(1).read()
+
+
+@given(
+    copies=st.integers(2, 4),
+    prefix=st.integers(0, 5),
+    worth=st.booleans(),
+    steps=st.lists(st.sampled_from(["step", "two", "reorder", "look", "leave", "crop"]), max_size=14),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_suffix_that_is_read_through_a_table(copies, prefix, worth, steps, seed):
+    """Two layers: in both nothing is moved, until of one of them the full tensor is looked at."""
+    torch.manual_seed(seed)
+    batch, heads, width = 3, 2, 8
+    beams = Beams(batch, copies)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if worth else 1000)
+        patch.setattr(kv, "MIN_SHARED_BYTES", 0)
+        patch.setattr(kv, "MIN_TABLE_BYTES", 0)
+        layers, full = [LayerKV(1), LayerKV(1)], torch.randn(batch, heads, prefix, width)
+        for layer in layers:
+            if prefix:
+                layer.extend(full, full)
+            layer.branch(beams)
+        full = full.repeat_interleave(copies, dim=0)
+        may_crop = False
+        for step in ["step", *steps]:
+            rows = full.shape[0]
+            if step in ("step", "two"):
+                new = torch.randn(rows, heads, 1 if step == "step" else 2, width)
+                full = torch.cat([full, new], dim=2)
+                for layer in layers:
+                    layer.extend(new, new)
+                may_crop = True
+            elif step == "reorder":
+                index = (torch.randint(copies, (rows // copies, copies)) + torch.arange(0, rows, copies)[:, None]).view(
+                    -1
+                )
+                for layer in layers:
+                    layer.reorder(index)
+                full, may_crop = full[index], False
+            elif step == "leave" and rows > copies:
+                inputs = torch.arange(rows // copies)[torch.randperm(rows // copies) > 0]
+                for layer in layers:
+                    layer.keep(inputs)
+                beams.keep(inputs)
+                full = full.unflatten(0, (-1, copies))[inputs].flatten(0, 1)
+            elif step == "crop" and may_crop and full.shape[2] > 1:
+                for layer in layers:
+                    layer.crop(1)
+                full, may_crop = full[:, :, :-1], False
+            elif step == "look":
+                assert torch.equal(layers[1].read()[0] + 0, full) and torch.equal(layers[1].read()[1] + 0, full)
+                assert type(layers[1].read()[0]) is torch.Tensor or worth or not prefix
+            query = torch.randn(full.shape[0], heads, 1, width)
+            expected = torch.nn.functional.scaled_dot_product_attention(query, full, full)
+            for layer in layers:
+                assert layer.length == full.shape[2]
+                found = torch.nn.functional.scaled_dot_product_attention(query, *layer.read())
+                torch.testing.assert_close(found, expected)
+        assert layers[0]._descends
+        for layer in layers:
+            assert torch.equal(layer.materialize()[0], full)
+
+
+def test_a_table_is_not_used_without_a_kernel_that_reads_it(monkeypatch):
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
+    monkeypatch.setattr(kv.attention, "reads_ancestry", lambda device: False)
+    with torch.no_grad():
+        layer = LayerKV(4)
+        layer.branch(Beams(2, 2))
+        keys, _ = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
+    assert type(keys) is torch.Tensor

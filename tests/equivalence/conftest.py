@@ -22,6 +22,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     would never be worth it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
     monkeypatch.setattr(layers, "MEASURED_FROM", 1)
@@ -42,7 +43,7 @@ def strict(counted: None) -> None:
 
 
 class SharedPrefixes:
-    """How often a shared prefix was handed to a model, and how often the model made the full tensor of it.
+    """How often a shared prefix was handed to a model, and how often the model made the full tensor of a long one.
 
     Attributes:
         made: handles made.
@@ -65,7 +66,8 @@ def shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> SharedPrefixes:
         return of(*args)
 
     def counting_materialize(tensor: SharedKV) -> object:
-        found.full.append(_asked_by())
+        if tensor._parts.prefix.shape[2] >= kv.MIN_SHARED_PREFIX:
+            found.full.append(_asked_by())
         return materialize(tensor)
 
     monkeypatch.setattr(SharedKV, "of", staticmethod(counting_of))

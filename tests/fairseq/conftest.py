@@ -36,6 +36,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     A prefix is shared however few bytes it has: that of a tiny model would never be worth it.
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     before = settings.current()
     fastgen.enable()
     fastgen.reset_stats()

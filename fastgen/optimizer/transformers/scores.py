@@ -27,7 +27,7 @@ _METADATA = frozenset(
 
 
 class StepLogits(torch.Tensor):
-    """The logits of a step, [rows, 1, vocabulary], which nobody holds but the loop: the copy that it makes is no copy."""
+    """The logits of a step, [rows, 1, vocabulary], which nobody holds but the loop: its copy of them is none."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
