@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.measure import format_seconds
+from benchmarks.profile import OTHERS
 from benchmarks.record import Record
 
 # Above this many cores busy with other work, a measurement is marked.
@@ -22,6 +23,9 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
     others = [record for record in records if record.group != "generation" and record.sides]
     if others:
         sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
+    profiles = [record for record in records if record.profile]
+    if profiles:
+        sections.append("## Where the time goes that misses a target\n\n" + _profiles(profiles))
     remarks = _remarks(records)
     if remarks:
         sections.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in remarks))
@@ -135,6 +139,16 @@ def _others(records: list[Record]) -> str:
             times = f"{baseline['median'] / side['median']:.2f}" if baseline else ""
             rows.append([_title(record), name, _spread(side), times, _yes(record.identical)])
     return _table(["workload", "side", "time", "times as fast as the first", "identical"], rows)
+
+
+def _profiles(records: list[Record]) -> str:
+    rows = []
+    for record in records:
+        total = sum(record.profile.values())
+        for name, seconds in record.profile.items():
+            operator = name if name == OTHERS else f"`{name}`"
+            rows.append([_title(record), operator, f"{seconds:.2f} s", f"{100 * seconds / total:.0f} %"])
+    return _table(["workload", "operator", "time in it", "share"], rows)
 
 
 def _remarks(records: list[Record]) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 import fastgen
 from benchmarks import memory, sides
 from benchmarks.measure import alternate, format_seconds, summary, timed
+from benchmarks.profile import profile
 from benchmarks.record import Record, Target
 from benchmarks.sides import BASELINE, SUBJECT, Job, Side, Unsupported
 
@@ -184,11 +185,20 @@ class Generation(Workload):
             ready = open_sides(stack, {name: (sides.make(name), job) for name in names}, context, record)
             outcomes = time_sides(ready, self.repetitions_in(context), context, record)
             record.compare(sides.pairs(side for name, side in ready.items() if name in outcomes))
+            self._profile(context, record, ready)
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)
         if BASELINE not in outcomes:
             return None
         return outcomes[BASELINE][0].tokens
+
+    def _profile(self, context: Context, record: Record, ready: Mapping[str, Side]) -> None:
+        """Where the subject's time goes, if a target was missed."""
+        missed = any(target.judge(record.metrics)["met"] is False for target in self.targets)
+        if missed and record.subject in ready and context.device.type == "cpu" and not context.quick:
+            context.log(f"profile of {record.subject}")
+            side = ready[record.subject]
+            record.profile = profile(lambda: side.run(side.job.workload.new_tokens))
 
     def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
         both = (BASELINE, SUBJECT)

@@ -34,6 +34,13 @@ def test_everything_is_written_after_each_workload(tmp_path):
     assert (found.folder / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_profile_is_on_the_page(tmp_path):
+    found = Results(tmp_path, ABOUT, [])
+    found.add(record("first", profile={"aten::addmm": 3.0, "others": 1.0}))
+    page = (tmp_path / "results.md").read_text()
+    assert "| Title of first | `aten::addmm` | 3.00 s | 75 % |" in page and "| others | 1.00 s | 25 % |" in page
+
+
 def test_merges_with_results_of_the_same_machine_and_versions(tmp_path):
     order = ["a", "b", "c"]
     first = Results(tmp_path, ABOUT, order)

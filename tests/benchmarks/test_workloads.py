@@ -15,6 +15,8 @@ import torch
 import fastgen
 from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
+from benchmarks.profile import OTHERS
+from benchmarks.record import Target
 from benchmarks.sides.generate import Unpatched
 from benchmarks.workload import Context, Generation, Workload
 from benchmarks.workloads import all_workloads, no_repeat_ngram
@@ -114,6 +116,16 @@ def test_generation(name):
     assert set(record.sides) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
     assert record.status == "ok" and record.date and record.wall_seconds > 0
     json.dumps(record.to_json())
+
+
+@pytest.mark.parametrize(("bound", "profiled"), [(0.0, False), (1e9, True)])
+def test_a_missed_target_shows_where_the_time_goes(bound, profiled):
+    target = Target("times as fast", "ratio", at_least=bound)
+    record = run_workload(tiny("gpt2-b4-p512", targets=(target,)), Context(threads=1))
+    assert bool(record.profile) is profiled
+    if profiled:
+        assert OTHERS in record.profile and all(seconds >= 0 for seconds in record.profile.values())
+        assert "aten::addmm" in record.profile or "fastgen::packed_linear" in record.profile
 
 
 def test_memory_in_paired_processes():
