@@ -49,8 +49,8 @@ def load(path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
     The shape is that of the weights. Segments are 4 and 5 (UniLM v1) for a file without a configuration, and what the
     configuration says, 0 and 1 by default (s2s-ft), for a directory with one.
 
-    Two ways of fine-tuning leave no trace in a checkpoint, and are not supported: `--pos_shift`, which predicts from the
-    token before instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
+    Two ways of fine-tuning leave no trace in a checkpoint, and are not supported: `--pos_shift`, which predicts from
+    the token before instead of a [MASK], and `--s2s_add_segment`, which gives a source two segments.
 
     Args:
         path: a file of weights, or a directory with one and perhaps a `config.json`.
