@@ -11,6 +11,7 @@ from torch import Tensor
 import fastgen
 from benchmarks.sides.base import Job, Side, Unsupported
 from fastgen import settings as fastgen_settings
+from fastgen.ops import quantized_linear
 
 
 class Unpatched(Side):
@@ -48,6 +49,11 @@ class Patched(Unpatched):
         unknown = [name for name in self._settings if not hasattr(fastgen_settings.current(), name)]
         if unknown:
             raise Unsupported(f"FastGen {fastgen.__version__} has no setting {', '.join(unknown)}")
+        precision = self._settings.get("cpu_weights", "fp32")
+        if precision != "fp32":
+            reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized_linear.unavailable(precision)
+            if reason is not None:
+                raise Unsupported(f"FastGen stays in float32: {reason}")
 
     @contextmanager
     def active(self) -> Iterator[None]:

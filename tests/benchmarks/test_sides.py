@@ -17,6 +17,8 @@ from benchmarks.sides.fairseq import FairSeq, FastFairSeq
 from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, t5_small
 from fastgen import settings
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
 
 needs_ctranslate2 = pytest.mark.skipif(
     importlib.util.find_spec("ctranslate2") is None, reason="CTranslate2 is not installed"
@@ -182,6 +184,33 @@ def test_settings_of_a_side_hold_while_it_runs(monkeypatch):
     with side.active():
         assert settings.current().strict
     assert settings.current() == before
+
+
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+def test_other_weights_in_one_record(monkeypatch, precision):
+    if quantized_linear._missing(precision):
+        pytest.skip(quantized_linear._missing(precision))
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision: None)
+    side, before = f"fastgen-{precision}", settings.current()
+    record = run_workload(work(bart_base, _BART, further_sides=(side,)), Context(threads=1))
+    assert record.errors == [] and record.notes == [] and record.skipped == {} and record.identical is True
+    assert f"transformers/{side}" in record.ratios and settings.current() == before
+    seen = []
+    measured = sides.make(side)
+    measured.setup(job(work(bart_base, _BART)))
+    monkeypatch.setattr(
+        quantized_linear, "pack", lambda *args, pack=quantized_linear.pack: seen.append(1) or pack(*args)
+    )
+    measured.run(3)
+    assert seen
+
+
+def test_other_weights_that_are_not_faster_cost_the_side(monkeypatch):
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision: "this processor is not fast")
+    record = run_workload(work(bart_base, _BART, further_sides=("fastgen-int8",)), Context(threads=1))
+    assert record.skipped == {"fastgen-int8": "FastGen stays in float32: this processor is not fast"}
+    assert list(record.sides) == ["transformers", "fastgen"] and record.status == "ok"
 
 
 def test_a_setting_that_is_not_there_costs_the_side():

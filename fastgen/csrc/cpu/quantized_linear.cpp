@@ -237,13 +237,17 @@ Tensor pack(const Tensor& weight, int64_t bytes, const Convert& convert) {
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> line(depth);
     std::vector<float> rows(input_stride == 1 ? 0 : kPanel * inputs);
+    constexpr int64_t kSome = kLine / sizeof(float);  // inputs at a time: a cache line of each output
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kPanel, valid = std::min(kPanel, outputs - first);
       const float* some = from + first * output_stride;
       int64_t stride = output_stride;
       if (input_stride != 1) {
-        for (int64_t k = 0; k < inputs; ++k) {
-          for (int64_t n = 0; n < valid; ++n) rows[n * inputs + k] = some[n * output_stride + k * input_stride];
+        for (int64_t k = 0; k < inputs; k += kSome) {
+          const int64_t last = std::min(k + kSome, inputs);
+          for (int64_t n = 0; n < valid; ++n) {
+            for (int64_t i = k; i < last; ++i) rows[n * inputs + i] = some[n * output_stride + i * input_stride];
+          }
         }
         some = rows.data();
         stride = inputs;

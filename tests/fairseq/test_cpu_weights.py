@@ -1,0 +1,34 @@
+"""Weights of 8 bits and in bfloat16 in FairSeq's generation."""
+
+from __future__ import annotations
+
+import pytest
+from fairseq.sequence_generator import SequenceGenerator
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
+from tests.fairseq import models
+from tests.fairseq.check import accelerated, both
+
+
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = quantized_linear._missing(precision)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision: None)
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    model, sample = models.encoder_decoder().eval(), models.sources(4)
+
+    def make() -> SequenceGenerator:
+        return SequenceGenerator([model], models.task().target_dictionary, beam_size=3, max_len_b=8)
+
+    with settings.changed(cpu_weights=precision):
+        original, ours = both(make, sample)
+    assert accelerated() == 1 and fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
+    # A model that has learnt nothing may choose another token, but the first is as likely as it was.
+    for left, right in zip(original, ours, strict=True):
+        want, have = left[0]["positional_scores"][0].item(), right[0]["positional_scores"][0].item()
+        assert want != have and abs(want - have) < 0.1 * abs(want)
