@@ -417,6 +417,8 @@ def test_a_mask_or_a_cache_that_does_not_fit() -> None:
         model(
             **{**inputs, "attention_mask": torch.ones(1, 8)}, encoder_outputs=model.get_encoder()(inputs["input_ids"])
         )
+    with pytest.raises(ValueError, match='attn_implementation="eager" only'):
+        model(**inputs, output_attentions=True)
     with pytest.raises(ValueError, match="needs the source"):
         model(decoder_input_ids=torch.tensor([[PAD]]))
     with pytest.raises(ValueError, match="a StaticCache cannot do that"):

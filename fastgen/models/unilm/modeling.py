@@ -247,6 +247,8 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             )
         if decoder_input_ids is None:
             decoder_input_ids = attention_mask.new_full((source.shape[0], 1), self.config.decoder_start_token_id)
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError('attention weights are computed with attn_implementation="eager" only')
         if use_cache is None:
             use_cache = self.config.use_cache
         if use_cache and past_key_values is None:
@@ -260,18 +262,22 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             hidden = torch.cat([source, hidden], dim=1)
         mask = prefix_attention_mask(attention_mask, hidden.shape[1], stored + hidden.shape[1], hidden.dtype)
 
-        states, attentions = [hidden], []
+        # Kept only if they are wanted: of a long source they are large.
+        states: list[Tensor] | None = [hidden] if output_hidden_states else None
+        attentions: list[Tensor] | None = [] if output_attentions else None
         for layer in self.bert["encoder"]["layer"]:
             hidden, weights = layer(hidden, mask, cache)
-            states.append(hidden)
-            attentions.append(weights)
+            if states is not None:
+                states.append(hidden)
+            if attentions is not None:
+                attentions.append(weights)
         if cache is not None:
             cache.crop(-1)  # the [MASK] is not part of the target
         output = Seq2SeqLMOutput(
             logits=self.cls["predictions"](hidden[:, -1:]),
             past_key_values=past_key_values,  # type: ignore[arg-type]
-            decoder_hidden_states=tuple(states) if output_hidden_states else None,
-            decoder_attentions=tuple(attentions) if output_attentions else None,
+            decoder_hidden_states=tuple(states) if states is not None else None,
+            decoder_attentions=tuple(attentions) if attentions is not None else None,
         )
         return output.to_tuple() if return_dict is False else output
 
