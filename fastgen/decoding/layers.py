@@ -110,13 +110,19 @@ class _Quantized:
         return quantized_linear.quantized_linear(x, packed, bias)
 
 
-class _Memory:
-    """How many bytes may still be packed."""
+class _Outlook:
+    """What the layers of a model know of what is still to come.
+
+    Attributes:
+        steps: each layer of the decoder will be used so often at least.
+    """
 
     def __init__(self) -> None:
-        self._left: int | None = None
+        self.steps = 0
+        self._left: int | None = None  # bytes that may still be packed
 
-    def take(self, size: int) -> bool:
+    def take_memory(self, size: int) -> bool:
+        """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
         if self._left is None:  # asked for when something is packed, which most calls of small models never do
             self._left = int(_free_memory() * _MAX_MEMORY)
         if size > self._left:
@@ -193,20 +199,22 @@ class _Linear(_Replacement):
     """A linear layer with a packed weight, once there is one.
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
-    packing costs. So a call is never much slower than it would be without, however early it ends.
+    packing costs, or when it certainly will. So a call is never much slower than it would be without, however early it
+    ends.
 
     Attributes:
+        outlook: shared by the layers of a model.
         used: something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_failed", "_memory", "_missed", "_packed", "_shape", "_transposed", "used")
+    __slots__ = ("_failed", "_missed", "_packed", "_shape", "_transposed", "outlook", "used")
 
-    def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, memory: _Memory) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, outlook: _Outlook) -> None:
         super().__init__(module)
         self.used = False
         self._transposed = transposed
         self._shape = shape
-        self._memory = memory
+        self.outlook = outlook
         self._missed = 0.0
         self._failed = False
         self._packed: _Packed | None = None
@@ -245,10 +253,10 @@ class _Linear(_Replacement):
         if packed is not None:  # it has been changed since: forget it, and see whether it may be packed again
             self._missed, self._packed = 0.0, None
         self._missed += gain
-        if self._missed < self._shape.packing:
+        if self._missed + gain * self.outlook.steps < self._shape.packing:
             return None
         version, panels = weight._version, None
-        if is_plain(self._module) and self._memory.take(weight.nbytes):
+        if is_plain(self._module) and self.outlook.take_memory(weight.nbytes):
             panels = self._shape.pack(weight.t() if self._transposed else weight)
         self._packed = _Packed(weight, weight.detach(), version, panels)
         return panels
@@ -293,6 +301,7 @@ class FastLayers:
         self._kinds = kinds
         self._functions = functions
         self._users = 0
+        self._outlook = _Outlook()
         self._installed: dict[nn.Module, _Replacement] = {}
         self._kept: dict[nn.Module, _Replacement] = {}
 
@@ -312,6 +321,10 @@ class FastLayers:
             for layers in list(cls._of.values()):
                 layers._kept = {}
 
+    def expect(self, steps: int) -> None:
+        """From now on each layer that is still in use will be used so often at least."""
+        self._outlook.steps = max(steps, 0)
+
     def __enter__(self) -> FastLayers:
         with self._lock:
             if self._users == 0:
@@ -326,23 +339,25 @@ class FastLayers:
     def __exit__(self, *exception: Any) -> None:
         with self._lock:
             self._users -= 1
+            self.expect(0)  # it was known of the call that ends; others may go on
             if self._users == 0:
                 self._remove()
 
     def _install(self) -> None:
-        model, memory, precision = self._model(), _Memory(), functools.cache(_precision)
+        model, precision = self._model(), functools.cache(_precision)
+        self._outlook = _Outlook()
         for module in model.modules() if model is not None else ():
-            replacement = self._replacement(module, memory, precision)
+            replacement = self._replacement(module, precision)
             if replacement is None:
                 continue
             kept = self._kept.get(module)
             if type(kept) is _Linear and type(replacement) is _Linear and kept.precision == replacement.precision:
-                replacement = kept
+                replacement, kept.outlook = kept, self._outlook
             replacement.active = True
             module.forward = self._installed[module] = replacement
         self._kept = {}
 
-    def _replacement(self, module: nn.Module, memory: _Memory, precision: Callable[[], str]) -> _Replacement | None:
+    def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> _Replacement | None:
         if "forward" in vars(module):
             return None  # somebody else's, an adapter's or a hook's
         function = self._functions.get(type(module))
@@ -354,9 +369,9 @@ class FastLayers:
         if not is_plain(module) or module.weight.nbytes < MIN_WEIGHT_BYTES:
             return None
         if precision() != "fp32":
-            return _Linear(module, transposed, _Quantized(precision()), memory)
+            return _Linear(module, transposed, _Quantized(precision()), self._outlook)
         outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), memory)
+        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), self._outlook)
 
     def _remove(self) -> None:
         self._count()

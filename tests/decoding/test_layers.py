@@ -276,6 +276,25 @@ def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeyp
         assert len(packed_at_once) == 1
 
 
+@pytest.mark.parametrize(("steps", "packed_after"), [(0, 4), (1, 3), (3, 1), (50, 1)])
+def test_packing_does_not_wait_where_it_certainly_pays(
+    steps: int, packed_after: int, packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=3.0, packed=1.0, packing=8.0))
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    for _ in range(2):  # what was known of a call ends with it
+        packed_at_once.clear()
+        with FastLayers.of(model, KINDS) as context:
+            context.expect(steps)
+            for use in range(1, 6):
+                model(x)
+                assert bool(packed_at_once) is (use >= packed_after)
+    packed_at_once.clear()
+    with FastLayers.of(model, KINDS):
+        model(x)
+    assert not packed_at_once
+
+
 def test_nothing_is_packed_where_it_is_slower(
     packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ class Call:
         accelerated, declined: what has been decided, once it has been.
         has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
         store: FastGen's K/V store, once the call is accelerated.
+        layers: those of the model, in a faster form while the call is accelerated.
         searches: it is an accelerated beam search.
         live: the rows that the model runs on, where finished inputs may leave the batch.
     """
@@ -57,6 +58,7 @@ class Call:
         self.live: LiveRows | None = None
         self.accelerated = False
         self.declined = False
+        self.layers = FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
         self.has_intervened = False
         self.searches = False
         self._returns_cache = False
@@ -70,7 +72,7 @@ class Call:
         return call if call is not None and model in (None, call.model) else None
 
     def __enter__(self) -> Call:
-        self._packed.enter_context(FastLayers.of(self.model, _LINEAR_LAYERS, _ACTIVATIONS))
+        self._packed.enter_context(self.layers)
         self._token = Call._active.set(self)
         return self
 

@@ -89,6 +89,7 @@ def _prefill(
     batch = one_row_ids.shape[0]
     store.branch(Beams(batch, copies))
     _repeat_outputs(outputs, batch, copies)
+    call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.live = LiveRows(store, batch, copies, call.searches)
     return outputs
@@ -109,6 +110,14 @@ def _lengths(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any])
     embedded = model_kwargs.get("inputs_embeds")
     prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
     return prompt, max(config.max_length - input_ids.shape[1], 1)
+
+
+def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
+    """Steps that will follow the prefill whatever the model says."""
+    if call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
+        return 0
+    new_tokens = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt)
+    return min(new_tokens if config.eos_token_id is not None else to_generate, to_generate) - 1
 
 
 def _masks_windows(model: Any) -> bool:
