@@ -188,10 +188,11 @@ class Translation(InFairSeq):
 
     def sources(self) -> Tensor:
         tokens = torch.randint(4, self.vocabulary, (self.batch, self.longest))
-        lengths = torch.linspace(self.shortest, self.longest, self.batch).round().long()
+        lengths = torch.linspace(self.longest, self.shortest, self.batch).round().long()
+        # As FairSeq's datasets make a batch: the longest first, padding on the left.
         for row, length in zip(tokens, lengths.tolist(), strict=True):
             row[-1] = 2
-            row[: self.longest - length] = 1  # as its datasets do, on the left
+            row[: self.longest - length] = 1
         return tokens
 
     def generate(self, model: Model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:

@@ -90,6 +90,12 @@ def _generation() -> list[Patch]:
             f"{__name__}.ngrams:no_repeat_ngram",
             _takes("self tokens lprobs bsz beam_size step"),
         ),
+        Patch(
+            "fairseq.search",
+            "BeamSearch.step",
+            f"{__name__}.search:step",
+            _takes("self step lprobs scores prev_output_tokens original_batch_idxs"),
+        ),
         hook("EnsembleModel.reorder_encoder_out", "reorder_encoder_out", "self encoder_outs new_order"),
         hook(
             "EnsembleModel.reorder_incremental_state", "reorder_incremental_state", "self incremental_states new_order"

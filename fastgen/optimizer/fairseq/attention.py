@@ -74,8 +74,8 @@ def _attention(
 def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
     """K and V of self-attention, with those of the new positions."""
     layer, is_new = call.layer(module, state)
-    if is_new and not call.is_prefilling:
-        layer.branch(call.beams)  # from the first position on, each sequence has its own
+    if is_new and call.has_branched:
+        layer.branch(call.beams)
     return layer.extend(_heads(module, module.k_proj(query)), _heads(module, module.v_proj(query)))
 
 
@@ -86,7 +86,8 @@ def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tens
         if key.shape[1] != call.beams.batch:
             raise Declined("the encoder output does not have a row for each source")
         layer.extend(_heads(module, module.k_proj(key)).contiguous(), _heads(module, module.v_proj(key)).contiguous())
-        layer.branch(call.beams)
+        if call.has_branched:
+            layer.branch(call.beams)
     return layer.read()
 
 

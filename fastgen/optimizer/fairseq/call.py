@@ -58,6 +58,7 @@ class Call:
         self._layers: list[LayerKV] = []
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._prefilled: State | None = None
+        self._branched = False
         self._tokens: Tensor | None = None
         self._has_padding = False
         self._own_mask: Tensor | None = None
@@ -82,6 +83,18 @@ class Call:
         """The sources are encoded, and the loop goes on with so many sequences."""
         self.beams = Beams(rows // self.copies, self.copies)
 
+    @property
+    def has_branched(self) -> bool:
+        """Whether each sequence has a row of its own. Before, there is one for all sequences of a source."""
+        return self._branched
+
+    def branch(self) -> None:
+        """From now on each sequence has a row of its own."""
+        self._branched = True
+        self._masks.clear()
+        for layer in self._layers:
+            layer.branch(self.beams)
+
     # ---- K/V
 
     def state(self, module: Any, incremental_state: State | None) -> State | None:
@@ -95,7 +108,7 @@ class Call:
         return self._prefilled is not None
 
     def layer(self, module: Any, state: State) -> tuple[LayerKV, bool]:
-        """The K/V of one attention module, and whether they have just been made."""
+        """The K/V of one attention module, and whether there are none yet."""
         # A model that is in an ensemble twice has two states.
         found = module.get_incremental_state(state, _KEY)
         if found is not None:
@@ -113,8 +126,7 @@ class Call:
             yield
         finally:
             self._prefilled = None
-        for layer in self._layers:
-            layer.branch(self.beams)
+        self.branch()
 
     def step(self, tokens: Tensor) -> None:
         """A step begins, with the tokens of all sequences so far, [rows, length]."""
@@ -135,10 +147,10 @@ class Call:
         return self._own_mask
 
     def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores of all sequences for a mask of the sources' padding, [sources, S].
+        """What to add to the scores for a mask of the sources' padding, [sources, S].
 
         Returns:
-            [rows, 1, 1, S], or None when there is no padding.
+            [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has branched.
         """
         # All layers pass the same tensor in all steps, because the encoder output is never reordered.
         if id(padding) not in self._masks:
@@ -152,7 +164,7 @@ class Call:
             # What attention over nothing gives is not the same in all implementations.
             raise Declined("a source that is nothing but padding")
         mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device).masked_fill_(padding, float("-inf"))
-        return mask.repeat_interleave(self.copies, dim=0)[:, None, None, :]
+        return (mask.repeat_interleave(self.copies, dim=0) if self._branched else mask)[:, None, None, :]
 
     # ---- between two steps
 

@@ -131,15 +131,29 @@ def _decode(
     incremental_states: list[Any],
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    call.step(tokens)
     prefill, step = call.prefill, tokens.shape[1] - 1
     if prefill is None:
+        if not call.has_branched:
+            return _decode_first(call, wrapped, tokens, encoder_outs, incremental_states, temperature)
+        call.step(tokens)
         return wrapped(tokens, encoder_outs, incremental_states, temperature)
     if step == 0:
         prefill.run(call, call.ensemble.single_model, tokens[:: call.copies], incremental_states[0], temperature)
     if step == prefill.steps:
         call.prefill = None
     return prefill.log_probs(step), None
+
+
+def _decode_first(
+    call: Call, wrapped: Any, tokens: Tensor, encoder_outs: Any, incremental_states: list[Any], temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """The step in which all sequences of a source are the same yet: once per source."""
+    tokens = tokens[:: call.copies]
+    call.step(tokens)
+    found = wrapped(tokens, encoder_outs, incremental_states, temperature)
+    call.branch()
+    log_probs, weights = (part if part is None else part.repeat_interleave(call.copies, dim=0) for part in found)
+    return log_probs, weights
 
 
 def prefix_tokens(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

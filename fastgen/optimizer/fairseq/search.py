@@ -1,0 +1,37 @@
+"""The best continuations of a step, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
+
+`BeamSearch.step` adds the score of each sequence to those of all words behind it, which takes a copy of them, and a
+top-k takes another one. The other searches use it for what they have in common with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.best_candidates import best_candidates
+from fastgen.optimizer.fairseq.call import Call
+
+
+def step(wrapped: Any, beam: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `BeamSearch.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)`."""
+    return wrapped(*args, **kwargs) if Call.current() is None else _step(wrapped, *args, **kwargs)
+
+
+def _step(
+    wrapped: Any,
+    step: int,
+    lprobs: Tensor,
+    scores: Tensor | None,
+    prev_output_tokens: Tensor | None = None,
+    original_batch_idxs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, words and sequences of the candidates, [sources, candidates] each, the best first."""
+    _, sequences, words = lprobs.shape
+    if step == 0 or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
+        return wrapped(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+    count = min(2 * sequences, sequences * words - 1)  # so that padding is never among them
+    best, places = best_candidates(lprobs.reshape(-1, words), scores[:, :, step - 1], count)
+    return best, places % words, places // words
