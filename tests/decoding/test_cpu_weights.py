@@ -105,9 +105,16 @@ def test_from_the_first_product_on(precision: str, packed: list[str]) -> None:
     assert packed == [precision] * 3  # each weight once
     assert torch.equal(model(x), expected) and not any("forward" in vars(layer) for layer in model)
     assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
-    with FastLayers.of(model, KINDS):
-        pass
-    assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 1  # nothing was multiplied
+
+
+def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> None:
+    fastgen.enable(packed_weights="keep")
+    model, x = _model(), torch.randn(3, 20)
+    for calls in (1, 1, 0):
+        with FastLayers.of(model, KINDS):
+            for _ in range(calls):
+                model(x)
+    assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 2
 
 
 def test_measured_costs_do_not_matter(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
