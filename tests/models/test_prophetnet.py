@@ -718,13 +718,21 @@ def test_from_text_to_a_trained_model_to_its_output(tmp_path, capsys):
         "--no-epoch-checkpoints", "--dropout", "0", "--attention-dropout", "0", "--activation-dropout", "0",
         "--encoder-layers", "1", "--decoder-layers", "1", "--encoder-embed-dim", "32", "--decoder-embed-dim", "32",
         "--encoder-ffn-embed-dim", "64", "--decoder-ffn-embed-dim", "64", "--encoder-attention-heads", "4",
-        "--decoder-attention-heads", "4", "--disable-validation",
+        "--decoder-attention-heads", "4", "--disable-validation", "--required-batch-size-multiple", "1",
     ]  # fmt: skip
     args = options.parse_args_and_arch(options.get_training_parser(), input_args=train)
     train_command.main(convert_namespace_to_omegaconf(args))
     fastgen.enable(strict=True)
     generate = [binary, *languages, "--path", f"{saved}/checkpoint_last.pt", "--gen-subset", "valid", "--beam", "3"]
-    generate += ["--task", "translation_prophetnet", "--cpu", "--num-workers", "0"]
+    generate += [
+        "--task",
+        "translation_prophetnet",
+        "--cpu",
+        "--num-workers",
+        "0",
+        "--required-batch-size-multiple",
+        "1",
+    ]
     parser = options.get_generation_parser()
     capsys.readouterr()
     generate_command.main(convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=generate)))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import metrics
 from fairseq.criterions import FairseqCriterion
 from fairseq.dataclass import FairseqDataclass
+from fairseq.logging import metrics
 from torch import Tensor
 
 
