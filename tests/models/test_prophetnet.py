@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
@@ -527,6 +529,16 @@ def test_a_published_checkpoint_is_loaded_and_saved_under_its_names(data, strict
     want = generator_for([model], beam_size=3).generate([], sources(3))
     have = generator_for([loaded.eval()], beam_size=3).generate([], sources(3))
     assert [h["tokens"].tolist() for h in want[0]] == [h["tokens"].tolist() for h in have[0]]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_its_own_weights_under_the_same_names(copied):
+    model = model_of(arguments())
+    other = copied(model)
+    assert set(other.state_dict()) == published_names(2)
+    other.load_state_dict(model_of(arguments(), seed=1).state_dict())
+    assert other.decoder.output_projection.weight is other.encoder.embed_tokens.weight
+    assert not torch.equal(other.decoder.output_projection.weight, model.decoder.output_projection.weight)
 
 
 def test_own_output_embeddings_have_the_published_name():
