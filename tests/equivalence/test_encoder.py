@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fastgen
+from fastgen.decoding import groups
 from fastgen.optimizer.transformers import encoder
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
@@ -24,15 +23,15 @@ pytestmark = pytest.mark.usefixtures("strict")
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of the groups that were made. Groups pay for tiny inputs too."""
     found: list[tuple[int, int]] = []
-    groups = encoder._groups
+    by_length = groups.by_length
 
     def recording_groups(lengths: list[int], longest: int) -> list[tuple[torch.Tensor, int]]:
-        made = groups(lengths, longest)
+        made = by_length(lengths, longest)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 
-    monkeypatch.setattr(encoder, "_PASS", 4)
-    monkeypatch.setattr(encoder, "_groups", recording_groups)
+    monkeypatch.setattr(groups, "PASS", 4)
+    monkeypatch.setattr(groups, "by_length", recording_groups)
     return found
 
 
@@ -91,25 +90,3 @@ def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tupl
     monkeypatch.setattr(encoder, "_only_state", failing)
     with pytest.warns(RuntimeWarning, match="planted"):
         check(BY_NAME["bart"].build(), _inputs([7, LONG, 20]), BEAM)
-
-
-@given(lengths=st.lists(st.integers(1, 600), min_size=1, max_size=8), further=st.integers(0, 50))
-def test_groups_are_the_cheapest(lengths: list[int], further: int) -> None:
-    """Against all ways to cut the sorted inputs."""
-    longest = max(lengths) + further
-    made = encoder._groups(lengths, longest)
-    ordered = sorted(lengths, reverse=True)
-
-    def cheapest(end: int) -> int:
-        if end == 0:
-            return 0
-        return min(cheapest(i) + (end - i) * ordered[i] + encoder._PASS for i in range(end))
-
-    whole = len(lengths) * longest
-    best = cheapest(len(ordered))
-    if not made:
-        assert best > 0.9 * whole or whole - sum(lengths) < 0.1 * whole
-        return
-    assert sorted(row for rows, _ in made for row in rows.tolist()) == list(range(len(lengths)))
-    assert all(max(lengths[row] for row in rows.tolist()) == length for rows, length in made)
-    assert sum(rows.shape[0] * length + encoder._PASS for rows, length in made) == best

@@ -96,6 +96,7 @@ def _generation() -> list[Patch]:
             f"{__name__}.search:step",
             _takes("self step lprobs scores prev_output_tokens original_batch_idxs"),
         ),
+        Patch(generator, "EnsembleModel.forward_encoder", f"{__name__}.sources:encode", _takes("self net_input")),
         hook("EnsembleModel.reorder_encoder_out", "reorder_encoder_out", "self encoder_outs new_order"),
         hook(
             "EnsembleModel.reorder_incremental_state", "reorder_incremental_state", "self incremental_states new_order"

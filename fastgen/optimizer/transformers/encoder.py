@@ -1,9 +1,7 @@
 """The encoder runs on inputs of about the same length at a time: padding behind them costs little.
 
-A batch is as long as its longest input, and the encoder computes the padding of the others like everything else. Here
-the inputs are sorted by length and cut into groups, each as long as its own longest input. Which groups is worked out
-by dynamic programming over the sorted lengths (Fang et al., "TurboTransformers: An Efficient GPU Serving System For
-Transformer Models", PPoPP 2021, section 5). Decoders never look at the positions that were left out: they are zero.
+The groups are those of `fastgen.decoding.groups`. Decoders never look at the positions that were left out: they are
+zero.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ import torch
 from torch import Tensor
 
 from fastgen import patching
+from fastgen.decoding import groups
 from fastgen.optimizer.transformers.call import Call
 
-# What a further pass of the encoder costs, in positions.
-_PASS = 256
-# Groups are used when they save so large a part of the positions.
-_MIN_SAVING = 0.1
 # Encoders with one of these in their configuration look at an input in blocks, or let inputs compete for experts: what
 # an input gives may depend on how long the batch is.
 _DEPENDS_ON_LENGTH = ("attention_type", "attention_window", "block_size", "local_radius", "num_experts")
@@ -45,15 +40,15 @@ def _encode(
     generation_config: Any,
 ) -> dict[str, Any]:
     mask = model_kwargs.get("attention_mask")
-    groups: list[tuple[Tensor, int]] = []
+    cut: list[tuple[Tensor, int]] = []
     if _can_be_cut(call.model, inputs_tensor, model_kwargs, model_input_name, generation_config):
-        groups = _groups(_lengths(mask), inputs_tensor.shape[1])
-    if len(groups) < 2:
+        cut = groups.by_length(_lengths(mask), inputs_tensor.shape[1])
+    if len(cut) < 2:
         return wrapped(inputs_tensor, model_kwargs, model_input_name, generation_config)
     call.has_intervened = True
     result: dict[str, Any] = {}
     encoded = None
-    for rows, length in groups:
+    for rows, length in cut:
         part = {**model_kwargs, "attention_mask": mask[rows, :length]}
         result = wrapped(inputs_tensor[rows, :length], part, model_input_name, generation_config)
         state = _only_state(result["encoder_outputs"])
@@ -97,27 +92,6 @@ def _lengths(mask: Tensor) -> list[int]:
     lengths = mask.sum(dim=1)
     behind = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     return torch.where((mask == behind).all(dim=1), lengths, mask.shape[1]).tolist()
-
-
-def _groups(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
-    """Which inputs run together, and how long they are at the most; none if groups do not pay."""
-    if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < _MIN_SAVING * len(lengths) * longest:
-        return []
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    # costs[n]: of the n longest inputs; starts[n]: where the last of their groups starts.
-    costs, starts = [0.0], [0]
-    for end in range(1, len(order) + 1):
-        cost, start = min((costs[i] + (end - i) * lengths[order[i]] + _PASS, i) for i in range(end))
-        costs.append(cost)
-        starts.append(start)
-    if costs[-1] > (1 - _MIN_SAVING) * len(lengths) * longest:
-        return []
-    groups, end = [], len(order)
-    while end:
-        start = starts[end]
-        groups.append((torch.tensor(sorted(order[start:end])), lengths[order[start]]))
-        end = start
-    return groups
 
 
 def _only_state(outputs: Any) -> Tensor:

@@ -1,0 +1,91 @@
+"""Sources of about the same length are encoded together (`fastgen.decoding.groups`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fairseq.models.transformer import TransformerEncoderBase
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from torch import Tensor
+
+from fastgen.decoding import groups
+from fastgen.optimizer.fairseq.call import Call
+
+_METHODS = ("forward", "forward_scriptable", "forward_embedding", "forward_torchscript", "forward_non_torchscript")
+_INPUTS = {"src_tokens", "src_lengths", "prev_output_tokens"}
+
+
+def encode(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `EnsembleModel.forward_encoder(net_input)`."""
+    call = Call.current(ensemble)
+    return wrapped(*args, **kwargs) if call is None else _encode(wrapped, ensemble, *args, **kwargs)
+
+
+def _encode(wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -> Any:
+    if not _can_be_cut(ensemble, net_input):
+        return wrapped(net_input)
+    tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
+    padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
+    sizes, in_front = _sizes(padding)
+    cut = groups.by_length(sizes, tokens.shape[1])
+    if len(cut) < 2:
+        return wrapped(net_input)
+    parts = []
+    for rows, length in cut:
+        places = slice(tokens.shape[1] - length, None) if in_front else slice(length)
+        encoded = wrapped({"src_tokens": tokens[rows, places], "src_lengths": lengths[rows]})
+        parts.append((rows, places, encoded))
+    return [
+        _together(padding, [(rows, places, encoded[number]) for rows, places, encoded in parts])
+        for number in range(ensemble.models_size)
+    ]
+
+
+def _together(padding: Tensor, parts: list[tuple[Tensor, slice, dict[str, list[Tensor]]]]) -> dict[str, list[Tensor]]:
+    """One encoder's output for all sources. The decoder never looks at the positions that were left out: zero."""
+    state = parts[0][2]["encoder_out"][0]
+    whole = state.new_zeros(padding.shape[1], padding.shape[0], state.shape[2])
+    for rows, places, encoded in parts:
+        whole[places, rows] = encoded["encoder_out"][0]
+    nothing: dict[str, list[Tensor]] = {name: [] for name in parts[0][2]}
+    return {**nothing, "encoder_out": [whole], "encoder_padding_mask": [padding]}
+
+
+def _sizes(padding: Tensor) -> tuple[list[int], bool]:
+    """The length of each source, and whether the padding is in front; as long as the batch where it is elsewhere."""
+    longest = padding.shape[1]
+    sizes = longest - padding.sum(dim=1)
+    places = torch.arange(longest)
+    in_front = bool((padding == (places < longest - sizes.unsqueeze(1))).all())
+    if not in_front:
+        behind = (padding == (places >= sizes.unsqueeze(1))).all(dim=1)
+        sizes = torch.where(behind, sizes, longest)
+    return sizes.tolist(), in_front
+
+
+def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:
+    """Whether the encoders give the same for a source without its padding."""
+    tokens, lengths = net_input.get("src_tokens"), net_input.get("src_lengths")
+    if not (isinstance(tokens, Tensor) and tokens.dim() == 2 and isinstance(lengths, Tensor) and lengths.dim() == 1):
+        return False
+    # Elsewhere, looking at the lengths would wait for the device.
+    if tokens.device.type != "cpu" or lengths.shape[0] != tokens.shape[0] or not _INPUTS.issuperset(net_input):
+        return False
+    if not ensemble.has_encoder() or not all(_is_plain(model.encoder) for model in ensemble.models):
+        return False
+    return len({model.encoder.padding_idx for model in ensemble.models}) == 1
+
+
+def _is_plain(encoder: Any) -> bool:
+    """Whether it is FairSeq's Transformer and nothing else: it may run more than once, and nobody watches."""
+    return (
+        isinstance(encoder, TransformerEncoderBase)
+        and all(getattr(type(encoder), name) is getattr(TransformerEncoderBase, name) for name in _METHODS)
+        and not any(name in vars(encoder) for name in _METHODS)
+        and not encoder.return_fc
+        # A LayerDropModuleList draws a random number in each pass.
+        and type(encoder.layers) is torch.nn.ModuleList
+        and all(type(layer).forward is TransformerEncoderLayerBase.forward for layer in encoder.layers)
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in encoder.modules())
+    )
