@@ -101,6 +101,7 @@ def _command(
 
     def work() -> int:
         import fastgen
+        from fastgen import settings
         from fastgen.fairseq import missing, silence
 
         problem = missing()
@@ -109,7 +110,11 @@ def _command(
         silence()
         fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
         own, cfg = _parse(program, words, make_parser)
-        with model_of_its_own(), fastgen.disabled() if own.no_fastgen else contextlib.nullcontext():
+        with (
+            model_of_its_own(),
+            settings.changed(cpu_weights=own.cpu_weights),
+            fastgen.disabled() if own.no_fastgen else contextlib.nullcontext(),
+        ):
             run(cfg, own)
         return DONE
 
@@ -140,11 +145,18 @@ def _parse(
         metavar="N",
         help="processes that put outputs into words; 0: a thread (default: a quarter of the cores, 1 to 4)",
     )
+    group.add_argument(
+        "--cpu-weights",
+        choices=settings.CPU_WEIGHTS,
+        default=settings.current().cpu_weights,
+        help="int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+    )
     group.add_argument("--no-fastgen", action="store_true", help="run FairSeq's own generation, for comparison")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.error = _usage_error  # type: ignore[method-assign]
     args = options.parse_args_and_arch(parser, list(words))
-    own = argparse.Namespace(**{name: vars(args).pop(name) for name in ("postprocess_workers", "no_fastgen", "debug")})
+    names = ("postprocess_workers", "cpu_weights", "no_fastgen", "debug")
+    own = argparse.Namespace(**{name: vars(args).pop(name) for name in names})
     own.no_fastgen |= settings.current().disabled
     try:
         return own, convert_namespace_to_omegaconf(args)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 from fairseq.sequence_generator import SequenceGenerator
 
@@ -9,6 +12,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
+from fastgen_cli import fairseq as commands
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, both
 
@@ -32,3 +36,27 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
     for left, right in zip(original, ours, strict=True):
         want, have = left[0]["positional_scores"][0].item(), right[0]["positional_scores"][0].item()
         assert want != have and abs(want - have) < 0.1 * abs(want)
+
+
+@pytest.fixture(autouse=True)
+def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+@pytest.mark.parametrize("precision", ["fp32", *quantized_linear.PRECISIONS])
+def test_the_option_of_the_commands(precision: str) -> None:
+    seen = []
+
+    def run(cfg: Any, own: Any) -> None:
+        seen.append(settings.current().cpu_weights)
+
+    words = ["data", "--path", "model.pt", "--cpu-weights", precision]
+    assert commands._command("test", words, commands._generation_parser, run) == 0
+    assert commands._command("test", words[:3], commands._generation_parser, run) == 0
+    assert seen == [precision, "fp32"] and settings.current().cpu_weights == "fp32"
+
+
+def test_a_precision_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "--path", "model.pt", "--cpu-weights", "int4"]
+    assert commands._command("test", words, commands._generation_parser, lambda cfg, own: None) == 2
+    assert "int4" in capsys.readouterr().err
