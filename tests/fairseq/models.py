@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import bart, fconv, lstm, transformer, transformer_lm
+from fairseq.models.nat import levenshtein_transformer
 from torch import Tensor
 
 WORDS = 60
@@ -133,6 +134,12 @@ def convolutional(seed: int = 0) -> Any:
     )
     fconv.base_architecture(args)
     return lively(fconv.FConvModel.build_model(args, task()), seed)
+
+
+def levenshtein(seed: int = 0) -> Any:
+    args = sizes()
+    levenshtein_transformer.levenshtein_base_architecture(args)
+    return lively(levenshtein_transformer.LevenshteinTransformerModel.build_model(args, task()), seed)
 
 
 # Sizes of every part: pre-norm and post-norm, shared and separate embeddings, learned and sinusoidal positions, ...

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fairseq import search
+from fairseq.iterative_refinement_generator import IterativeRefinementGenerator
 from fairseq.modules import MultiheadAttention
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
@@ -37,6 +38,21 @@ def test_models_that_are_no_transformers():
 
 def test_convolutional_models():
     falls_back(lambda: generator_for_any(models.convolutional()), "FConvDecoder is not a Transformer decoder")
+
+
+def test_models_that_edit_have_a_generator_of_their_own():
+    model = models.levenshtein()
+    generator = IterativeRefinementGenerator(model.decoder.dictionary, max_iter=5)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        return generator.generate([model], models.sources(4))
+
+    with fastgen.disabled():
+        original = run()
+    found = run()
+    assert [each[0]["tokens"].tolist() for each in found] == [each[0]["tokens"].tolist() for each in original]
+    assert any(len(each[0]["tokens"]) > 2 for each in found) and fastgen.stats() == {}
 
 
 def generator_for_any(model: Any, **options: Any) -> Any:
@@ -151,6 +167,19 @@ def test_a_scripted_generator_is_fairseqs():
     assert accelerated() == 1
     assert_same(scripted({"net_input": sample["net_input"]}), ours)
     assert accelerated() == 1 and not fallbacks()
+
+
+@pytest.mark.parametrize("make", [models.encoder_decoder, models.bart_model])
+def test_a_scripted_model_is_fairseqs(make):
+    model = make()
+    scripted = torch.jit.script(model)
+    inputs = models.sources(3)["net_input"]
+    previous = torch.tensor([[2, 5, 6], [2, 7, 8], [2, 9, 10]])
+    with torch.no_grad():
+        found, expected = (each(**inputs, prev_output_tokens=previous)[0] for each in (scripted, model))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    check(lambda: generator_for_any(model), models.sources(3))
+    assert accelerated() == 1
 
 
 def test_a_failure_is_repeated_with_fairseqs_code_from_the_same_random_state(monkeypatch):
