@@ -54,10 +54,12 @@ class _Shape:
 
     Attributes:
         precision: of the packed weight.
+        itemsize: bytes of an element of it.
         packing: seconds that packing takes, once that is known.
     """
 
     precision = "fp32"
+    itemsize = 4
 
     def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
         self._outputs = outputs
@@ -99,6 +101,7 @@ class _Quantized:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
+        self.itemsize = 1 if precision == "int8" else 2
 
     def gain(self, rows: int) -> float:
         return 1.0
@@ -256,7 +259,7 @@ class _Linear(_Replacement):
         if self._missed + gain * self.outlook.steps < self._shape.packing:
             return None
         version, panels = weight._version, None
-        if is_plain(self._module) and self.outlook.take_memory(weight.nbytes):
+        if is_plain(self._module) and self.outlook.take_memory(weight.numel() * self._shape.itemsize):
             panels = self._shape.pack(weight.t() if self._transposed else weight)
         self._packed = _Packed(weight, weight.detach(), version, panels)
         return panels
@@ -364,12 +367,14 @@ class FastLayers:
         if function is not None:
             return _Function(module, function)
         transposed = self._kind(module)
-        if transposed is None or settings.current().packed_weights == "never" or not linear.is_available():
+        if transposed is None or settings.current().packed_weights == "never":
             return None
         if not is_plain(module) or module.weight.nbytes < MIN_WEIGHT_BYTES:
             return None
         if precision() != "fp32":
             return _Linear(module, transposed, _Quantized(precision()), self._outlook)
+        if not linear.is_available():
+            return None
         outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
         return _Linear(module, transposed, self._shape(inputs, outputs, transposed), self._outlook)
 

@@ -243,7 +243,8 @@ def test_a_cast_layer_does_what_it_always_did(precision: str) -> None:
 
 
 def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_free_memory", lambda: 2 * 100 * 4)
+    size = {"int8": 1, "bf16": 2}[precision]
+    monkeypatch.setattr(layers, "_free_memory", lambda: 2 * 100 * size)
     model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
     with FastLayers.of(model, KINDS):
         for _ in range(3):
@@ -266,6 +267,16 @@ def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkey
     with pytest.raises(fastgen.FallbackError, match="not fast"), FastLayers.of(model, KINDS):
         pass
     assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_without_the_extension_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "is_available", lambda: False)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision: "the extension was not built")
+    fastgen.enable(cpu_weights="bf16")
+    model = _model()
+    with FastLayers.of(model, KINDS):
+        assert _precisions(model) == [None] * 4
+    assert fastgen.stats()["bf16 weights"]["fallback"] == {"the extension was not built": 1}
 
 
 def test_status_says_that_results_are_others(precision: str) -> None:
