@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(FASTGEN_X86) && __has_include(<amxbf16intrin.h>)
+#if defined(FASTGEN_X86) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
 #define FASTGEN_QUANTIZED 1
 #include <immintrin.h>
 #ifdef __linux__
