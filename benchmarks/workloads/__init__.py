@@ -19,6 +19,7 @@ _MODULES = (
     "sampling",
     "llama_1b",
     "fairseq_shapes",
+    "fairseq_command",
     "pipeline",
 )
 

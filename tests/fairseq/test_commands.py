@@ -8,10 +8,12 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -90,15 +92,17 @@ class World:
             words = [" ".join(text.split()[: 4 + number % 9]) for number, text in enumerate(texts)]
             for part, chosen in (("train", words[:400]), ("valid", words[400:410]), ("test", words[410:440])):
                 (self.folder / f"{part}.{side}").write_text("\n".join(chosen) + "\n")
-        run(
-            "fastgen.fairseq", "preprocess", "--source-lang", "de", "--target-lang", "en", "--destdir", self.data,
-            "--trainpref", self.folder / "train", "--validpref", self.folder / "valid",
-            "--testpref", self.folder / "test", "--joined-dictionary", "--thresholdsrc", 2, "--thresholdtgt", 2,
-        )  # fmt: skip
-        run(
-            "fastgen.fairseq", "train", self.data, "--save-dir", self.model.parent, "--max-epoch", 12,
-            "--share-all-embeddings", "--arch", "transformer_iwslt_de_en", *TINY,
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", sys.argv)
+            command_of_fairseq(
+                "preprocess", "--source-lang", "de", "--target-lang", "en", "--destdir", self.data, "--trainpref",
+                self.folder / "train", "--validpref", self.folder / "valid", "--testpref", self.folder / "test",
+                "--joined-dictionary", "--thresholdsrc", 2, "--thresholdtgt", 2,
+            )  # fmt: skip
+            command_of_fairseq(
+                "train", self.data, "--save-dir", self.model.parent, "--max-epoch", 12, "--share-all-embeddings",
+                "--arch", "transformer_iwslt_de_en", *TINY,
+            )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,21 @@ def both(world: World, *options: object, model: Path | None = None, workers: int
         cfg = configuration(commands._generation_parser, *words)
         ours = printed(lambda: pipeline.generate(cfg, workers))
     return lines(original), lines(ours)
+
+
+def test_the_readme_leads_from_text_to_outputs(tmp_path):
+    """The lines as they are there, run by a shell, where `examples/` is and where the commands are called as here."""
+    block = re.search(r"<!-- walk -->\n```\n(.*)```\n<!-- /walk -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = block[1].replace("fastgen-generate-for-fairseq", "python -m fastgen_cli.fairseq generate")
+    script = script.replace("python", shlex.quote(sys.executable))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTGEN_CACHE": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = lines((tmp_path / "out.txt").read_text())
+    assert len(found) == 50 * 5 + 1
+    assert re.search(r"^Generate test with beam=5: BLEU4 = \d", "\n".join(found), re.MULTILINE)
+    assert "the model waited" in done.stderr
 
 
 OPTIONS = [
@@ -298,6 +317,9 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
         text=True,
         cwd=ROOT,
     ) as process:
+        # An answer that does not come ends the wait for it.
+        watch = threading.Timer(120, process.kill)
+        watch.start()
         for number in range(2):
             process.stdin.write("and he said\n")
             process.stdin.flush()
@@ -310,6 +332,7 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
             assert kinds == "SWHDP"
         process.stdin.close()
         assert process.wait(timeout=60) == 0
+        watch.cancel()
 
 
 @pytest.fixture(scope="module")
