@@ -89,7 +89,9 @@ class World:
     def make(self) -> None:
         pairs = [(TEXT / f"heldout.{side}.txt").read_text().splitlines() for side in ("src", "ref")]
         for side, texts in zip(("de", "en"), pairs, strict=True):
-            words = [" ".join(text.split()[: 4 + number % 9]) for number, text in enumerate(texts)]
+            # Long words in parts, as byte pairs come.
+            words = [re.sub(r"(\w{4})(?=\w)", r"\1@@ ", text) for text in texts]
+            words = [" ".join(text.split()[: 4 + number % 9]) for number, text in enumerate(words)]
             for part, chosen in (("train", words[:400]), ("valid", words[400:410]), ("test", words[410:440])):
                 (self.folder / f"{part}.{side}").write_text("\n".join(chosen) + "\n")
         with pytest.MonkeyPatch.context() as patch:
