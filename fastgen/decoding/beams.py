@@ -35,7 +35,7 @@ class Beams:
         self._index: Tensor | None = None
         self._move: Move | None = None
         self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first descent
-        self._descended: Tensor | None = None
+        self._descended: tuple[Tensor, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -75,15 +75,22 @@ class Beams:
         All layers of a model descend by the same `index` object one after another: it is done once. For the host only.
 
         Args:
-            index, length: as for `reorder`.
+            index, length: as for `reorder`. All layers that descend have the same length.
+
+        Raises:
+            ValueError: as in `reorder`, or they have not.
         """
-        if index is self._descended:
+        if self._descended is not None and index is self._descended[0]:
+            if length != self._descended[1]:
+                raise ValueError(f"layers of {self._descended[1]} and of {length} positions cannot share a table")
             return
         if index.shape != (self.rows,):
             raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
+        if not torch.equal(index // self.copies, torch.arange(self.rows) // self.copies):
+            raise ValueError("a row cannot continue a sequence of another input")
         table = self._reserve(length)
         table[:, :length] = table[:, :length].index_select(0, index)
-        self._descended = index
+        self._descended = index, length
 
     def ancestry(self, length: int) -> Tensor | None:
         """[rows, length], int32: position t of row r lies in row `ancestry[r, t]`. None while it is row r itself.

@@ -27,17 +27,20 @@ def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    # costs[n]: of the n longest inputs; starts[n]: where the last of their groups starts.
+    # Inputs of one length stay together: bounds are where it changes.
+    bounds = [i for i in range(len(order) + 1) if i in (0, len(order)) or lengths[order[i]] != lengths[order[i - 1]]]
+    # costs[n]: of the inputs up to the n-th bound; starts[n]: the bound where the last of their groups starts.
     costs, starts = [0.0], [0]
-    for end in range(1, len(order) + 1):
-        cost, start = min((costs[i] + (end - i) * lengths[order[i]] + PASS, i) for i in range(end))
+    for n, end in enumerate(bounds[1:], 1):
+        cost, start = min((costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + PASS, i) for i in range(n))
         costs.append(cost)
         starts.append(start)
     if costs[-1] > (1 - MIN_SAVING) * len(lengths) * longest:
         return []
-    found, end = [], len(order)
-    while end:
-        start = starts[end]
-        found.append((torch.tensor(sorted(order[start:end])), lengths[order[start]]))
-        end = start
+    found, last = [], len(bounds) - 1
+    while last:
+        first = starts[last]
+        rows = order[bounds[first] : bounds[last]]
+        found.append((torch.tensor(sorted(rows)), lengths[rows[0]]))
+        last = first
     return found

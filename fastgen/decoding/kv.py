@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -73,6 +76,13 @@ class GrowingTensor:
         kept = self.view().index_select(0, rows)
         self._data = self._data[: rows.shape[0]]
         self._data[:, :, : self.length] = kept
+
+
+def _settle(layer: weakref.ref[LayerKV]) -> None:
+    """For the handles, which the layer holds: it must not be held by them."""
+    found = layer()
+    if found is not None:
+        found.settle()
 
 
 class LayerKV:
@@ -191,7 +201,7 @@ class LayerKV:
         copies, self._is_short = self._beams.copies, False
         self._prefix = tuple(part.repeat_interleave(copies, dim=0) for part in self._prefix)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The suffix row by row: something else than the attention operator needs it, and will again."""
         if not self._descends:
             return
@@ -252,7 +262,8 @@ class LayerKV:
         if self._beams is None or not self._is_shared:
             return prefix
         ancestry = self._beams.ancestry(suffix.shape[2]) if self._descends else None
-        return SharedKV.of(prefix, suffix, self._beams.copies, ancestry, self._settle)
+        settle = partial(_settle, weakref.ref(self)) if self._descends else None
+        return SharedKV.of(prefix, suffix, self._beams.copies, ancestry, settle)
 
     def reorder(self, index: Tensor) -> None:
         """Row r continues the sequence of row `index[r]`. Moves at most the part of the suffix in which they differ."""

@@ -62,3 +62,14 @@ def test_the_same_index_object_is_worked_out_once():
 def test_an_index_that_crosses_inputs_is_refused(index):
     with pytest.raises(ValueError, match="row indices|another input"):
         Beams(2, 2).reorder(torch.tensor(index), 1)
+    with pytest.raises(ValueError, match="row indices|another input"):
+        Beams(2, 2).descend(torch.tensor(index), 1)
+
+
+def test_layers_of_different_lengths_do_not_share_a_table():
+    beams, index = Beams(1, 2), torch.tensor([1, 0])
+    beams.descend(index, 3)
+    beams.descend(index, 3)
+    assert beams.ancestry(4).tolist() == [[1, 1, 1, 0], [0, 0, 0, 1]]
+    with pytest.raises(ValueError, match="3 and of 2 positions"):
+        beams.descend(index, 2)

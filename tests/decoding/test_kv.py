@@ -1,5 +1,8 @@
 """The K/V store of a layer, against concatenating and indexing full tensors."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -267,3 +270,20 @@ def test_a_table_is_not_used_without_a_kernel_that_reads_it(monkeypatch):
         layer.branch(Beams(2, 2))
         keys, _ = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
     assert type(keys) is torch.Tensor
+
+
+def test_nothing_is_held_by_what_was_handed_out(monkeypatch):
+    """K and V of a call go with the call, and do not wait for the collector of cycles."""
+    monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            layer = LayerKV(4)
+            layer.branch(Beams(2, 2))
+            keys, values = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
+        assert type(keys) is SharedKV and type(values) is SharedKV
+        gone = weakref.ref(layer)
+        del layer, keys, values
+        assert gone() is None
+    finally:
+        gc.enable()

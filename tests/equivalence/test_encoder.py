@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import fastgen
 from fastgen.decoding import groups
@@ -47,8 +50,11 @@ def _inputs(lengths: list[int], side: str = "right") -> dict[str, Any]:
 @pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
 @pytest.mark.parametrize("family", SEQ2SEQ, ids=str)
 def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tuple[int, int]]) -> None:
-    check(family.build(), _inputs([7, LONG, 20, 6, 21, LONG]), decoding)
+    model = family.build()
+    check(model, _inputs([7, LONG, 20, 6, 21, LONG]), decoding)
     assert accelerated() == 1
+    # Others are not known to leave padding out of everything, and run whole.
+    assert bool(passes) is (type(model.get_encoder()).__module__ in encoder._ENCODERS)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
@@ -63,6 +69,8 @@ STAY = {
     "no mask": ({"input_ids": _inputs([LONG] * 3)["input_ids"]}, {}),
     "one input": (_inputs([LONG]), {}),
     "a result with the cache in it": (_inputs([7, LONG, 20]), {"return_dict_in_generate": True}),
+    "attentions that nobody gets": (_inputs([7, LONG, 20]), {"output_attentions": True}),
+    "hidden states that nobody gets": (_inputs([7, LONG, 20]), {"output_hidden_states": True}),
     "hidden states": (_inputs([7, LONG, 20]), {"return_dict_in_generate": True, "output_hidden_states": True}),
 }
 
@@ -71,6 +79,37 @@ STAY = {
 def test_one_pass_where_groups_do_not_pay_or_are_seen(case: str, passes: list[tuple[int, int]]) -> None:
     inputs, options = STAY[case]
     check(BY_NAME["bart"].build("eager"), inputs, options)
+    assert passes == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int32])
+def test_masks_of_other_types(dtype: torch.dtype, passes: list[tuple[int, int]]) -> None:
+    inputs = _inputs([7, LONG, 20, 6, 21, LONG])
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    check(BY_NAME["bart"].build(), inputs, BEAM)
+    assert len(passes) == 3
+
+
+def test_an_encoder_of_another_kind_runs_whole(passes: list[tuple[int, int]]) -> None:
+    """ConvBERT looks at neighbouring positions, padding or not; BERT gives more than its states."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"vocab_size": VOCABULARY, "pad_token_id": PAD}
+    for kind in ("convbert", "bert"):
+        source = transformers.AutoConfig.for_model(kind, **sizes)
+        target = transformers.AutoConfig.for_model("bert", **sizes, is_decoder=True, add_cross_attention=True)
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(source, target)
+        torch.manual_seed(0)
+        model = transformers.EncoderDecoderModel(config).eval()
+        model.generation_config.update(decoder_start_token_id=1, pad_token_id=PAD, eos_token_id=2, max_new_tokens=6)
+        check(model, _inputs([7, LONG, 20, 6]), BEAM)
+    assert passes == []
+
+
+def test_layers_with_one_scale_for_all_rows(passes: list[tuple[int, int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(BY_NAME["bart"].build()), {torch.nn.Linear}).eval()
+    check(model, _inputs([7, LONG, 20, 6]), BEAM)
     assert passes == []
 
 
@@ -84,7 +123,7 @@ def test_a_hole_in_the_mask(passes: list[tuple[int, int]]) -> None:
 def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, int]]) -> None:
     fastgen.enable(strict=False)
 
-    def failing(outputs: Any) -> torch.Tensor:
+    def failing(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(encoder, "_only_state", failing)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import fastgen
 from fastgen.optimizer.transformers.finished import LiveRows
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
-from tests.equivalence.check import accelerated, check
+from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.models import BY_NAME, EOS, FAMILIES, FIRST_WORD, SHORT, Family
 
 # Sequences end early and at different steps: several tokens end one.
@@ -107,17 +109,75 @@ def test_all_stay_where_they_are_seen(option: str, decoding: dict[str, Any], row
     assert accelerated() == 1 and rows == []
 
 
-def test_rows_go_on_where_nothing_pads_them(rows: list[int]) -> None:
-    """Without an end token the library fills a row that met a time limit or a stop string with real tokens."""
-    family = BY_NAME["gpt2"]
-    model = family.build()
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+def test_all_stay_where_nothing_ends(decoding: dict[str, Any], rows: list[int]) -> None:
+    model = BY_NAME["gpt2"].build()
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = None
     try:
-        check(model, family.make_inputs(batch=6), {"max_new_tokens": 8})
+        check(model, BY_NAME["gpt2"].make_inputs(batch=6), {**decoding, "max_new_tokens": 8})
     finally:
         model.generation_config.eos_token_id = before
-    assert set(rows) == {6}
+    assert rows == []
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_all_stay_where_positions_depend_on_the_longest(kind: str, decoding: dict[str, Any], rows: list[int]) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 32
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    family = BY_NAME["llama"]
+    model = family.build()
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 32
+    config.rope_parameters = config.rope_scaling = rope
+    changed = type(model)(config).eval()
+    changed.load_state_dict(model.state_dict())
+    changed.generation_config = model.generation_config
+    # Such a model remembers the longest call.
+    with fastgen.disabled():
+        expected = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
+    ours = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
+    assert expected.tolist() == ours.tolist() and accelerated() == 1 and rows == []
+
+
+def test_all_stay_where_layers_have_one_scale_for_all_rows(rows: list[int]) -> None:
+    family = BY_NAME["llama"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(family.build()), {torch.nn.Linear}).eval()
+    check(model, family.make_inputs(batch=9), ENDS)
+    assert rows == []
+
+
+def test_all_stay_in_a_search_of_ones_own(rows: list[int]) -> None:
+    class Own(type(BY_NAME["gpt2"].build())):  # type: ignore[misc]
+        def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_top_k_continuations(*args, **kwargs)
+
+    Own.__module__ = "transformers.models.gpt2.modeling_gpt2"
+    model = copy.deepcopy(BY_NAME["gpt2"].build())
+    model.__class__ = Own
+    check(model, BY_NAME["gpt2"].make_inputs(batch=9), {**BEAM, **ENDS})
+    assert accelerated() == 1 and rows == []
+
+
+def test_an_input_with_equal_scores_stays() -> None:
+    live = LiveRows(None, batch=3, copies=2, searches=True)  # type: ignore[arg-type]
+    over, full = torch.zeros(3, 1, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)
+    live.note_search(over, full, torch.tensor([[-1.0, -2.0], [-1.0, -1.0], [-1.0, -1e9]]), False)
+    assert live._ended.tolist() == [True, True, False, False, False, False]
+
+
+def test_positions_given_once_for_all_rows(rows: list[int]) -> None:
+    """They cannot be cut, so all rows stay."""
+    family = BY_NAME["llama"]
+    inputs = {"input_ids": family.make_inputs(batch=9, length=SHORT, padding=None)["input_ids"]}
+    inputs["position_ids"] = torch.arange(SHORT)[None]
+    check(family.build(), inputs, ENDS)
+    assert set(rows) == {9}
 
 
 def test_a_failure_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:

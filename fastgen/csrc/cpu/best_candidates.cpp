@@ -135,7 +135,9 @@ std::tuple<Tensor, Tensor> best_candidates(Tensor scores, Tensor running, int64_
   const int64_t parts = (vocabulary + kPart - 1) / kPart;
   const AnyAbove above = any_above();
   // One more than is wanted, to see whether it is equal to the last one that is.
-  std::vector<Best> found(inputs * beams * parts, Best(count + 1));
+  std::vector<Best> found;
+  found.reserve(inputs * beams * parts);
+  for (int64_t task = 0; task < inputs * beams * parts; ++task) found.emplace_back(count + 1);
   torch::stable::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / parts, first = task % parts * kPart;

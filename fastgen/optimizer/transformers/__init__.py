@@ -95,7 +95,7 @@ def patches() -> list[Patch]:
             generation,
             "GenerationMixin._check_early_stop_heuristic",
             f"{adapters}.finished:early_stop",
-            _check_parameters("is_early_stop_heuristic_unsatisfied", "is_sent_finished", "early_stopping"),
+            _check_parameters("beam_scores", "is_sent_finished", "early_stopping"),
         ),
         Patch(
             "transformers.generation.stopping_criteria",

@@ -43,7 +43,7 @@ class Call:
         has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
         store: FastGen's K/V store, once the call is accelerated.
         layers: those of the model, in a faster form while the call is accelerated.
-        searches: it is an accelerated beam search.
+        takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
         live: the rows that the model runs on, where finished inputs may leave the batch.
     """
 
@@ -60,7 +60,7 @@ class Call:
         self.declined = False
         self.layers = FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
         self.has_intervened = False
-        self.searches = False
+        self.takes_best = False
         self._returns_cache = False
         self._token: Any = None
         self._packed = ExitStack()
@@ -83,14 +83,14 @@ class Call:
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
         self.accelerated, self.declined = False, True
-        self.searches = False
+        self.takes_best = False
         self._packed.close()
         counters.count_fallback(ENTRY_POINT, reason)
 
     def accelerate(self, make_store: Callable[[], StoreInCache], config: Any) -> StoreInCache:
         """This call, of this generation config, goes on with FastGen's store in its cache."""
         self.accelerated = self.has_intervened = True
-        self.searches = config.num_beams > 1
+        self.takes_best = config.num_beams > 1 and not config.do_sample
         self._returns_cache = bool(config.return_dict_in_generate)
         self.store = make_store()
         return self.store
@@ -110,7 +110,7 @@ class Call:
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""
         self._packed.close()
-        self.live, self.searches = None, False
+        self.live, self.takes_best = None, False
         if self.store is not None:
             self.store.restore()
             self.store = None

@@ -6,7 +6,6 @@ zero.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,10 +14,14 @@ from torch import Tensor
 from fastgen import patching
 from fastgen.decoding import groups
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
 
-# Encoders with one of these in their configuration look at an input in blocks, or let inputs compete for experts: what
-# an input gives may depend on how long the batch is.
-_DEPENDS_ON_LENGTH = ("attention_type", "attention_window", "block_size", "local_radius", "num_experts")
+# The modules of Transformers whose encoders are known to leave padding out of everything: equivalence tests run them.
+# Others look at neighbouring positions, in blocks or in convolutions, or adapt to the length of the batch.
+_ENCODERS = frozenset(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
+)
 # Arguments of `generate` that the library does not pass to the encoder.
 _DECODERS = ("decoder_", "cross_attn")
 
@@ -51,7 +54,7 @@ def _encode(
     for rows, length in cut:
         part = {**model_kwargs, "attention_mask": mask[rows, :length]}
         result = wrapped(inputs_tensor[rows, :length], part, model_input_name, generation_config)
-        state = _only_state(result["encoder_outputs"])
+        state = _only_state(result["encoder_outputs"], rows.shape[0], length)
         if encoded is None:
             encoded = state.new_zeros(*inputs_tensor.shape, state.shape[-1])
         encoded[rows, :length] = state
@@ -72,30 +75,30 @@ def _can_be_cut(model: Any, inputs: Tensor, model_kwargs: dict[str, Any], name: 
         and mask.shape == inputs.shape
         and not any(isinstance(value, Tensor) for value in others)
         and not config.return_dict_in_generate  # its result has the K/V of the padding in it
-        and _sees_the_mask_only(model.get_encoder())
+        and _gives_states_alone(model.get_encoder(), config)
+        and not rows_depend_on_each_other(model)
     )
 
 
-def _sees_the_mask_only(encoder: Any) -> bool:
-    """Whether a position that is masked has no part in the others: the encoder uses the library's own plain mask."""
-    module = sys.modules[type(encoder).forward.__module__]
+def _gives_states_alone(encoder: Any, config: Any) -> bool:
+    """Whether the encoder is one of those that are known, and gives its last hidden states and nothing else."""
+    further = ("output_attentions", "output_hidden_states")
     return (
-        module.__name__.startswith("transformers.")
-        and hasattr(module, "create_bidirectional_mask")
+        type(encoder).forward.__module__ in _ENCODERS
         and "forward" not in vars(encoder)
-        and not any(getattr(encoder.config, name, None) is not None for name in _DEPENDS_ON_LENGTH)
+        and not any(getattr(source, name, False) for source in (config, encoder.config) for name in further)
     )
 
 
 def _lengths(mask: Tensor) -> list[int]:
     """The length of each input; that of the batch where the padding is not all behind it."""
-    lengths = mask.sum(dim=1)
+    lengths = mask.sum(dim=1).long()
     behind = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     return torch.where((mask == behind).all(dim=1), lengths, mask.shape[1]).tolist()
 
 
-def _only_state(outputs: Any) -> Tensor:
-    """The hidden states of an encoder that gives nothing else.
+def _only_state(outputs: Any, rows: int, length: int) -> Tensor:
+    """The hidden states, [rows, length, hidden], of an encoder that gives nothing else.
 
     Raises:
         RuntimeError: it gives something else too, of which it is not known how to put the groups together.
@@ -103,4 +106,7 @@ def _only_state(outputs: Any) -> Tensor:
     others = [key for key, value in outputs.items() if key != "last_hidden_state" and value is not None]
     if others:
         raise RuntimeError(f"the encoder gives {', '.join(others)} besides its hidden states")
-    return outputs.last_hidden_state
+    state = outputs.last_hidden_state
+    if state.shape[:2] != (rows, length):
+        raise RuntimeError(f"the encoder gives {tuple(state.shape)} for {rows} inputs of {length} positions")
+    return state

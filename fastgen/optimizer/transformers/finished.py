@@ -21,6 +21,7 @@ from fastgen import patching
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
 
 # Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
 _MIN_PART = 0.25
@@ -35,7 +36,9 @@ _PER_ROW = {
     "token_type_ids": 2,
 }
 _ENCODER_OUTPUTS = "encoder_outputs"
-# Of these it is known that a row's end is the end of the row.
+# The library gives a place without a hypothesis -1e9; what has a score is far above.
+_NO_SCORE = -1e8
+# The first ends a row, which gets padding then; the others end all rows at once.
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 
 
@@ -43,20 +46,41 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
     """Whether nothing outside the library's loop sees the rows of finished inputs."""
     return (
         batch > 1
+        and config.eos_token_id is not None  # nothing ends before all do
         and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
         and not call.runs_user_code
         and not config.return_dict_in_generate
         and not call.cache_is_the_users
-        and all(_is_hooked(type(call.model), method) for method in _METHODS)
+        and all(_is_hooked(type(call.model), method) for method in _HOOKED)
+        and all(_owner(type(call.model), method) is GenerationMixin for method in _SEARCH)
+        and not rows_depend_on_each_other(call.model)
     )
 
 
 # Models with their own may pass on, or read, anything.
-_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# The loops are looked at before a call is accelerated. These are the parts of them that see all rows.
+_SEARCH = tuple(
+    name
+    for name in (
+        "_get_logits_processor",
+        "_get_stopping_criteria",
+        "_get_top_k_continuations",
+        "_get_running_beams_for_next_iteration",
+        "_update_finished_beams",
+        "_check_early_stop_heuristic",
+        "_beam_search_has_unfinished_sequences",
+    )
+    if hasattr(GenerationMixin, name)
+)
+
+
+def _owner(kind: type, method: str) -> type:
+    return next(part for part in kind.__mro__ if method in vars(part))
 
 
 def _is_hooked(kind: type, method: str) -> bool:
-    owner = next(part for part in kind.__mro__ if method in vars(part))
+    owner = _owner(kind, method)
     return owner is GenerationMixin and isinstance(vars(owner)[method], wrapt.FunctionWrapper)
 
 
@@ -75,6 +99,8 @@ class LiveRows:
         self._searches = searches
         self._inputs = torch.arange(batch)  # those that are still there
         self._ended = torch.zeros(batch * copies, dtype=torch.bool)  # by row, of all inputs
+        self._has_changed = False
+        self._criteria: bool | None = None  # whether it is known what they mean
         self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
         self._places = torch.arange(batch * copies)  # of each of all rows: where it is among those; 0 if it has left
         self._slices: dict[int, tuple[Any, Any]] = {}
@@ -82,22 +108,30 @@ class LiveRows:
 
     def note_criteria(self, criteria: Any, done: Tensor) -> bool:
         """Takes [rows] flags of the stopping criteria; False if it cannot be told what they mean."""
-        if any(type(criterion) not in _CRITERIA for criterion in criteria):
-            return False
-        # Without an end token the loop goes on with real tokens in a row that has met a criterion.
-        if not self._searches and any(type(criterion) is EosTokenCriteria for criterion in criteria):
-            self._ended |= done
-        return True
+        if self._criteria is None:
+            self._criteria = all(type(criterion) in _CRITERIA for criterion in criteria)
+        if self._criteria and not self._searches:
+            self._end(done)
+        return self._criteria
 
-    def note_search(self, may_improve: Tensor, is_finished: Tensor, early_stopping: Any) -> None:
-        """Takes the state of a beam search: [batch, 1] and [batch, beams] flags.
+    def note_search(self, may_improve: Tensor, is_finished: Tensor, scores: Tensor, early_stopping: Any) -> None:
+        """Takes the state of a beam search: [batch, 1] and [batch, beams] flags, and [batch, beams] finished scores.
 
-        An input of which either tells that it is over takes no hypothesis any more.
+        An input takes no hypothesis any more if either kind of flag tells that it is over. The library sorts its
+        finished hypotheses once more in every step, though, together with what the rows have then. With equal scores
+        among them the rows must stay: that decides which of these comes first.
         """
         over = ~may_improve.squeeze(1)
         if early_stopping is True:
             over |= is_finished.all(dim=1)
-        self._ended |= over.repeat_interleave(self._copies)
+        if bool(over.any()):
+            over &= (scores[:, :-1] > scores[:, 1:]).all(dim=1) & (scores[:, -1] > _NO_SCORE)
+            self._end(over.repeat_interleave(self._copies))
+
+    def _end(self, rows: Tensor) -> None:
+        ended = self._ended | rows
+        self._has_changed |= not torch.equal(ended, self._ended)
+        self._ended = ended
 
     def select(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of the model, of all rows, for the rows that are still there."""
@@ -128,12 +162,15 @@ class LiveRows:
         return self._translated[1]
 
     def _leave(self, inputs: dict[str, Any]) -> None:
+        if not self._has_changed:
+            return
+        self._has_changed = False
         ended = self._ended.view(-1, self._copies).all(dim=1)[self._inputs]
         staying = (~ended).nonzero().squeeze(1)
         present = self._inputs.shape[0]
         if not 0 < staying.shape[0] <= (1 - _MIN_PART) * present:
             return
-        if not all(_has_rows(name, value) for name, value in inputs.items()):
+        if not all(self._has_rows(name, value) for name, value in inputs.items()):
             return
         self._store.keep(staying, self.translate)
         self._inputs = self._inputs[staying]
@@ -147,19 +184,19 @@ class LiveRows:
             fields = {key: part[self._rows] if isinstance(part, Tensor) else part for key, part in value.items()}
             return type(value)(**fields)
         if isinstance(value, Tensor):
-            if not _has_rows(name, value):
+            if not self._has_rows(name, value):
                 raise RuntimeError(f"{name} has become an input of the model after rows have left")
             return value[self._rows]
         return value
 
-
-def _has_rows(name: str, value: Any) -> bool:
-    """Whether it is known how an input of the model has to be cut when rows leave."""
-    if isinstance(value, Tensor):
-        return value.dim() == _PER_ROW.get(name)
-    if isinstance(value, ModelOutput):
-        return name == _ENCODER_OUTPUTS and isinstance(value.get("last_hidden_state"), Tensor)
-    return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"
+    def _has_rows(self, name: str, value: Any) -> bool:
+        """Whether it is known how an input of the model has to be cut when rows leave."""
+        if isinstance(value, Tensor):
+            return value.dim() == _PER_ROW.get(name) and value.shape[0] == self._places.shape[0]
+        if isinstance(value, ModelOutput):
+            parts = [part for part in value.values() if isinstance(part, Tensor)]
+            return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._places.shape[0] for part in parts)
+        return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"
 
 
 def _live(model: Any = None) -> LiveRows | None:
@@ -200,6 +237,6 @@ def early_stop(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     """Wrapper of `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
     may_improve = wrapped(*args, **kwargs)
     live = _live()
-    if live is not None and {"is_sent_finished", "early_stopping"} <= kwargs.keys():
-        live.note_search(may_improve, kwargs["is_sent_finished"], kwargs["early_stopping"])
+    if live is not None and {"is_sent_finished", "beam_scores", "early_stopping"} <= kwargs.keys():
+        live.note_search(may_improve, kwargs["is_sent_finished"], kwargs["beam_scores"], kwargs["early_stopping"])
     return may_improve

@@ -91,7 +91,7 @@ def _prefill(
     _repeat_outputs(outputs, batch, copies)
     call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
-        call.live = LiveRows(store, batch, copies, call.searches)
+        call.live = LiveRows(store, batch, copies, searches=generation_config.num_beams > 1)
     return outputs
 
 

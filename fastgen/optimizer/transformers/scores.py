@@ -153,6 +153,6 @@ def process(wrapped: Any, processors: Any, args: tuple[Any, ...], kwargs: dict[s
     """Wrapper of `LogitsProcessorList.__call__`, whose result the running scores are added to in a beam search."""
     scores = wrapped(*args, **kwargs)
     call = Call.current()
-    if call is None or not call.searches or not patching.is_active() or not _pays(scores):
+    if call is None or not call.takes_best or not patching.is_active() or not _pays(scores):
         return scores
     return LogProbabilities.of(scores)
