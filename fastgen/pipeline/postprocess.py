@@ -8,6 +8,7 @@ they need would take them seconds to import.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -102,8 +103,10 @@ def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A forked process has none of the threads that torch would hand work to.
+        # A forked process has none of the threads that torch would hand work to, and must not free what the parent has
+        # on a device.
         torch.set_num_threads(1)
+        gc.freeze()
     _processor = make()
 
 

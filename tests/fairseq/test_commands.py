@@ -163,7 +163,7 @@ OPTIONS = [
     "--source-lang de --target-lang en --tokenizer moses --moses-no-escape --scoring chrf --no-early-stop",
     "--source-lang de --target-lang en --tokenizer moses --remove-bpe --max-tokens 100",
     "--sampling --nbest 3 --seed 7",
-    "--sampling --sampling-topk 5 --nbest 3 --temperature 1.3 --seed 8 --num-workers 1",
+    "--sampling --sampling-topk 5 --nbest 3 --temperature 1.3 --seed 8",
     "--sampling --sampling-topp 0.8 --nbest 3 --seed 9",
     "--diverse-beam-groups 3 --diverse-beam-strength 0.5 --nbest 3",
     "--diversity-rate 0.5",

@@ -95,9 +95,11 @@ class _Command:
 
     def run(self) -> Report:
         """Everything, from loading to the score. What is finished is printed whatever happens to the rest."""
+        from fairseq_cli.generate import get_symbols_to_strip_from_output
+
         self._load()
         generator = self._generator()
-        strip = getattr(generator, "symbols_to_strip_from_output", {generator.eos})
+        strip = get_symbols_to_strip_from_output(generator)
         scorer = None if self.interactive else Scorer(self.cfg, self._target)
         writer = Writer(self.task, self.cfg, strip, self.interactive, scorer is not None and scorer.takes_text)
         self._encode = writer.encode
