@@ -471,7 +471,14 @@ def test_an_interrupt_loses_no_finished_line(world, tmp_path):
         sys.executable, "-m", "fastgen_cli.fairseq", "generate", world.data, "--path", world.model, *BASE,
         "--gen-subset", "train", "--batch-size", 2, "--max-len-b", 100, "--min-len", 100, "--results-path", tmp_path,
     ]  # fmt: skip
-    with subprocess.Popen([*map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*map(str, command)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has interrupts ignored, which processes inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         deadline = time.monotonic() + 120
         while not results.exists() or results.read_text().count("\nP-") < 3:
             assert time.monotonic() < deadline and process.poll() is None
