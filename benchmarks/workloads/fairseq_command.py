@@ -188,9 +188,9 @@ WORKLOADS = [
         targets=(_WAITING, NEVER_SLOWER),
     ),
     FairSeqCommand(
-        name="fairseq-generate-1000",
-        title="fastgen-generate-for-fairseq, 1,000 outputs, Moses",
-        outputs=1000,
+        name="fairseq-generate-300",
+        title="fastgen-generate-for-fairseq, 300 outputs, Moses",
+        outputs=300,
         repetitions=2,
         targets=(_WAITING, NEVER_SLOWER),
     ),
