@@ -43,8 +43,9 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 MIN_WEIGHT_BYTES = 2**18
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
-# A packed weight must take less time by this part to be used.
-_MARGIN = 0.05
+# A packed weight must take less time by this part to be used. With many rows it gains a few hundredths, and
+# packing it in every call costs more than that.
+_MARGIN = 0.12
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
