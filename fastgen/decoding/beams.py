@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MIN_GROWTH = 64  # positions
+from fastgen.decoding.growth import capacity
+
+
+def rows_of(inputs: Tensor, copies: int) -> Tensor:
+    """The rows of the given inputs, [n] -> [n * copies], where each has `copies` rows next to each other."""
+    return (inputs.unsqueeze(1) * copies + torch.arange(copies, device=inputs.device)).flatten()
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Beams:
         if self._common is not None:
             self._common = self._common[inputs.cpu()]
         if self._ancestry is not None:
-            rows = (inputs.unsqueeze(1) * self.copies + torch.arange(self.copies)).flatten()
+            rows = rows_of(inputs, self.copies)
             moved = (rows - torch.arange(rows.shape[0])).int()  # ancestors are rows of the same input
             self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
 
@@ -105,7 +110,7 @@ class Beams:
         have = table.shape[1] if table is not None else 0
         if table is None or have < length:
             own = torch.arange(self.rows, dtype=torch.int32).unsqueeze(1)
-            new = own.expand(-1, max(length, have + max(have // 4, _MIN_GROWTH)) - have)
+            new = own.expand(-1, capacity(length, have) - have)
             self._ancestry = table = new.clone() if table is None else torch.cat([table, new], dim=1)
         return table
 

@@ -17,6 +17,17 @@ PASS = 256
 MIN_SAVING = 0.1
 
 
+def lengths(mask: Tensor) -> Tensor:
+    """The length of each input, [batch]; that of the batch where the padding is not all behind it.
+
+    Args:
+        mask: [batch, longest], of any dtype: 1 where there is a token, 0 where there is padding.
+    """
+    found, longest = mask.sum(dim=1).long(), mask.shape[1]
+    behind = torch.arange(longest) < found.unsqueeze(1)
+    return torch.where((mask == behind).all(dim=1), found, longest)
+
+
 def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
     """Which inputs run together, and how long they are at the most; none if groups do not pay.
 

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beams import Beams
+from fastgen.decoding.beams import Beams, rows_of
+from fastgen.decoding.growth import capacity
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import attention
 
@@ -20,8 +21,6 @@ MIN_SHARED_BYTES = 2**20
 # A suffix behind a prefix that is not worth sharing is read through a table when a position of K and V has so many
 # bytes over all rows. Below, moving what a reorder changes takes less time than an attention that is not the library's.
 MIN_TABLE_BYTES = 2**17
-
-_MIN_GROWTH = 64  # positions
 
 
 def _span(rows: Tensor) -> slice | None:
@@ -55,8 +54,8 @@ class GrowingTensor:
         """Adds [rows, heads, T, dim] behind what is there."""
         end = self.length + new.shape[2]
         if end > self._data.shape[2]:
-            rows, heads, capacity, width = self._data.shape
-            data = self._data.new_empty(rows, heads, max(end, capacity + max(capacity // 4, _MIN_GROWTH)), width)
+            rows, heads, present, width = self._data.shape
+            data = self._data.new_empty(rows, heads, capacity(end, present), width)
             data[:, :, : self.length] = self.view()
             self._data = data
         self._data[:, :, self.length : end] = new
@@ -207,11 +206,12 @@ class LayerKV:
             return
         ancestry, self._descends = self._beams.ancestry(self._suffix[0].length), False
         own = [part.view() if ancestry is None else attention.descend(part.view(), ancestry) for part in self._suffix]
-        self._suffix = GrowingTensor(own[0], self._room), GrowingTensor(own[1], self._room)
         if self._is_short:
             self._repeat_prefix()
-            self._move_prefix(*(part.view() for part in self._suffix))
+            self._move_prefix(*own)
             self._settled += self._repeated
+        else:
+            self._suffix = GrowingTensor(own[0], self._room), GrowingTensor(own[1], self._room)
         self._handles = None
 
     def crop(self, count: int) -> None:
@@ -288,8 +288,7 @@ class LayerKV:
         """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
         if self._beams is None:
             raise ValueError("inputs can be left out once they have branched, not before")
-        copies = self._beams.copies
-        rows = (inputs.unsqueeze(1) * copies + torch.arange(copies, device=inputs.device)).flatten()
+        rows = rows_of(inputs, self._beams.copies)
         if self._prefix is not None:
             kept = inputs if self._is_shared else rows
             span = _span(kept)

@@ -27,7 +27,7 @@ from fastgen.ops.attention import (
 )
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
-_METADATA = frozenset(
+METADATA = frozenset(
     {
         Tensor.shape.__get__,
         Tensor.dtype.__get__,
@@ -163,7 +163,7 @@ class SharedKV(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kwargs = kwargs or {}
-            if func not in _METADATA and (rule := _RULES.get(func)) is not None:
+            if func not in METADATA and (rule := _RULES.get(func)) is not None:
                 try:
                     result = rule(*args, **kwargs)
                 except _Unsupported:

@@ -58,6 +58,11 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.fastgen.pack_linear.default(weight.detach())
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """[..., inputs] as the kernels take it: [rows, inputs], the inputs next to each other; a view where it can be."""
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` with `packed = pack(weight)`; not differentiable.
 
@@ -72,7 +77,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    rows = as_rows(x)
     y = torch.ops.fastgen.packed_linear.default(rows, packed, bias, outputs)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, _timings
+from fastgen.ops.linear import as_rows
 
 PRECISIONS = ("int8", "bf16")
 
@@ -85,7 +86,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
         RuntimeError: shapes or dtypes do not fit together.
     """
     panels, scales, totals, outputs = weight
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    rows = as_rows(x)
     if scales is None or totals is None:
         y = torch.ops.fastgen.bf16_linear.default(rows, panels, bias, outputs)
     else:

@@ -73,10 +73,8 @@ def _attention(
 
 def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
     """K and V of self-attention, with those of the new positions."""
-    layer, is_new = call.layer(module, state)
-    if is_new and call.has_branched:
-        layer.branch(call.beams)
-    return layer.extend(_heads(module, module.k_proj(query)), _heads(module, module.v_proj(query)))
+    keys, values = module.k_proj(query), module.v_proj(query)
+    return call.extend(module, state, _heads(module, keys), _heads(module, values))
 
 
 def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beams import Beams
+from fastgen.decoding.beams import Beams, rows_of
 from fastgen.decoding.kv import LayerKV
 
 if TYPE_CHECKING:
@@ -107,6 +107,13 @@ class Call:
     def is_prefilling(self) -> bool:
         return self._prefilled is not None
 
+    def extend(self, module: Any, state: State, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of self-attention, with those of the new positions, [rows, heads, positions, dim]."""
+        layer, is_new = self.layer(module, state)
+        if is_new and self.has_branched:
+            layer.branch(self.beams)
+        return layer.extend(keys, values)
+
     def layer(self, module: Any, state: State) -> tuple[LayerKV, bool]:
         """The K/V of one attention module, and whether there are none yet."""
         # A model that is in an ensemble twice has two states.
@@ -183,7 +190,7 @@ class Call:
         for layer in self._layers:
             layer.keep(sources)
         self.beams.keep(sources)
-        rows = (sources.unsqueeze(1) * self.copies + torch.arange(self.copies, device=sources.device)).flatten()
+        rows = rows_of(sources, self.copies)
         self._masks = {
             key: (padding, mask[rows] if mask is not None else None) for key, (padding, mask) in self._masks.items()
         }

@@ -25,10 +25,7 @@ def _extend(
     state = call.state(attention, incremental_state)
     if state is None:
         return wrapped(keys, values, incremental_state)
-    layer, is_new = call.layer(attention, state)
-    if is_new and call.has_branched:
-        layer.branch(call.beams)
-    return layer.extend(keys, values)
+    return call.extend(attention, state, keys, values)
 
 
 def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

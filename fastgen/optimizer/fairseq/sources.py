@@ -58,10 +58,7 @@ def _sizes(padding: Tensor) -> tuple[list[int], bool]:
     sizes = longest - padding.sum(dim=1)
     places = torch.arange(longest)
     in_front = bool((padding == (places < longest - sizes.unsqueeze(1))).all())
-    if not in_front:
-        behind = (padding == (places >= sizes.unsqueeze(1))).all(dim=1)
-        sizes = torch.where(behind, sizes, longest)
-    return sizes.tolist(), in_front
+    return (sizes if in_front else groups.lengths(~padding)).tolist(), in_front
 
 
 def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters
 from fastgen.decoding.layers import LINEAR, FastLayers
+from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
 
 if TYPE_CHECKING:
     from fastgen.optimizer.transformers.cache import StoreInCache
@@ -64,6 +65,11 @@ class Call:
         self._returns_cache = False
         self._token: Any = None
         self._packed = ExitStack()
+
+    @cached_property
+    def rows_depend_on_each_other(self) -> bool:
+        """Whether what the model says of one input depends on the others of the batch."""
+        return rows_depend_on_each_other(self.model)
 
     @classmethod
     def current(cls, model: Any = None) -> Call | None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastgen import patching
 from fastgen.decoding import groups
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
 
 # The modules of Transformers whose encoders are known to leave padding out of everything: equivalence tests run them.
 # Others look at neighbouring positions, in blocks or in convolutions, or adapt to the length of the batch.
@@ -44,8 +42,8 @@ def _encode(
 ) -> dict[str, Any]:
     mask = model_kwargs.get("attention_mask")
     cut: list[tuple[Tensor, int]] = []
-    if _can_be_cut(call.model, inputs_tensor, model_kwargs, model_input_name, generation_config):
-        cut = groups.by_length(_lengths(mask), inputs_tensor.shape[1])
+    if _can_be_cut(call, inputs_tensor, model_kwargs, model_input_name, generation_config):
+        cut = groups.by_length(groups.lengths(mask).tolist(), inputs_tensor.shape[1])
     if len(cut) < 2:
         return wrapped(inputs_tensor, model_kwargs, model_input_name, generation_config)
     call.has_intervened = True
@@ -62,7 +60,7 @@ def _encode(
     return {**result, "attention_mask": mask, "encoder_outputs": outputs}
 
 
-def _can_be_cut(model: Any, inputs: Tensor, model_kwargs: dict[str, Any], name: str | None, config: Any) -> bool:
+def _can_be_cut(call: Call, inputs: Tensor, model_kwargs: dict[str, Any], name: str | None, config: Any) -> bool:
     """Whether the encoder gives the same for an input without the padding behind it, and nothing else is seen of it."""
     mask = model_kwargs.get("attention_mask")
     others = (value for key, value in model_kwargs.items() if key != "attention_mask" and not key.startswith(_DECODERS))
@@ -75,8 +73,8 @@ def _can_be_cut(model: Any, inputs: Tensor, model_kwargs: dict[str, Any], name: 
         and mask.shape == inputs.shape
         and not any(isinstance(value, Tensor) for value in others)
         and not config.return_dict_in_generate  # its result has the K/V of the padding in it
-        and _gives_states_alone(model.get_encoder(), config)
-        and not rows_depend_on_each_other(model)
+        and _gives_states_alone(call.model.get_encoder(), config)
+        and not call.rows_depend_on_each_other
     )
 
 
@@ -88,13 +86,6 @@ def _gives_states_alone(encoder: Any, config: Any) -> bool:
         and "forward" not in vars(encoder)
         and not any(getattr(source, name, False) for source in (config, encoder.config) for name in further)
     )
-
-
-def _lengths(mask: Tensor) -> list[int]:
-    """The length of each input; that of the batch where the padding is not all behind it."""
-    lengths = mask.sum(dim=1).long()
-    behind = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
-    return torch.where((mask == behind).all(dim=1), lengths, mask.shape[1]).tolist()
 
 
 def _only_state(outputs: Any, rows: int, length: int) -> Tensor:

@@ -18,10 +18,10 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 
 from fastgen import patching
+from fastgen.decoding.beams import rows_of
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
 
 # Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
 _MIN_PART = 0.25
@@ -53,7 +53,7 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
         and not call.cache_is_the_users
         and all(_is_hooked(type(call.model), method) for method in _HOOKED)
         and all(_owner(type(call.model), method) is GenerationMixin for method in _SEARCH)
-        and not rows_depend_on_each_other(call.model)
+        and not call.rows_depend_on_each_other
     )
 
 
@@ -174,7 +174,7 @@ class LiveRows:
             return
         self._store.keep(staying, self.translate)
         self._inputs = self._inputs[staying]
-        self._rows = (self._inputs.unsqueeze(1) * self._copies + torch.arange(self._copies)).flatten()
+        self._rows = rows_of(self._inputs, self._copies)
         self._places = torch.zeros_like(self._places)
         self._places[self._rows] = torch.arange(self._rows.shape[0])
         self._slices, self._translated = {}, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
 _ADAPTIVE_ROPE = ("dynamic", "longrope")
 _ROPE = ("rope_type", "rope_parameters", "rope_scaling")
@@ -15,15 +17,22 @@ def rows_depend_on_each_other(model: Any) -> bool:
     for module in model.modules():
         if type(module).__module__.startswith("torch.ao."):
             return True  # dynamically quantised layers have one scale for all rows
-        for holder in (module, getattr(module, "config", None)):
+        for holder in (module, _attribute(module, "config")):
             if holder is None or id(holder) in seen:
                 continue
             seen.add(id(holder))
-            if any(_is_adaptive(getattr(holder, name, None)) for name in _ROPE):
+            if any(_is_adaptive(_attribute(holder, name)) for name in _ROPE):
                 return True
-            if getattr(holder, "moe_eval_capacity_token_fraction", None) is not None:
+            if _attribute(holder, "moe_eval_capacity_token_fraction") is not None:
                 return True  # rows compete for the places of an expert
     return False
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """An attribute, or None."""
+    if isinstance(holder, nn.Module) and name not in vars(holder) and not hasattr(type(holder), name):
+        return None  # it would look through its parameters and parts, and make an error: that takes most of the time
+    return getattr(holder, name, None)
 
 
 def _is_adaptive(rope: Any) -> bool:

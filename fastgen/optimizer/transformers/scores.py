@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from fastgen import patching
+from fastgen.decoding.shared import METADATA
 from fastgen.ops.best_candidates import best_candidates
 from fastgen.optimizer.transformers.call import Call
 
 # Below, a pass over the scores takes less time than what is around it.
 MIN_SCORES = 2**16
-
-_METADATA = frozenset(
-    {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim}
-)
 
 
 class StepLogits(torch.Tensor):
@@ -73,7 +70,7 @@ class LogProbabilities(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
+            if func in METADATA:
                 return func(*args, **kwargs)
             rule = _RULES.get(func)
             done = rule(*args, **kwargs) if rule is not None and isinstance(args[0] if args else None, cls) else None
