@@ -39,7 +39,13 @@ __all__ = [
 _patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 
 
-def enable(*, strict: bool | None = None, packed_weights: str | None = None, cpu_weights: str | None = None) -> None:
+def enable(
+    *,
+    strict: bool | None = None,
+    packed_weights: str | None = None,
+    cpu_weights: str | None = None,
+    captured_step: str | None = None,
+) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
     Args:
@@ -49,11 +55,18 @@ def enable(*, strict: bool | None = None, packed_weights: str | None = None, cpu
             `fastgen.settings.Settings`); unchanged if None. The default is that of FASTGEN_PACKED_WEIGHTS, or "call".
         cpu_weights: the precision of those copies: "fp32", or "int8" or "bf16", with which results are no longer those
             of float32; unchanged if None. The default is that of FASTGEN_CPU_WEIGHTS, or "fp32".
+        captured_step: whether decoding steps on a GPU are captured in a CUDA graph: "auto", where that serves, or
+            "never"; unchanged if None. The default is that of FASTGEN_CAPTURED_STEP, or "auto".
 
     Raises:
-        ValueError: `packed_weights` or `cpu_weights` is none of these, or they contradict each other.
+        ValueError: a value is none of these, or two of them contradict each other.
     """
-    changes = {"strict": strict, "packed_weights": packed_weights, "cpu_weights": cpu_weights}
+    changes = {
+        "strict": strict,
+        "packed_weights": packed_weights,
+        "cpu_weights": cpu_weights,
+        "captured_step": captured_step,
+    }
     settings.change(**{name: value for name, value in changes.items() if value is not None})
     _patches.enable()
 

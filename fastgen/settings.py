@@ -10,6 +10,7 @@ from typing import Any
 
 PACKED_WEIGHTS = ("call", "keep", "never")
 CPU_WEIGHTS = ("fp32", "int8", "bf16")
+CAPTURED_STEP = ("auto", "never")
 
 
 def _flag(name: str) -> bool:
@@ -29,18 +30,22 @@ class Settings:
             written to through `parameter.data`), or "never" made (FASTGEN_PACKED_WEIGHTS).
         cpu_weights: the precision of those copies: that of the weights, "fp32", or "int8" or "bf16", which change the
             results and are used for every linear layer of a model in float32 (FASTGEN_CPU_WEIGHTS).
+        captured_step: whether decoding steps on an NVIDIA GPU are captured in a CUDA graph: where it serves, "auto", or
+            "never" (FASTGEN_CAPTURED_STEP).
 
     Raises:
-        ValueError: `packed_weights` or `cpu_weights` is none of these, or no copy is to be made in another precision.
+        ValueError: one of them has a value that is not among these, or no copy is to be made in another precision.
     """
 
     disabled: bool = False
     strict: bool = False
     packed_weights: str = "call"
     cpu_weights: str = "fp32"
+    captured_step: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, known in (("packed_weights", PACKED_WEIGHTS), ("cpu_weights", CPU_WEIGHTS)):
+        choices = {"packed_weights": PACKED_WEIGHTS, "cpu_weights": CPU_WEIGHTS, "captured_step": CAPTURED_STEP}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 given = getattr(self, name)
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(known)}")
@@ -55,6 +60,7 @@ class Settings:
             strict=_flag("FASTGEN_STRICT"),
             packed_weights=os.environ.get("FASTGEN_PACKED_WEIGHTS", "").strip().lower() or "call",
             cpu_weights=os.environ.get("FASTGEN_CPU_WEIGHTS", "").strip().lower() or "fp32",
+            captured_step=os.environ.get("FASTGEN_CAPTURED_STEP", "").strip().lower() or "auto",
         )
 
 

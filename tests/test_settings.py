@@ -24,3 +24,11 @@ def test_change_installs_a_copy(monkeypatch):
 def test_an_unknown_setting_is_named():
     with pytest.raises(TypeError, match="unknown setting speed"):
         settings.change(speed=11)
+
+
+def test_the_captured_step_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "never")
+    assert settings.Settings.from_environment().captured_step == "never"
+    monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "sometimes")
+    with pytest.raises(ValueError, match="FASTGEN_CAPTURED_STEP.*sometimes.*auto, never"):
+        settings.Settings.from_environment()
