@@ -1,0 +1,302 @@
+"""What a CUDA graph does, on the CPU: operators are recorded once and executed again on the same memory.
+
+`RecordedGraph` stands in for a `torch.cuda.CUDAGraph`, so that code which is captured on a GPU can be tested without
+one. As with a graph, addresses, sizes and host values are frozen when the function is captured, the function itself is
+not called again, and what would make the host wait for the device is refused. It is stricter than a graph in what a
+graph leaves undefined: memory that was freed is noticed, and memory that nothing has been written to is poisoned.
+
+Only what goes through torch's dispatcher is seen. Kernels that are started in another way (Triton's) are not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+_aten = torch.ops.aten
+
+# Results whose size, or a decision of the host's that, only the device knows.
+_WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+_UNINITIALISED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
+)
+# On the CPU these need no operator; on a GPU they copy to the host, or from it.
+_TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__})
+_FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor as a graph knows it: where it lies and how it is laid out."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A host value, or a tensor without an address of its own (packed weights)."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    leaves: list[_Place | _Constant]
+    structure: Any
+    # The result's tensors; None for those that lie in memory which was there before.
+    fresh: list[_Place | None]
+
+
+class RecordedGraph:
+    """Records the operators that a function calls, and executes them again."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        # By number: memory of the graph's own, which lives as long as it, or a weak reference to memory of others.
+        self._storages: list[torch.UntypedStorage | StorageWeakRef] = []
+        self._captured = False
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Calls `function` once, records it, and undoes what it has written.
+
+        Returns:
+            What `function` returned. Tensors that it made are poisoned (NaN, the largest integer, True) until `replay`.
+
+        Raises:
+            RuntimeError: the function does what cannot be captured on a GPU, or the graph is there already. Whatever
+                the function raises is passed on; memory is put back then, too.
+        """
+        if self._captured:
+            raise RuntimeError("the graph has been captured before; make a new one")
+        recorder = _Recorder()
+        try:
+            with _HostAccess(), recorder:
+                result = function()
+        finally:
+            recorder.put_back()
+        self._operations, self._storages, self._captured = recorder.operations, recorder.storages, True
+        return result
+
+    @property
+    def operators(self) -> list[str]:
+        """Names of the recorded operators, as "aten::add.Tensor", in their order."""
+        return [str(operation.function) for operation in self._operations]
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Executes the operators on the memory they were recorded with. Random operators draw anew.
+
+        Raises:
+            RuntimeError: nothing was captured, or memory that the graph reads or writes has been freed.
+        """
+        if not self._captured:
+            raise RuntimeError("replay before capture")
+        memory = _Memory([_alive(storage) for storage in self._storages])
+        for operation in self._operations:
+            _execute(operation, memory)
+
+
+class _Memory:
+    """Tensors made from places, for the time of one replay."""
+
+    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
+        self.storages = storages
+        self._tensors: dict[_Place, Tensor] = {}
+
+    def __call__(self, leaf: _Place | _Constant) -> Any:
+        if isinstance(leaf, _Constant):
+            return leaf.value
+        tensor = self._tensors.get(leaf)
+        if tensor is None:
+            tensor = torch.empty(0, dtype=leaf.dtype)
+            tensor.set_(self.storages[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+            self._tensors[leaf] = tensor
+        return tensor
+
+
+def _alive(storage: torch.UntypedStorage | StorageWeakRef) -> torch.UntypedStorage:
+    if isinstance(storage, torch.UntypedStorage):
+        return storage
+    if storage.expired():
+        raise RuntimeError("the graph uses memory that has been freed: keep what it reads and writes")
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+
+
+def _execute(operation: _Operation, memory: _Memory) -> None:
+    if operation.function.overloadpacket in _UNINITIALISED:
+        for place in filter(None, operation.fresh):
+            _poison(memory(place))
+        return
+    args, kwargs = tree_unflatten([memory(leaf) for leaf in operation.leaves], operation.structure)
+    results = _tensors(operation.function(*args, **kwargs))
+    for place, result in zip(operation.fresh, results, strict=True):
+        if place is not None:
+            assert (tuple(result.shape), result.stride()) == (place.size, place.stride), operation.function
+            # Bytes, because elements may share memory.
+            memory.storages[place.storage].copy_(result.untyped_storage())
+
+
+class _HostAccess(TorchFunctionMode):
+    """Refuses what a GPU would copy to the host or from pageable memory, and a CPU has no operator for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from_host = func in _FROM_HOST and not (args and isinstance(args[0], Tensor) and func is not Tensor.new_tensor)
+        if func in _TO_HOST or from_host:
+            _refuse(func.__name__, "copies between pageable host memory and the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+        self.storages: list[torch.UntypedStorage | StorageWeakRef] = []
+        self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._made: list[Tensor] = []
+        self._host: set[int] = set()  # storages of tensors made from host values
+        self._generators: dict[torch.Generator, Tensor] = {}
+        self._remember(torch.default_generator)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = _tensors((args, kwargs))
+        if any(type(argument).__torch_dispatch__ is not Tensor.__torch_dispatch__ for argument in arguments):
+            return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
+        self._check(func, args, kwargs)
+        # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func is _aten.lift_fresh.default:
+            return self._lift(func, args)
+
+        for written in _written(func, args, kwargs):
+            self._save(written)
+        for generator in tree_leaves(kwargs):
+            if isinstance(generator, torch.Generator):
+                self._remember(generator)
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [self._place(leaf) for leaf in leaves]
+        result = func(*args, **kwargs)
+        fresh = [self._allocate(tensor) for tensor in _tensors(result)]
+        if func._schema.is_mutable or any(place is not None for place in fresh) or not fresh:
+            self.operations.append(_Operation(func, places, structure, fresh))
+        return result
+
+    def put_back(self) -> None:
+        """A capture executes nothing: restores what was written, and poisons what was made."""
+        for storage, before in self._saved.values():
+            storage.copy_(before)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+        with torch.inference_mode():
+            for tensor in self._made:
+                _poison(tensor)
+
+    def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Refuses operators that could not be captured on a GPU."""
+        packet = func.overloadpacket
+        host = [tensor for tensor in _tensors((args, kwargs)) if _key(tensor) in self._host]
+        if packet in _INDEXING:
+            masked = any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+            # x[mask] = number is a masked fill.
+            filled = packet is _aten.index_put_ and len(args[1]) == 1 and host and args[2] is host[0]
+            if masked and not filled:
+                _refuse(func, "waits for the device (an index is a boolean mask)")
+            if host and not (masked and filled):
+                _refuse(func, "copies from pageable host memory to the device")
+        elif _WAITING & set(func.tags) and kwargs.get("output_size") is None:
+            _refuse(func, "waits for the device")
+        elif host and func not in (_aten.fill_.Tensor, _aten.lift_fresh.default):
+            _refuse(func, "copies from pageable host memory to the device")
+        elif packet in (_aten.copy_, _aten._to_copy):
+            source = args[1] if packet is _aten.copy_ else args[0]
+            target = args[0].device if packet is _aten.copy_ else kwargs.get("device") or source.device
+            if target.type != source.device.type and not (kwargs.get("non_blocking") and source.is_pinned()):
+                _refuse(func, f"copies from {source.device} to {target}, and not from pinned memory without waiting")
+
+    def _lift(self, func: Any, args: tuple) -> Tensor:
+        """A tensor of host values, made by torch for `x[i] = number` or for a list of indices: frozen."""
+        (lifted,) = args
+        self._number(lifted.untyped_storage(), own=True)
+        self._host.add(_key(lifted))
+        return func(lifted)
+
+    def _place(self, leaf: Any) -> _Place | _Constant:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return _Constant(leaf)
+        assert not leaf.is_conj() and not leaf.is_neg(), "lazy conjugates are not recorded"
+        number = self._number(leaf.untyped_storage(), own=False)
+        return _Place(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset())
+
+    def _allocate(self, tensor: Tensor) -> _Place | None:
+        if tensor.untyped_storage()._cdata in self._numbers:
+            return None
+        self._number(tensor.untyped_storage(), own=True)
+        place = self._place(tensor)
+        assert isinstance(place, _Place)
+        self._made.append(tensor.detach())
+        return place
+
+    def _number(self, storage: torch.UntypedStorage, own: bool) -> int:
+        number = self._numbers.setdefault(storage._cdata, len(self.storages))
+        if number == len(self.storages):
+            # A weak reference keeps the storage object, not its memory: its address stays a name for it.
+            self.storages.append(storage if own else StorageWeakRef(storage))
+        return number
+
+    def _save(self, tensor: Tensor) -> None:
+        """Keeps the contents of memory that was there before the capture, when it is first written to."""
+        number = self._number(tensor.untyped_storage(), own=False)
+        if isinstance(self.storages[number], StorageWeakRef) and number not in self._saved:
+            self._saved[number] = tensor.untyped_storage(), tensor.untyped_storage().clone()
+
+    def _remember(self, generator: torch.Generator) -> None:
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
+
+
+def _refuse(function: Any, reason: str) -> None:
+    raise RuntimeError(f"operation not permitted when stream is capturing: {function} {reason}")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    arguments = func._schema.arguments
+    values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([values.get(name) for name in changed])
+
+
+def _poison(tensor: Tensor) -> None:
+    """Fills the memory that a tensor lies in with what nobody can take for a result."""
+    dtype = tensor.dtype
+    everything = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())
+    if dtype.is_floating_point or dtype.is_complex:
+        everything.fill_(float("nan"))
+    else:
+        everything.fill_(True if dtype is torch.bool else torch.iinfo(dtype).max)
