@@ -10,9 +10,12 @@ Only what goes through torch's dispatcher is seen. Kernels that are started in a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -84,7 +87,7 @@ class RecordedGraph:
             raise RuntimeError("the graph has been captured before; make a new one")
         recorder = _Recorder()
         try:
-            with _HostAccess(), recorder:
+            with _stream_capture(), _HostAccess(), recorder:
                 result = function()
         finally:
             recorder.put_back()
@@ -148,6 +151,18 @@ def _execute(operation: _Operation, memory: _Memory) -> None:
             assert (tuple(result.shape), result.stride()) == (place.size, place.stride), operation.function
             # Bytes, because elements may share memory.
             memory.storages[place.storage].copy_(result.untyped_storage())
+
+
+_one_capture = threading.Lock()
+
+
+@contextlib.contextmanager
+def _stream_capture() -> Iterator[None]:
+    """What torch answers while a stream is captured: Transformers then leaves out questions about values."""
+    name, own = "torch.cuda.is_current_stream_capturing", threading.get_ident()
+    # The function is one for all threads.
+    with _one_capture, mock.patch(name, lambda: threading.get_ident() == own):
+        yield
 
 
 class _HostAccess(TorchFunctionMode):
@@ -216,10 +231,9 @@ class _Recorder(TorchDispatchMode):
         if packet in _INDEXING:
             masked = any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
             # x[mask] = number is a masked fill.
-            filled = packet is _aten.index_put_ and len(args[1]) == 1 and host and args[2] is host[0]
-            if masked and not filled:
+            if masked and not (packet is _aten.index_put_ and len(args[1]) == 1 and host and args[2] is host[0]):
                 _refuse(func, "waits for the device (an index is a boolean mask)")
-            if host and not (masked and filled):
+            if host and not masked:
                 _refuse(func, "copies from pageable host memory to the device")
         elif _WAITING & set(func.tags) and kwargs.get("output_size") is None:
             _refuse(func, "waits for the device")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache, StaticCache
 
+import fastgen
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from tests.equivalence.models import BY_NAME
 from tests.recorded_graph import RecordedGraph
 
 MODES = [torch.no_grad, torch.inference_mode]
@@ -250,6 +254,58 @@ def test_a_subclass_that_unwraps_itself() -> None:
         return attended, keys.transpose(2, 3) + 1, torch.cat([keys, query], dim=2)
 
     agrees(step, [prefix, suffix, query], lambda: prefix.normal_())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
+def test_forward_of_a_model_with_a_static_cache(name: str, attention: str) -> None:
+    """Greedy decoding: replays give the logits of calls, and go on from token to token."""
+    model, capacity = BY_NAME[name].build(attention), 16
+    ids = torch.randint(4, 160, (2, 5), generator=torch.Generator().manual_seed(0))
+    token, position = torch.zeros(2, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    mask = torch.zeros(2, 1, 1, capacity)
+    cache = own = StaticCache(model.config, max_cache_len=capacity)
+    inputs: dict[str, Any] = {"input_ids": token, "attention_mask": mask, "position_ids": position[None].expand(2, 1)}
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(own, StaticCache(model.config, max_cache_len=ids.shape[1]))
+        encoded = model.get_encoder()(ids)
+        inputs = {"decoder_input_ids": token, "encoder_outputs": encoded, "decoder_attention_mask": mask}
+
+    def step() -> Tensor:
+        mask.index_fill_(3, position, 0.0)
+        logits = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+        token.copy_(logits.argmax(-1, keepdim=True))
+        position.add_(1)
+        return logits
+
+    def restart() -> None:
+        own.reset()
+        token.fill_(5)
+        position.zero_()
+        mask.fill_(torch.finfo(torch.float32).min)
+
+    with fastgen.disabled():
+        restart()
+        step()  # makes the buffers of the cache, and K/V of the encoder's output
+        restart()
+        expected = [step().clone() for _ in range(6)]
+        restart()
+        graph, logits = captured(step)
+        for correct in expected:
+            graph.replay()
+            torch.testing.assert_close(logits, correct, rtol=0, atol=0)
+    assert not torch.allclose(expected[0], expected[5])
+
+
+def test_torch_says_that_it_captures_to_the_thread_that_does() -> None:
+    def step() -> None:
+        ask = torch.cuda.is_current_stream_capturing
+        with ThreadPoolExecutor(1) as other:
+            assert (ask(), other.submit(ask).result()) == (True, False)
+
+    before = torch.cuda.is_current_stream_capturing
+    captured(step)
+    assert torch.cuda.is_current_stream_capturing is before
 
 
 def test_freed_memory_is_noticed() -> None:
