@@ -12,7 +12,7 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from fastgen.optimizer.transformers.call import Call
 
 _ENTRY_POINT = "transformers.no_repeat_ngram"
-_ENCODER_TOKENS = "_fastgen_encoder_tokens"
+ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
 def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -33,7 +33,7 @@ def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...],
     wrapped(*args, **kwargs)
     tokens = kwargs.get("encoder_input_ids", args[-1] if args else None)
     if isinstance(tokens, torch.Tensor):
-        setattr(processor, _ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
+        setattr(processor, ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
 
 
 def encoder_no_repeat_ngram(
@@ -43,7 +43,7 @@ def encoder_no_repeat_ngram(
     if not patching.is_active():
         return wrapped(*args, **kwargs)
     input_ids, scores = _arguments(*args, **kwargs)
-    encoder_tokens = getattr(processor, _ENCODER_TOKENS, None)
+    encoder_tokens = getattr(processor, ENCODER_TOKENS, None)
     if encoder_tokens is None:
         reason: str | None = "the processor was made before FastGen was enabled"
     else:

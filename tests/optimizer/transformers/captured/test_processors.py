@@ -1,0 +1,345 @@
+"""Captured processors: the library's results at every length, as a replay sees it, and without waiting for a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process as library
+
+import fastgen
+from fastgen.optimizer.transformers.captured.processors import StepTokens, captured, signature
+
+VOCABULARY = 19
+CAPACITY = 24
+CPU = torch.device("cpu")
+
+
+class Call(NamedTuple):
+    """A call of `generate`: its sizes, and its tokens, of which there are few, so that they repeat."""
+
+    prompt: int = 3
+    limit: int = 12
+    start: int = 0
+    inputs: int = 2
+    beams: int = 3
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.inputs * self.beams
+
+    def tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, 5, (self.rows, self.limit), generator=generator)
+
+    def encoder_tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randint(0, 8, (self.inputs, 7 + self.seed), generator=generator)
+
+    def padding(self) -> Tensor:
+        return torch.arange(self.rows) % (self.prompt + 2)
+
+
+# Each makes the processor that `generate` would make for a call; or, at the end, one that a user may have made.
+PROCESSORS: dict[str, Callable[[Call], Any]] = {
+    "min_length": lambda call: library.MinLengthLogitsProcessor(6, torch.tensor([2, 1, 40, -1])),
+    "min_new_tokens": lambda call: library.MinNewTokensLengthLogitsProcessor(call.prompt, 4, 2),
+    "min_new_tokens_of_more": lambda call: library.MinNewTokensLengthLogitsProcessor(call.prompt + 2, 3, [2, 3]),
+    "forced_bos": lambda call: library.ForcedBOSTokenLogitsProcessor(4),
+    "forced_eos": lambda call: library.ForcedEOSTokenLogitsProcessor(call.limit, [2, 5]),
+    "forced_eos_before": lambda call: library.ForcedEOSTokenLogitsProcessor(call.limit - 3, 2),
+    "suppress": lambda call: library.SuppressTokensLogitsProcessor([3, 1, 3, -1, 40]),
+    "suppress_none": lambda call: library.SuppressTokensLogitsProcessor([]),
+    "suppress_at_begin": lambda call: library.SuppressTokensAtBeginLogitsProcessor([3, 1, 40], call.prompt),
+    "suppress_after_begin": lambda call: library.SuppressTokensAtBeginLogitsProcessor([3], call.prompt + 1),
+    "repetition": lambda call: library.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition_of_new": lambda call: library.RepetitionPenaltyLogitsProcessor(0.7, call.prompt),
+    "repetition_of_newer": lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.prompt + 2),
+    "encoder_repetition": lambda call: library.EncoderRepetitionPenaltyLogitsProcessor(1.7, call.encoder_tokens()),
+    "length_penalty": lambda call: library.ExponentialDecayLengthPenalty((2, 1.01), [2, 5, 2], call.prompt),
+    "length_penalty_at_once": lambda call: library.ExponentialDecayLengthPenalty((-1, 2.5), 2, call.prompt),
+    "no_repeat_1": lambda call: library.NoRepeatNGramLogitsProcessor(1),
+    "no_repeat_2": lambda call: library.NoRepeatNGramLogitsProcessor(2),
+    "no_repeat_4": lambda call: library.NoRepeatNGramLogitsProcessor(4),
+    "encoder_no_repeat_1": lambda call: library.EncoderNoRepeatNGramLogitsProcessor(1, call.encoder_tokens()),
+    "encoder_no_repeat_2": lambda call: library.EncoderNoRepeatNGramLogitsProcessor(2, call.encoder_tokens()),
+    "encoder_no_repeat_3": lambda call: library.EncoderNoRepeatNGramLogitsProcessor(3, call.encoder_tokens()),
+    "bad_words": lambda call: library.NoBadWordsLogitsProcessor(
+        [[7], [1, 2], [2, 2], [3, 2], [0, 1, 2], [4, 4, 4, 4], [2]], torch.tensor([2])
+    ),
+    "no_bad_words": lambda call: library.NoBadWordsLogitsProcessor([[2]], torch.tensor([2])),
+    "sequence_bias": lambda call: library.SequenceBiasLogitsProcessor(
+        [
+            [[7], -1.3],
+            [[0, 1, 2], 0.1],
+            [[1, 2], 0.7],
+            [[3, 1, 2], 1e8],
+            [[1, 1, 2], -1e8],
+            [[2, 2], 0.7],
+            [[1, 2, 2], 3.3],
+            [[4, 4, 4, 4], -math.inf],
+            [[2], 0.2],
+        ]
+    ),
+    "one_bias": lambda call: library.SequenceBiasLogitsProcessor([[[3, 4], 2.5]]),
+    "temperature": lambda call: library.TemperatureLogitsWarper(0.7),
+    "top_k": lambda call: library.TopKLogitsWarper(4, min_tokens_to_keep=2),
+    "top_k_all": lambda call: library.TopKLogitsWarper(100),
+    "top_p": lambda call: library.TopPLogitsWarper(0.8, min_tokens_to_keep=2),
+    "min_p": lambda call: library.MinPLogitsWarper(0.1, filter_value=-50.0),
+    "typical": lambda call: library.TypicalLogitsWarper(0.6),
+    "epsilon": lambda call: library.EpsilonLogitsWarper(0.05, min_tokens_to_keep=2),
+    "eta": lambda call: library.EtaLogitsWarper(0.2),
+    "inf_nan": lambda call: library.InfNanRemoveLogitsProcessor(),
+    "normalise": lambda call: library.LogitNormalization(),
+}
+try:
+    library.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([0]))
+except ValueError:
+    pass  # a number of each row came later
+else:
+    PROCESSORS["repetition_padded"] = lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.padding())
+
+FIRST = Call()
+CALLS = {
+    "one_row": Call(inputs=1, beams=1),
+    "prompt_1": Call(prompt=1),
+    "filled": Call(start=5, seed=1),
+    "long_prompt": Call(prompt=8, limit=17, start=2, seed=2),
+    "other_batch": Call(inputs=3, beams=2, seed=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Step:
+    """A step's tensors, changed in place as between replays."""
+
+    def __init__(self, rows: int) -> None:
+        self.tensors = StepTokens(
+            torch.zeros(rows, CAPACITY, dtype=torch.int64), *(torch.tensor(0, dtype=torch.int64) for _ in range(4))
+        )
+
+    def set(self, call: Call, length: int) -> StepTokens:
+        """At a length of the running sequences, as the library counts it."""
+        tokens, start, end, prompt, limit = self.tensors
+        tokens[:, : call.start] = -1
+        tokens[:, call.start : call.start + length] = call.tokens()[:, :length]
+        tokens[:, call.start + length :] = torch.arange(CAPACITY - call.start - length) % 5  # nothing of it counts
+        start.fill_(call.start)
+        end.fill_(call.start + length)
+        prompt.fill_(call.start + call.prompt)
+        limit.fill_(call.limit)
+        return self.tensors
+
+
+def _scores(rows: int, seed: int) -> Tensor:
+    """Positive and negative ones, some of them equal, some -inf."""
+    scores = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+    scores = torch.where(scores.abs() < 1.5, scores.round(), scores)
+    scores[:, 3::7] = -math.inf
+    if seed % 3 == 0:
+        scores[::2, 2] = -math.inf  # the end
+    return scores
+
+
+def _expected(processor: Any, call: Call, length: int, scores: Tensor) -> Tensor:
+    with fastgen.disabled():
+        return processor(call.tokens()[:, :length], scores.clone())
+
+
+def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> None:
+    for length in range(call.prompt, call.limit):
+        scores = _scores(call.rows, seed=length)
+        expected = _expected(processor, call, length, scores)
+        result = made(scores.clone(), step.set(call, length))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=length: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_length(name: str, call: Call) -> None:
+    processor = PROCESSORS[name](call)
+    made = captured(processor, CPU, call.prompt, call.limit)
+    assert made is not None
+    _check_every_length(made, processor, call, Step(call.rows))
+
+
+@pytest.mark.parametrize("call", [Call(start=5, seed=1), Call(prompt=8, limit=17, start=2, seed=2)])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_graph_serves_other_calls(name: str, call: Call) -> None:
+    """Other lengths of prompt and output, another filling, other tokens of the encoder: the same signature."""
+    first, second = PROCESSORS[name](FIRST), PROCESSORS[name](call)
+    made = captured(first, CPU, FIRST.prompt, FIRST.limit)
+    step = Step(FIRST.rows)
+    assert made is not None
+    _check_every_length(made, first, FIRST, step)
+    frozen = signature(first, FIRST.prompt, FIRST.limit)
+    assert frozen is not None and frozen == signature(second, call.prompt, call.limit)
+    hash(frozen)
+    assert made.refresh(second)
+    _check_every_length(made, second, call, step)
+    assert made.refresh(first)
+    _check_every_length(made, first, FIRST, step)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises on what waits for the device, copies between devices, or has a shape that depends on values."""
+
+    FORBIDDEN = {
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::nonzero_static",
+        "aten::masked_select",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::_to_copy",
+        "aten::isin.Tensor_Tensor",
+        "aten::_unique2",
+        "aten::repeat_interleave.Tensor",
+        "aten::lift_fresh",  # of torch.tensor(...): a constant that is made on the host
+    }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name()
+        assert name not in self.FORBIDDEN and func.overloadpacket._qualified_op_name.replace("::", "::") not in (
+            self.FORBIDDEN
+        ), f"{name} in a captured processor"
+        if name.startswith(("aten::index.", "aten::index_put", "aten::_index_put_impl")):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{name} with a mask in a captured processor"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_nothing_waits(name: str) -> None:
+    call = Call(start=5)
+    made = captured(PROCESSORS[name](call), CPU, call.prompt, call.limit)
+    assert made is not None
+    step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
+    with NoWaiting():
+        made(scores, step)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda scores: scores[0, 0].item(),
+        lambda scores: scores[scores > 0],
+        lambda scores: bool(scores.sum() > 0),
+        lambda scores: scores[torch.tensor(1)],
+        lambda scores: scores.to(torch.float64),
+        lambda scores: torch.tensor([1.0]),
+    ],
+)
+def test_waiting_is_seen(waits: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(AssertionError, match="captured processor"), NoWaiting():
+        waits(_scores(2, seed=1))
+
+
+def test_a_bucket_has_rows_that_no_input_has() -> None:
+    call = Call(inputs=3, beams=2)
+    bucket, copies = 4, call.beams
+    for name in ("encoder_repetition", "encoder_no_repeat_2", "repetition_padded"):
+        if name not in PROCESSORS:
+            continue
+        processor = PROCESSORS[name](call)
+        made = captured(processor, CPU, call.prompt, call.limit, inputs=bucket, copies=copies)
+        assert made is not None
+        step = Step(bucket * copies)
+        wide = call._replace(inputs=bucket)
+        for length in range(call.prompt, call.limit):
+            scores = _scores(bucket * copies, seed=length)
+            step.set(wide, length)
+            expected = _expected_rows(processor, wide, length, scores[: call.rows])
+            result = made(scores.clone(), step.tensors)
+            torch.testing.assert_close(result[: call.rows], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _expected_rows(processor: Any, call: Call, length: int, scores: Tensor) -> Tensor:
+    with fastgen.disabled():
+        return processor(call.tokens()[: len(scores), :length], scores.clone())
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    call = FIRST
+    for name in ("encoder_repetition", "encoder_no_repeat_2"):
+        processor = PROCESSORS[name](call)
+        made = captured(processor, CPU, call.prompt, call.limit)
+        assert made is not None
+        assert not made.refresh(PROCESSORS[name](call._replace(inputs=call.inputs + 1)))
+        _check_every_length(made, processor, call, Step(call.rows))
+
+
+class Derived(library.MinLengthLogitsProcessor):
+    pass
+
+
+def _with(processor: Any, **attributes: Any) -> Any:
+    vars(processor).update(attributes)
+    return processor
+
+
+def _without(processor: Any, attribute: str) -> Any:
+    delattr(processor, attribute)
+    return processor
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        Derived(3, 2),
+        lambda tokens, scores: scores,
+        library.PrefixConstrainedLogitsProcessor(lambda batch, tokens: [1], 1),
+        _with(library.MinLengthLogitsProcessor(3, 2), min_length=torch.tensor(3)),
+        _with(library.MinLengthLogitsProcessor(3, 2), of_a_later_release=1),
+        _without(library.TopPLogitsWarper(0.9), "filter_value"),
+        library.ForcedBOSTokenLogitsProcessor([1, 2]),
+        library.ForcedEOSTokenLogitsProcessor(None, 2),
+        library.SuppressTokensLogitsProcessor([1.0]),
+        _with(library.RepetitionPenaltyLogitsProcessor(1.3), logits_indices=torch.tensor([0])),
+        library.ExponentialDecayLengthPenalty((2, 1e30), 2, 3),
+        library.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.tensor([[1, -100]])),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_others_are_not_captured(processor: Any) -> None:
+    assert captured(processor, CPU, 3, 12) is None
+    assert signature(processor, 3, 12) is None
+
+
+def test_signatures_differ_where_results_do() -> None:
+    signatures = [signature(make(FIRST), FIRST.prompt, FIRST.limit) for make in PROCESSORS.values()]
+    assert len(set(signatures)) == len(signatures)
+    fixed = library.SuppressTokensAtBeginLogitsProcessor([3], 5)
+    assert signature(fixed, 5, 12) != signature(fixed, 4, 12)
+    fixed = library.ForcedEOSTokenLogitsProcessor(12, 2)
+    assert signature(fixed, 5, 12) != signature(fixed, 5, 13)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        library.ForcedBOSTokenLogitsProcessor(VOCABULARY),
+        library.ForcedEOSTokenLogitsProcessor(12, [2, VOCABULARY]),
+        library.ExponentialDecayLengthPenalty((2, 1.1), VOCABULARY, 3),
+        library.SequenceBiasLogitsProcessor([[[VOCABULARY, 1], 1.0]]),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_tokens_outside_the_vocabulary(processor: Any) -> None:
+    made = captured(processor, CPU, FIRST.prompt, FIRST.limit)
+    assert made is not None
+    with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
+        made(_scores(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))
