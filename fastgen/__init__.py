@@ -74,9 +74,13 @@ def enable(
 def disable() -> None:
     """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
     _patches.disable()
+    # Nothing was packed or captured where nothing was imported.
     layers = sys.modules.get("fastgen.decoding.layers")
-    if layers is not None:  # nothing was packed where nothing was imported
+    if layers is not None:
         layers.FastLayers.drop_kept()
+    steps = sys.modules.get("fastgen.optimizer.transformers.captured.kept")
+    if steps is not None:
+        steps.drop_all()
 
 
 def disabled() -> AbstractContextManager[None]:

@@ -36,6 +36,12 @@ def count_fallback(entry_point: str, reason: str) -> None:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
 
 
+def count_left_out(entry_point: str, reason: str) -> None:
+    """One call does without `entry_point`, because of `reason`, and is accelerated all the same: no fallback."""
+    with _lock:
+        _fallbacks.setdefault(entry_point, Counter())[reason] += 1
+
+
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
     """An accelerated call of `entry_point` ended in `failure` and was repeated with the original code; warns of it.
 

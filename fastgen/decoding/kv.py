@@ -200,6 +200,20 @@ class LayerKV:
         copies, self._is_short = self._beams.copies, False
         self._prefix = tuple(part.repeat_interleave(copies, dim=0) for part in self._prefix)
 
+    def prefix(self) -> tuple[Tensor, Tensor]:
+        """K and V of the prompt, [batch, heads, N, dim]: one row per input, before anything has been added to it.
+
+        Raises:
+            ValueError: nothing has been stored, or more than the prompt.
+        """
+        if self._prefix is None or self._suffix is not None:
+            raise ValueError("this layer does not hold a prompt and nothing else")
+        return self._prefix
+
+    def release(self) -> None:
+        """Forgets what is stored, and frees its memory."""
+        self._prefix = self._suffix = self._handles = None
+
     def settle(self) -> None:
         """The suffix row by row: something else than the attention operator needs it, and will again."""
         if not self._descends:

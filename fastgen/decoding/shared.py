@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from fastgen.ops.attention import (
     shared_prefix_scores,
     suits_kernel,
 )
+
+if TYPE_CHECKING:
+    from fastgen.decoding.captured.reader import StepReader
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
 METADATA = frozenset(
@@ -60,6 +63,7 @@ class _Parts:
         copies: rows per input.
         ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
         settle: to be called when the suffix is needed row by row, so that the store keeps it like that from now on.
+        reader: of a captured step: knows how much of prefix and suffix counts, which is on the device.
         group: every kv head is repeated this many times (grouped-query attention).
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
         folded: heads are folded into rows: [rows * heads, length, dim].
@@ -71,6 +75,7 @@ class _Parts:
     copies: int
     ancestry: Tensor | None = None
     settle: Callable[[], None] | None = None
+    reader: StepReader | None = None
     group: int = 1
     ungrouped: bool = False
     folded: bool = False
@@ -122,14 +127,16 @@ class SharedKV(torch.Tensor):
         copies: int,
         ancestry: Tensor | None = None,
         settle: Callable[[], None] | None = None,
+        reader: StepReader | None = None,
     ) -> SharedKV:
         """The tensor [batch * copies, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`.
 
         Args:
             ancestry: [rows, T], int32: where the positions of the suffix lie, if not in their own row.
             settle: called when something else than the attention operator needs the suffix.
+            reader: of a captured step.
         """
-        return SharedKV._make(_Parts(prefix, suffix, copies, ancestry, settle))
+        return SharedKV._make(_Parts(prefix, suffix, copies, ancestry, settle, reader))
 
     @staticmethod
     def _make(parts: _Parts) -> SharedKV:
@@ -139,9 +146,15 @@ class SharedKV(torch.Tensor):
         return made
 
     def materialize(self) -> Tensor:
-        """The ordinary tensor that this one stands for."""
+        """The ordinary tensor that this one stands for.
+
+        Raises:
+            CannotBeCaptured: it belongs to a captured step, which would repeat the prefix again and again.
+        """
         if self._full is None:
             parts = self._parts
+            if parts.reader is not None:
+                raise CannotBeCaptured("the model's attention wants all keys and values as one tensor")
             full = parts.prefix.repeat_interleave(parts.copies, dim=0)
             own = parts.own()
             if own is not None:
@@ -182,6 +195,10 @@ class SharedKV(torch.Tensor):
             _refuse_write(func)
         args, kwargs = tree_map_only(SharedKV, SharedKV.materialize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class CannotBeCaptured(RuntimeError):
+    """A decoding step does something that a captured one cannot, or should not; the message says what."""
 
 
 class _Unsupported(Exception):
@@ -346,6 +363,9 @@ def _attention(
     heads = keys.kv_heads * keys.group
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
     _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
+    if keys.reader is not None:
+        prefix, suffix = (keys.prefix, values.prefix), (keys.suffix, values.suffix)
+        return keys.reader.attend(query, prefix, suffix, keys.ancestry, attn_mask, scale)
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
     if ancestry is not None and not suits_kernel(query, keys.prefix, values.prefix, *own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())

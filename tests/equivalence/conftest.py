@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,14 @@ from fastgen.decoding import kv, layers
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import scores
+from tests.equivalence.captured import on_the_cpu
+
+
+@pytest.fixture(autouse=True)
+def captured(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--captured`, decoding steps are captured in a simulated graph."""
+    with on_the_cpu() if request.config.getoption("--captured") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +70,9 @@ def shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> SharedPrefixes:
     found = SharedPrefixes()
     of, materialize = SharedKV.of, SharedKV.materialize
 
-    def counting_of(*args: object) -> SharedKV:
+    def counting_of(*args: object, **kwargs: object) -> SharedKV:
         found.made += 1
-        return of(*args)
+        return of(*args, **kwargs)
 
     def counting_materialize(tensor: SharedKV) -> object:
         if tensor._parts.prefix.shape[2] >= kv.MIN_SHARED_PREFIX:

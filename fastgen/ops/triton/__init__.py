@@ -29,7 +29,7 @@ KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @functools.cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
@@ -40,7 +40,7 @@ def is_interpreted() -> bool:
 
 def available(*tensors: Tensor | None) -> bool:
     """Whether kernels can run on these tensors: Triton is installed, and they are on an NVIDIA GPU or interpreted."""
-    if not _is_installed():
+    if not is_installed():
         return False
     devices = {tensor.device.type for tensor in tensors if tensor is not None}
     if devices == {"cpu"}:
@@ -50,7 +50,7 @@ def available(*tensors: Tensor | None) -> bool:
 
 def backend() -> str:
     """What serves these operators on CUDA."""
-    return "Triton" if _is_installed() else "torch reference: triton is not installed"
+    return "Triton" if is_installed() else "torch reference: triton is not installed"
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:

@@ -72,6 +72,15 @@ def patches() -> list[Patch]:
     return [
         Patch(generation, "GenerationMixin.generate", f"{adapters}.generate:generate", _check_generate),
         Patch(generation, "GenerationMixin._prefill", f"{adapters}.prefill:prefill", _check_prefill),
+        *(
+            Patch(
+                generation,
+                f"GenerationMixin.{loop}",
+                f"{adapters}.captured.loop:decode",
+                _check_parameters("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
+            )
+            for loop in ("_beam_search", "_sample")
+        ),
         Patch(
             generation,
             "GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation",

@@ -131,6 +131,12 @@ class StoreInCache:
                 layer.translate = translate
         self._beams.keep(inputs)
 
+    def release(self) -> None:
+        """What is stored is not needed any more: the captured step has it."""
+        for part in _parts(self.cache):
+            for layer in part.layers:
+                layer.kv.release()
+
     def restore(self) -> None:
         """The library's own layers again, as they were before the call."""
         for part, layers, replicate in self._saved:
@@ -166,6 +172,12 @@ def _parts(cache: Cache) -> list[DynamicCache]:
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
+
+
+def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None]:
+    """The layers of self-attention, and of cross-attention if there is any, of a cache with a store in it."""
+    own, *cross = [part.layers for part in _parts(cache)]
+    return own, cross[0] if cross else None
 
 
 def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, masks_windows: bool) -> str | None:

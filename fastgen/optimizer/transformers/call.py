@@ -46,6 +46,7 @@ class Call:
         layers: those of the model, in a faster form while the call is accelerated.
         takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
         live: the rows that the model runs on, where finished inputs may leave the batch.
+        prefilled: the outputs of the first pass, made ahead of the library's loop, which gets them when it asks.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
@@ -57,6 +58,7 @@ class Call:
         self.runs_user_code = runs_user_code
         self.store: StoreInCache | None = None
         self.live: LiveRows | None = None
+        self.prefilled: Any = None
         self.accelerated = False
         self.declined = False
         self.layers = FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
@@ -116,7 +118,7 @@ class Call:
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""
         self._packed.close()
-        self.live, self.takes_best = None, False
+        self.live, self.prefilled, self.takes_best = None, None, False
         if self.store is not None:
             self.store.restore()
             self.store = None

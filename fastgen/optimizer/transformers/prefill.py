@@ -7,6 +7,7 @@ Everything that could keep a call from being accelerated is looked at before any
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -48,6 +49,9 @@ _PER_SEQUENCE_OUTPUTS = (
 def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)`."""
     call = Call.current(model)
+    if call is not None and call.prefilled is not None:  # the captured step was to use it, and does not
+        outputs, call.prefilled = call.prefilled, None
+        return outputs
     # A call prefills once. Another prefill inside of it belongs to a call that is not accelerated: one made by a
     # criterion, say, under `fastgen.disabled()`.
     if call is None or call.accelerated or call.declined or not patching.is_active():
@@ -171,7 +175,8 @@ def model_unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
     kind = type(model)
     for method in ("_sample", "_beam_search"):
-        if getattr(kind, method) is not getattr(GenerationMixin, method) or method in vars(model):
+        # Looked up without binding: a patched method is another object each time that it is bound.
+        if inspect.getattr_static(kind, method) is not vars(GenerationMixin)[method] or method in vars(model):
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"

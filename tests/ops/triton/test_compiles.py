@@ -94,7 +94,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """What became of each kernel of each case; compiled in one process, in which nothing is interpreted."""
-    if not package._is_installed():
+    if not package.is_installed():
         pytest.skip("triton is not installed")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT)}

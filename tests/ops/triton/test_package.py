@@ -20,7 +20,7 @@ if blocked:
     sys.modules["triton"] = None
 import torch
 from fastgen.ops import triton as package
-from fastgen.ops.triton import beam_search, beam_step, decode_attention, kv_write, norm
+from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
 assert blocked or "triton" not in sys.modules
 x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
 kv_write.kv_write(x, x, cache, cache.clone(), torch.tensor(1))
@@ -45,7 +45,7 @@ def test_references_serve(blocked):
 
 def test_available():
     on_cpu, nowhere = torch.empty(1), torch.empty(1, device="meta")
-    assert package.available(on_cpu, None) == (package._is_installed() and package.is_interpreted())
+    assert package.available(on_cpu, None) == (package.is_installed() and package.is_interpreted())
     assert not package.available(on_cpu, nowhere)
 
 

@@ -335,7 +335,9 @@ class _RepetitionPenalty(CapturedProcessor):
         rows = processor.prompt_ignore_length
         if self._ignored_rows is None:
             inputs = self._place.inputs
-            self._ignored_rows = _Buffer(self._place, (len(rows) if inputs is None else inputs * self._place.copies,), 0)
+            self._ignored_rows = _Buffer(
+                self._place, (len(rows) if inputs is None else inputs * self._place.copies,), 0
+            )
         return self._ignored_rows.refill(rows)
 
 
@@ -647,9 +649,7 @@ def _readers() -> dict[type, Callable[[Any, _Call], _Plan]]:
         "InfNanRemoveLogitsProcessor": _library(),
         "LogitNormalization": _library(),
     }
-    return {
-        getattr(logits_process, name): reader for name, reader in readers.items() if hasattr(logits_process, name)
-    }
+    return {getattr(logits_process, name): reader for name, reader in readers.items() if hasattr(logits_process, name)}
 
 
 # Releases that differ in more than names are asked on two scores ---------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.ops.triton.beam_search import BeamSearch
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_candidates, reference
 
 transformers = pytest.importorskip("transformers")
@@ -29,14 +29,24 @@ def model(device):
     return model.to(device)
 
 
+def begin(prompt, beams, max_length, spare=0, eos=(), early_stopping=False, **options):
+    """A search in buffers that have room for `spare` more inputs, prompt positions and new tokens than are needed."""
+    inputs, width = prompt.shape
+    room = max_length - width + spare
+    state = BeamSearch(inputs + spare, beams, width + spare, room, prompt.device, eos, early_stopping=early_stopping)
+    state.begin(prompt, max_length - width, fill=PAD, **options)
+    return state
+
+
 def search(model, prompt, choose, late=0, **options):
     """Beam search with our bookkeeping, without a cache; looks at the flag `late` steps late."""
-    state = BeamSearch(prompt, fill=PAD, **options)
+    state = begin(prompt, **options)
     flags = []
     while len(flags) <= late or not flags[-1 - late]:
         length = min(prompt.shape[1] + len(flags), options["max_length"])
+        start = int(state.start)
         with torch.no_grad():
-            logits = model(state.running_sequences[:, :, :length].flatten(0, 1)).logits[:, -1]
+            logits = model(state.running_tokens[:, start : start + length].clamp(min=0)).logits[:, -1]
         state.advance(choose(logits, state.running_scores, state.candidates))
         flags.append(bool(state.done))
     return state
@@ -45,7 +55,8 @@ def search(model, prompt, choose, late=0, **options):
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 1.7])
 @pytest.mark.parametrize(("eos", "beams"), [([EOS], 4), ([EOS, SECOND_EOS], 3), ([], 2)])
-def test_equals_transformers(model, device, eos, beams, length_penalty, early_stopping):
+@pytest.mark.parametrize("spare", [0, 3])
+def test_equals_transformers(model, device, eos, beams, length_penalty, early_stopping, spare):
     prompt = torch.randint(6, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(1)).to(device)
     options = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     with torch.no_grad():
@@ -54,11 +65,10 @@ def test_equals_transformers(model, device, eos, beams, length_penalty, early_st
             do_sample=False, eos_token_id=eos or None, pad_token_id=PAD, return_dict_in_generate=True,
             output_scores=True, **options,
         )  # fmt: skip
-    state = search(model, prompt, reference, beams=beams, max_length=17, eos=eos, **options)
-    found = state.sequences.flatten(0, 1)[:, : wanted.sequences.shape[1]]
-    assert found.tolist() == wanted.sequences.tolist()
-    torch.testing.assert_close(state.scores.flatten(), wanted.sequences_scores, rtol=1e-5, atol=1e-5)
-    indices = state.indices.flatten(0, 1)[:, : wanted.beam_indices.shape[1]]
+    state = search(model, prompt, reference, beams=beams, max_length=17, eos=eos, spare=spare, **options)
+    assert state.results(3, beams).tolist() == wanted.sequences.tolist()
+    torch.testing.assert_close(state.scores[:3].flatten(), wanted.sequences_scores, rtol=1e-5, atol=1e-5)
+    indices = state.indices[:3].flatten(0, 1)[:, : wanted.beam_indices.shape[1]]
     assert indices.tolist() == wanted.beam_indices.tolist()
     if eos:
         ended = torch.isin(wanted.sequences[:, 5:], torch.tensor(eos, device=device)).any(dim=1)
@@ -86,7 +96,7 @@ def test_with_the_kernel(model, device, kernels):
 def test_tokens_and_parents_are_those_of_the_beams(model, device):
     """Rows continued by `parents` and `tokens` alone, and read through the table, are the beams."""
     prompt = torch.full((2, 3), 9, device=device)
-    state = BeamSearch(prompt, beams=3, max_length=10)  # without an end, after which nothing changes
+    state = begin(prompt, beams=3, max_length=10)  # without an end, after which nothing changes
     rows = 6
     written = torch.zeros(rows, 8, dtype=torch.int64, device=device)
     ancestry = torch.zeros(rows, 8, dtype=torch.int32, device=device)
@@ -102,8 +112,31 @@ def test_tokens_and_parents_are_those_of_the_beams(model, device):
 
 
 def test_nothing_to_generate(device):
-    with pytest.raises(ValueError, match="has 5 tokens already"):
-        BeamSearch(torch.zeros(1, 5, dtype=torch.int64, device=device), beams=2, max_length=5)
+    with pytest.raises(ValueError, match="nothing to generate"):
+        begin(torch.zeros(1, 5, dtype=torch.int64, device=device), beams=2, max_length=5)
+
+
+def test_no_room(device):
+    state = BeamSearch(1, 2, 4, 3, device)
+    prompt = torch.zeros(1, 5, dtype=torch.int64, device=device)
+    for given, new_tokens in ((prompt, 1), (prompt[:, 1:], 4), (prompt[:, 1:].expand(2, 4), 1)):
+        with pytest.raises(ValueError, match="into buffers for 1 prompts of 4 and 3 new tokens"):
+            state.begin(given, new_tokens)
+
+
+def test_one_search_after_the_other(model, device):
+    """What a search leaves in the buffers means nothing to the next one."""
+    longer = torch.full((2, 3), 7, device=device)
+    shorter = torch.full((1, 2), 11, device=device)
+    state = search(model, longer, reference, beams=3, max_length=12, eos=[EOS])
+    state.begin(shorter, 8, fill=PAD, length_penalty=0.4)
+    for step in range(8):
+        with torch.no_grad():
+            logits = model(state.running_tokens[:, 1 : 3 + step].clamp(min=0)).logits[:, -1]
+        state.advance(reference(logits, state.running_scores, state.candidates))
+    alone = search(model, shorter, reference, beams=3, max_length=10, eos=[EOS], length_penalty=0.4)
+    assert state.results(1, 3).tolist() == alone.results(1, 3).tolist()
+    assert torch.equal(state.scores[:1], alone.scores)
 
 
 def test_replays_in_a_graph(device):
@@ -112,9 +145,9 @@ def test_replays_in_a_graph(device):
     torch.manual_seed(0)
     steps = [torch.randn(8, VOCABULARY, device=device) for _ in range(9)]
     prompt = torch.full((2, 3), 9, device=device)
-    plain, captured = (BeamSearch(prompt, beams=4, max_length=12, eos=[EOS]) for _ in range(2))
+    plain, captured = (begin(prompt, beams=4, max_length=12, eos=[EOS]) for _ in range(2))
     logits = torch.zeros(8, VOCABULARY, device=device)
-    warm = BeamSearch(prompt, beams=4, max_length=12, eos=[EOS])
+    warm = begin(prompt, beams=4, max_length=12, eos=[EOS])
     warm.advance(best_candidates(logits, warm.running_scores, warm.candidates))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -14,88 +14,111 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastgen.ops.triton.beam_step import Candidates
+from fastgen.decoding.captured.sequences import SequenceBuffers
+from fastgen.ops.triton.beam_step import Candidates, best_candidates
 
 _NEVER = -1.0e9
 
 
-class BeamSearch:
-    """The state of a search over `batch` inputs with `beams` beams each.
+class BeamSearch(SequenceBuffers):
+    """The state of searches over at most `batch` inputs with `beams` beams each, one search after the other.
 
     Attributes:
-        running_sequences: [batch, beams, max_length], int64: the beams, filled up to `length`.
+        running_sequences: [batch, beams, prompt_room + room], int64: the beams, filled up to `length`.
         running_scores: [batch, beams], float32: what `best_candidates` takes as `running`.
-        running_indices, indices: [batch, beams, max_length - prompt_length], int32: the row of the beam at each step.
+        running_indices, indices: [batch, beams, room], int32: the row of the beam at each step.
         sequences, scores: like the running ones: the finished hypotheses, best first.
         finished: [batch, beams], bool: which of those are there.
-        length: one int64: tokens that the beams have.
-        done: one bool: the search is over.
-        tokens, parents: [batch * beams], int64: what each row is continued with, and the row it continues.
+        parents: [batch * beams], int64: the row that each row continues.
         candidates: how many candidates of each input `advance` takes.
+
+    The other attributes are those of `SequenceBuffers`.
     """
 
     def __init__(
         self,
-        prompt: Tensor,
+        batch: int,
         beams: int,
-        max_length: int,
+        prompt_room: int,
+        room: int,
+        device: torch.device,
         eos: Sequence[int] = (),
         *,
-        fill: int = 0,
-        length_penalty: float = 1.0,
         early_stopping: bool | str = False,
     ) -> None:
-        """Starts a search.
-
-        Args:
-            prompt: [batch, prompt length], int64, on the device: of encoder-decoder models the decoder's.
-            max_length: of prompt and generated tokens together; more than the prompt has.
-            eos: tokens that end a sequence.
-            fill: what stands behind the end of a sequence.
-            length_penalty, early_stopping: as in `generate`.
-
-        Raises:
-            ValueError: there is nothing to generate.
         """
-        batch, self._prompt_length = prompt.shape
-        if max_length <= self._prompt_length:
-            raise ValueError(f"max_length is {max_length}, and the prompt has {self._prompt_length} tokens already")
-        device = prompt.device
-        self._beams, self._max_length = beams, max_length
-        self._early_stopping, self._length_penalty = early_stopping, length_penalty
+        Args:
+            prompt_room, room: positions for the prompt and for what is generated.
+            eos: tokens that end a sequence.
+            early_stopping: as in `generate`.
+        """
+        super().__init__(batch, beams, prompt_room, room, device, eos)
+        self._early_stopping = early_stopping
         self.candidates = max(2, 1 + len(eos)) * beams
-        self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
 
-        steps = max_length - self._prompt_length
-        self.running_sequences = torch.full((batch, beams, max_length), fill, dtype=torch.int64, device=device)
-        self.running_sequences[:, :, : self._prompt_length] = prompt.unsqueeze(1)
-        self.sequences = self.running_sequences.clone()
-        # All beams are the same at first: only one of them may be continued.
+        self.running_sequences = torch.zeros(batch, beams, prompt_room + room, dtype=torch.int64, device=device)
+        self.sequences = torch.zeros_like(self.running_sequences)
         self.running_scores = torch.zeros(batch, beams, device=device)
-        self.running_scores[:, 1:] = _NEVER
-        self.scores = torch.full_like(self.running_scores, _NEVER)
-        self.running_indices = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
-        self.indices = self.running_indices.clone()
+        self.scores = torch.zeros_like(self.running_scores)
+        self.running_indices = torch.zeros(batch, beams, room, dtype=torch.int32, device=device)
+        self.indices = torch.zeros_like(self.running_indices)
         self.finished = torch.zeros(batch, beams, dtype=torch.bool, device=device)
-        self.length = torch.tensor(self._prompt_length, device=device)
-        self.done = torch.tensor(False, device=device)
-        self.tokens = self.running_sequences[:, :, self._prompt_length - 1].reshape(-1).clone()
         self.parents = torch.arange(batch * beams, device=device)
         self._improvable = torch.ones(batch, 1, dtype=torch.bool, device=device)
 
-        self._places = torch.arange(max_length, device=device)
-        self._steps = torch.arange(steps, device=device)
+        self._steps = torch.arange(room, device=device)
         self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
         self._best_beams = torch.arange(self.candidates, device=device) < beams
+        self._penalties = torch.ones(room + 2, device=device)
+        self._favours_length = torch.zeros((), dtype=torch.bool, device=device)
+
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, length_penalty: float = 1.0) -> None:
+        """Starts a search.
+
+        Args:
+            prompt: [inputs, prompt length], int64, on the device: of encoder-decoder models the decoder's. Inputs may
+                be fewer than the buffers have room for.
+            new_tokens: at the most, at least one.
+            fill: what stands behind the end of a sequence.
+            length_penalty: as in `generate`.
+
+        Raises:
+            ValueError: there is nothing to generate, or no room for it.
+        """
+        self._begin(prompt, new_tokens, self.running_sequences, fill)
+        self.sequences.copy_(self.running_sequences)
+        # All beams are the same at first: only one of them may be continued.
+        self.running_scores.zero_()
+        self.running_scores[:, 1:] = _NEVER
+        self.scores.fill_(_NEVER)
+        self.running_indices.fill_(-1)
+        self.indices.fill_(-1)
+        self.finished.fill_(False)
+        self.parents.copy_(torch.arange(self.parents.shape[0], device=self.parents.device))
+        self._improvable.copy_(self._is_real)
         # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
-        penalties = [1.0] + [float(k) ** length_penalty for k in range(1, steps + 2)]
-        self._penalties = torch.tensor(penalties, dtype=torch.float64, device=device).float()
+        penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.room + 2)]
+        self._penalties.copy_(torch.tensor(penalties, dtype=torch.float64).float())
+        self._favours_length.fill_(length_penalty > 0.0)
+
+    @property
+    def running_tokens(self) -> Tensor:
+        """[rows, prompt_room + room]: the running sequences, for processors."""
+        return self.running_sequences.flatten(0, 1)
+
+    def choose(self, scores: Tensor, normalise: bool) -> None:
+        """The step's choice: the best continuations are taken.
+
+        Args:
+            scores: [rows, vocabulary], logits, or with `normalise=False` log-probabilities.
+        """
+        self.advance(best_candidates(scores, self.running_scores, self.candidates, normalise=normalise))
 
     def advance(self, candidates: Candidates) -> None:
         """Takes the best continuations of every input, best first, `self.candidates` of them. Changes all in place."""
         new_length = self.length + 1
-        step = self.length - self._prompt_length
-        at_end = new_length >= self._max_length
+        step = self.length - self.prompt_room
+        at_end = new_length >= self.limit
 
         # The candidates with their histories; an index behind the end (in a step after it) writes nothing.
         sequences = _pick(self.running_sequences, candidates.beams)
@@ -103,11 +126,11 @@ class BeamSearch:
         rows = (candidates.beams + self._first_rows).int()
         indices = _pick(self.running_indices, candidates.beams)
         indices = torch.where(self._steps == step, rows.unsqueeze(2), indices)
-        ends = (candidates.tokens.unsqueeze(2) == self._eos).any(dim=2) | at_end
+        ends = self.ends(candidates.tokens) | at_end
 
         # Those that go on.
         open_scores = candidates.scores + ends.float() * _NEVER
-        chosen = open_scores.topk(self._beams, dim=1).indices
+        chosen = open_scores.topk(self._copies, dim=1).indices
         running_scores = open_scores.gather(1, chosen)
         parents = rows.gather(1, chosen).long().reshape(-1)
         tokens = candidates.tokens.gather(1, chosen).reshape(-1)
@@ -120,19 +143,20 @@ class BeamSearch:
         scores = scores + (~self._improvable).float() * _NEVER
         scores = scores + (~just_finished).float() * _NEVER
         scores = torch.cat([self.scores, scores], dim=1)
-        kept = scores.topk(self._beams, dim=1).indices
+        kept = scores.topk(self._copies, dim=1).indices
         scores = scores.gather(1, kept)
         finished = torch.cat([self.finished, just_finished], dim=1).gather(1, kept)
 
         # Is there anything left that could become better than what is there?
-        longest = self._early_stopping == "never" and self._length_penalty > 0.0
-        steps = torch.full_like(step, self._max_length - self._prompt_length) if longest else step + 1
+        steps = step + 1
+        if self._early_stopping == "never":
+            steps = torch.where(self._favours_length, self.limit - self.prompt_room, steps)
         hoped = self._per_length(running_scores[:, :1], steps)
         worst = torch.where(finished, scores.amin(dim=1, keepdim=True), _NEVER)
         improvable = self._improvable & (hoped > worst).any(dim=1, keepdim=True)
-        over = ~improvable.any() | ends.all()
+        over = ~improvable.any() | (ends | ~self._is_real).all()
         if self._early_stopping is True:
-            over = over | finished.all()
+            over = over | (finished | ~self._is_real).all()
 
         # A step after the end leaves everything as it is. What is read above is written below, and only here.
         changes = (
@@ -151,6 +175,15 @@ class BeamSearch:
         for old, new in changes:
             old.copy_(torch.where(self.done, old, new))
         self.done.logical_or_(over)
+
+    def results(self, inputs: int, count: int) -> Tensor:
+        """The `count` best sequences of each of the first `inputs` inputs, [inputs * count, length].
+
+        As long as the longest of them, those that are shorter filled. Waits for the device.
+        """
+        written = (self.indices[:inputs, :count] >= 0).sum(dim=2).max()
+        start, end = int(self.start), self.prompt_room + int(written)
+        return self.sequences[:inputs, :count, start:end].flatten(0, 1).clone()
 
     def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
         penalty = self._penalties.index_select(0, steps.clamp(0, self._penalties.shape[0] - 1).reshape(1))

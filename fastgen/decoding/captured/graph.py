@@ -1,0 +1,107 @@
+"""A CUDA graph: what a function starts on the device, captured once and started again with one call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fastgen.ops import triton as operators
+
+# One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
+turn = threading.RLock()
+
+_pools: dict[int, tuple[int, int]] = {}
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why steps on this device cannot be captured, or None when they can."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.version.hip is not None:
+        return "the GPU is not NVIDIA's"
+    if not operators.is_installed():
+        return "Triton is not installed"
+    return None
+
+
+class Graph:
+    """A CUDA graph, in the memory pool that all graphs of its device share.
+
+    Sharing is safe because they are replayed one after another, and because nothing that a replay leaves for the next
+    one is in the pool: that is in tensors which were there before the capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], None]) -> None:
+        """Captures what `function` starts on the device. It is not executed.
+
+        Raises:
+            RuntimeError: it does something that cannot be captured: waits for the device, say.
+        """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with torch.cuda.device(index):
+            pool = _pools.get(index)
+            if pool is None:
+                pool = _pools[index] = torch.cuda.graph_pool_handle()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                # Other threads may go on allocating meanwhile.
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
+                        self._graph.capture_end()
+                    raise
+                self._graph.capture_end()
+            torch.cuda.current_stream().wait_stream(side)
+
+    def replay(self) -> None:
+        """Starts it on the current stream, with what is in its tensors now."""
+        self._graph.replay()
+
+
+class LateFlag:
+    """A flag on the device that the host reads a few steps late, so that the device never waits for the host.
+
+    The flag must not be taken back once it is set.
+    """
+
+    def __init__(self, device: torch.device, late: int) -> None:
+        """
+        Args:
+            late: how many steps may be under way that the host does not know the outcome of.
+        """
+        self._is_cuda = device.type == "cuda"
+        self._late = late
+        self._flag = torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda)
+        self._events: list[torch.cuda.Event] = []
+
+    def reset(self) -> None:
+        """Not set, and nothing under way."""
+        for event in self._events[-1:]:
+            event.synchronize()
+        self._events = []
+        self._flag.fill_(False)
+
+    def send(self, flag: torch.Tensor) -> None:
+        """Part of the step: copies the flag to the host, without waiting."""
+        self._flag.copy_(flag, non_blocking=True)
+
+    def is_set(self) -> bool:
+        """To be called after each step has been started: whether the flag was set `late` steps ago, or since."""
+        if self._is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._events.append(event)
+            if len(self._events) <= self._late:
+                return False
+            self._events.pop(0).synchronize()
+        return bool(self._flag)

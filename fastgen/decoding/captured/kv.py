@@ -1,0 +1,93 @@
+"""K and V of one attention layer in buffers of a fixed capacity, for the captured step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.places import Places
+from fastgen.decoding.captured.reader import StepReader
+from fastgen.decoding.shared import SharedKV
+from fastgen.ops.triton.kv_write import kv_write
+
+
+class StaticKV:
+    """A prefix per input, and, for self-attention, a suffix of `places.capacity` positions per row.
+
+    Attributes:
+        starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
+        prefix_room: positions that the prefix has room for.
+        reader: how attention reads them.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Places, prefix_room: int, has_suffix: bool) -> None:
+        """
+        Args:
+            keys, values: [any, heads, any, dim]: as those that will be stored.
+        """
+        self._places = places
+        self.prefix_room = prefix_room
+        self.starts = torch.zeros(places.batch, dtype=torch.int32, device=keys.device)
+        self.ends = torch.zeros_like(self.starts)
+        self._prefix = tuple(_zeros(part, places.batch, prefix_room) for part in (keys, values))
+        self._suffix = tuple(_zeros(part, places.rows, places.capacity) for part in (keys, values) if has_suffix)
+        self.reader = StepReader(self.starts, self.ends, places.filled if has_suffix else None)
+
+    @property
+    def has_suffix(self) -> bool:
+        return bool(self._suffix)
+
+    @property
+    def length(self) -> int:
+        """Positions that the handles have: all there is room for."""
+        return self.prefix_room + (self._places.capacity if self._suffix else 0)
+
+    def load(self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool) -> None:
+        """Takes over the prefix of a call: [inputs, heads, N, dim].
+
+        Args:
+            starts, ends: [inputs], int64: which of the N positions count.
+            at_end: the prefix is put at the end of the room, and not at its start.
+        """
+        inputs, _, length, _ = keys.shape
+        first = self.prefix_room - length if at_end else 0
+        for old, new in zip(self._prefix, (keys, values), strict=True):
+            old.zero_()  # what is masked must still be numbers
+            old[:inputs, :, first : first + length] = new
+        for part in self._suffix:
+            part.zero_()
+        self.starts.zero_()
+        self.ends.zero_()
+        self.starts[:inputs] = starts + first
+        self.ends[:inputs] = ends + first
+
+    def take_over(self, other: StaticKV) -> None:
+        """Goes on with what `other`, whose suffix has less room, has stored."""
+        self.starts.copy_(other.starts)
+        self.ends.copy_(other.ends)
+        for old, new in zip(self._prefix, other._prefix, strict=True):
+            old.copy_(new)
+        for old, new in zip(self._suffix, other._suffix, strict=True):
+            old[:, :, : new.shape[2]] = new
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores K and V of the step, [rows, heads, 1, dim], and returns what stands for all of them."""
+        kv_write(keys.squeeze(2), values.squeeze(2), *self._suffix, self._places.position)
+        return self.read()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """What stands for K and V of all rows: `SharedKV`s, [rows, heads, length, dim]."""
+        suffix = self._suffix or (None, None)
+        ancestry = self._places.ancestry if self._suffix else None
+        return tuple(
+            SharedKV.of(prefix, own, self._places.copies, ancestry, reader=self.reader)
+            for prefix, own in zip(self._prefix, suffix, strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self._prefix, *self._suffix))
+
+
+def _zeros(like: Tensor, rows: int, length: int) -> Tensor:
+    return like.new_zeros(rows, like.shape[1], length, like.shape[3])

@@ -1,0 +1,95 @@
+"""Greedy search and sampling in buffers of fixed sizes: every row is continued for itself.
+
+As in beam_search.py nothing waits for the device, and a step after the end changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.sequences import SequenceBuffers
+
+
+class RowSearch(SequenceBuffers):
+    """The state of `batch` inputs with `copies` sequences each.
+
+    Attributes:
+        sequences: [batch, copies, prompt_room + room], int64: filled up to `length`.
+        unfinished: [rows], bool: sequences that go on.
+        parents: None: a row continues itself.
+
+    The other attributes are those of `SequenceBuffers`.
+    """
+
+    parents = None
+
+    def __init__(
+        self,
+        batch: int,
+        copies: int,
+        prompt_room: int,
+        room: int,
+        device: torch.device,
+        eos: Sequence[int] = (),
+        *,
+        samples: bool = False,
+    ) -> None:
+        """
+        Args:
+            samples: draw the tokens from their probabilities, instead of taking the most probable ones.
+        """
+        super().__init__(batch, copies, prompt_room, room, device, eos)
+        self._samples = samples
+        self._has_eos = len(eos) > 0
+        self.sequences = torch.zeros(batch, copies, prompt_room + room, dtype=torch.int64, device=device)
+        self.unfinished = torch.ones(batch * copies, dtype=torch.bool, device=device)
+        self._fill = torch.zeros((), dtype=torch.int64, device=device)
+
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
+        """Starts a search. Arguments and errors are those of `BeamSearch.begin`."""
+        self._begin(prompt, new_tokens, self.sequences, fill)
+        self.unfinished.copy_(self._is_real.expand(-1, self._copies).reshape(-1))
+        self._fill.fill_(fill)
+
+    @property
+    def running_tokens(self) -> Tensor:
+        """[rows, prompt_room + room]: the sequences, for processors."""
+        return self.sequences.flatten(0, 1)
+
+    def choose(self, scores: Tensor, normalise: bool) -> None:
+        """The step's choice from [rows, vocabulary]: the largest, or one that is drawn.
+
+        With exponentially distributed e, the index with the largest p / e has the probabilities p: that is what
+        `torch.multinomial` does as well, after looking at the probabilities on the host.
+        """
+        if self._samples:
+            probabilities = torch.softmax(scores.float(), dim=-1)
+            scores = probabilities / torch.empty_like(probabilities).exponential_()
+        self.advance(scores.argmax(dim=-1))
+
+    def advance(self, tokens: Tensor) -> None:
+        """Takes the next token of every row, [rows]. Changes all in place."""
+        if self._has_eos:
+            tokens = torch.where(self.unfinished, tokens, self._fill)
+        new_length = self.length + 1
+        written = torch.where(self._places == self.length, tokens.view(self._batch, -1, 1), self.sequences)
+        unfinished = self.unfinished & ~self.ends(tokens)
+        over = ~unfinished.any() | (new_length >= self.limit)
+        for old, new in (
+            (self.sequences, written),
+            (self.unfinished, unfinished),
+            (self.tokens, tokens),
+            (self.length, new_length),
+        ):
+            old.copy_(torch.where(self.done, old, new))
+        self.done.logical_or_(over)
+
+    def results(self, inputs: int, count: int) -> Tensor:
+        """The first `count` sequences of each of the first `inputs` inputs, [inputs * count, length].
+
+        Waits for the device.
+        """
+        return self.sequences[:inputs, :count, int(self.start) : int(self.length)].flatten(0, 1).clone()

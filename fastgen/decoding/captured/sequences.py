@@ -1,0 +1,73 @@
+"""What every captured search has: sequences in buffers, and how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Stands in front of a prompt that is shorter than its room: no token.
+NOTHING = -1
+
+
+class SequenceBuffers:
+    """The part of a search's state that does not depend on how continuations are chosen.
+
+    Sequences are in buffers of prompt_room + room positions. A prompt ends where its room ends, so that what is
+    generated begins at the same place whatever the prompt's length.
+
+    Attributes:
+        prompt_room, room: positions for the prompt and for what is generated.
+        tokens: [rows], int64: what each row is continued with.
+        start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
+            prompt ends, up to where they are filled, and how far they may go.
+        done: one bool: the search is over.
+    """
+
+    def __init__(
+        self, batch: int, copies: int, prompt_room: int, room: int, device: torch.device, eos: Sequence[int]
+    ) -> None:
+        self._batch, self._copies = batch, copies
+        self.prompt_room, self.room = prompt_room, room
+        self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch * copies, dtype=torch.int64, device=device)
+        self.start = torch.zeros((), dtype=torch.int64, device=device)
+        self.prompt = torch.full((), prompt_room, dtype=torch.int64, device=device)
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self.limit = torch.zeros((), dtype=torch.int64, device=device)
+        self.done = torch.zeros((), dtype=torch.bool, device=device)
+        # Inputs that are there; the others fill the batch up.
+        self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        self._places = torch.arange(prompt_room + room, device=device)
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """Which tokens end a sequence, in the shape of `tokens`."""
+        return (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
+
+    def take_over(self, other: SequenceBuffers) -> None:
+        """Goes on where `other`, a search of the same kind and size, is."""
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor):
+                buffer.copy_(getattr(other, name))
+
+    def _begin(self, prompt: Tensor, new_tokens: int, sequences: Tensor, fill: int) -> None:
+        """Fills [batch, copies, prompt_room + room] with the prompts, and sets the positions."""
+        inputs, width = prompt.shape
+        if new_tokens < 1:
+            raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
+        if inputs > self._batch or width > self.prompt_room or new_tokens > self.room:
+            raise ValueError(
+                f"{inputs} prompts of {width} and {new_tokens} new tokens into buffers for {self._batch} prompts of "
+                f"{self.prompt_room} and {self.room} new tokens"
+            )
+        start = self.prompt_room - width
+        sequences.fill_(fill)
+        sequences[:, :, :start] = NOTHING
+        sequences[:inputs, :, start : self.prompt_room] = prompt.unsqueeze(1)
+        self.tokens.copy_(sequences[:, :, self.prompt_room - 1].reshape(-1).clamp(min=0))
+        self.start.fill_(start)
+        self.length.fill_(self.prompt_room)
+        self.limit.fill_(self.prompt_room + new_tokens)
+        self.done.fill_(False)
+        self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))

@@ -1,0 +1,311 @@
+"""The decoding loops with a captured step: the hooks around `GenerationMixin._beam_search` and `_sample`.
+
+What is not supported, or turns out not to be capturable in the first steps, goes on with the library's loop, from the
+first pass that has been made already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.modeling_outputs import ModelOutput
+
+from fastgen import counters, patching, settings
+from fastgen.decoding.captured import graph
+from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.cache import layers_of
+from fastgen.optimizer.transformers.call import Call, Declined
+from fastgen.optimizer.transformers.captured import kept, processors
+from fastgen.optimizer.transformers.captured.step import CapturedStep, Prompt, Shape
+
+ENTRY_POINT = "transformers.captured_step"
+
+# A call of fewer steps is over before a capture has paid.
+MIN_STEPS = 8
+# Batches that steps are made for.
+_BATCHES = (1, 2, 4, 8, 16, 24, 32)
+# Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
+_PREFIX = 128
+_FIRST_ROOM, _MOST_FIRST_ROOM = 64, 256
+
+# Inputs of the model with a row per sequence, and what the next step gets of them.
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_POSITIONS = ("position_ids", "decoder_position_ids")
+_LAST = ("token_type_ids",)
+
+
+def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin._beam_search` and `_sample`."""
+    call = Call.current(model)
+    if call is None or call.declined or call.accelerated or not patching.is_active():
+        return wrapped(*args, **kwargs)
+    if settings.current().captured_step == "never" or not _is_for(model.device):
+        return wrapped(*args, **kwargs)
+    arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    model_kwargs = arguments.pop("model_kwargs", {})
+    config = arguments["generation_config"]
+    try:
+        _check(call, arguments, model_kwargs)
+        call.prefilled = model._prefill(
+            arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
+        )
+        if not call.accelerated:
+            return wrapped(*args, **kwargs)
+        with graph.turn:
+            sequences = _Decoding(call, arguments, model_kwargs).run()
+    except (Declined, CannotBeCaptured) as reason:
+        counters.count_left_out(ENTRY_POINT, str(reason))
+        return wrapped(*args, **kwargs)
+    call.prefilled = None
+    counters.count_accelerated(ENTRY_POINT)
+    return sequences
+
+
+def _is_for(device: torch.device) -> bool:
+    """Whether a step on this device is asked for at all; what else is missing is a reason that is counted."""
+    return device.type == "cuda"
+
+
+def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    """Raises `Declined` if it is known before the first pass that a captured step does not serve."""
+    config, input_ids = arguments["generation_config"], arguments["input_ids"]
+    unavailable = graph.unavailable(call.model.device)
+    if unavailable is not None:
+        raise Declined(unavailable)
+    if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
+        raise Declined("the model is on several devices")
+    if call.model.dtype not in operators.KERNEL_TYPES:
+        raise Declined(f"a model in {call.model.dtype}")
+    if arguments.get("streamer") is not None:
+        raise Declined("a streamer")
+    if config.return_dict_in_generate:
+        raise Declined("return_dict_in_generate")
+    if call.cache_is_the_users:
+        raise Declined("a cache that is passed in")
+    if config.num_beams > 1 and config.do_sample:
+        raise Declined("beam search with sampling")
+    for criterion in arguments["stopping_criteria"]:
+        if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
+            raise Declined(f"the stopping criterion {type(criterion).__name__}")
+    if config.max_length - input_ids.shape[1] < MIN_STEPS:
+        raise Declined("only a few tokens to generate")
+    for name, value in model_kwargs.items():
+        if not _is_known(name, value):
+            raise Declined(f"the model's input {name}")
+
+
+def _is_known(name: str, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return name in (*_MASKS, *_POSITIONS, *_LAST) and value.dim() == 2
+    if isinstance(value, ModelOutput):
+        return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
+    return name == "past_key_values" or value is None or isinstance(value, (bool, int, float, str))
+
+
+class _Decoding:
+    """One call with a captured step, after its first pass."""
+
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        self._call, self._model = call, call.model
+        self._config = arguments["generation_config"]
+        self._processors = arguments["logits_processor"]
+        searches = self._config.num_beams > 1
+        self._copies = max(self._config.num_beams, self._config.num_return_sequences)
+        self._returned = self._config.num_return_sequences if searches else self._copies
+        self._input_ids = arguments["input_ids"]
+        self._model_kwargs = model_kwargs
+        self._eos = _eos(arguments["stopping_criteria"])
+        self._prompt = self._make_prompt()
+        self._shape = self._make_shape()
+
+    def run(self) -> Tensor:
+        """The sequences, as the library's loop returns them, on the step that fits.
+
+        Raises:
+            Declined, CannotBeCaptured: it does not work; nothing has been changed then.
+        """
+        random_state = RandomState(self._model.device)
+        try:
+            step = self._step()
+            try:
+                step = self._decode(step)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if step.is_captured and not isinstance(error, CannotBeCaptured):
+                    raise
+                raise CannotBeCaptured(_describe(error)) from error
+        except (CannotBeCaptured, torch.OutOfMemoryError) as error:
+            random_state.restore()
+            kept.drop_all()
+            if isinstance(error, CannotBeCaptured):
+                raise
+            raise CannotBeCaptured("out of memory") from None
+        sequences = step.search.results(self._prompt.inputs, self._returned)
+        if step.is_captured:
+            kept.give_back(self._model, step)
+        return sequences
+
+    def _decode(self, step: CapturedStep) -> CapturedStep:
+        """Runs the search to its end; returns the step, or the larger one that has taken its place."""
+        prompt, config = self._prompt, self._config
+        options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
+        step.begin(prompt, self._fill(), **options)
+        step.choose_first(prompt.logits, self._processors)
+        rows = prompt.inputs * self._copies
+        done = 1
+        while not step.is_over() and done < prompt.new_tokens:
+            if done > step.shape.capacity:
+                step = self._larger(step)
+            step.start(self._model, rows, done, self._processors)
+            if step.is_captured:
+                self._call.store.release()  # the step has it all
+            done += 1
+        return step
+
+    def _larger(self, step: CapturedStep) -> CapturedStep:
+        """A step with twice the capacity, where this one has got to."""
+        self._shape = replace(step.shape, capacity=2 * step.shape.capacity)
+        larger = self._step()
+        larger.take_over(step)
+        kept.give_back(self._model, step)
+        return larger
+
+    def _step(self) -> CapturedStep:
+        """A step of this call's shape, with this call's processors."""
+        step = kept.take(self._model, self._shape, self._new_step)
+        pairs = zip(step.processors or (), self._processors, strict=False)
+        fits = all(captured.refresh(processor) for captured, processor in pairs)
+        return step if fits else self._new_step()
+
+    def _new_step(self) -> CapturedStep:
+        made = None
+        if self._shape.processors is not None:
+            made = [self._captured(processor) for processor in self._processors]
+            if None in made:
+                raise Declined("a processor does not fit into its buffers")
+        return CapturedStep(self._shape, self._prompt, made)
+
+    def _captured(self, processor: Any) -> Any:
+        shape, config = self._shape, self._config
+        return processors.captured(
+            processor, self._model.device, self._input_ids.shape[1], config.max_length,
+            inputs=shape.batch, copies=shape.copies,
+        )  # fmt: skip
+
+    def _fill(self) -> int:
+        """What stands behind the end of a sequence."""
+        pad = self._config._pad_token_tensor
+        if self._config.num_beams == 1:
+            return int(pad) if pad is not None else 0
+        if not self._eos:
+            return -1
+        return (int(pad) if pad is not None else 0) or self._eos[0]
+
+    # ---- what the first pass has left
+
+    def _make_prompt(self) -> Prompt:
+        copies = self._copies
+        tokens = self._input_ids[::copies]
+        own, cross = layers_of(self._call.store.cache)
+        for layer in (*own, *(cross or ())):
+            if layer.is_sliding:
+                raise Declined("a sliding window")
+        stored = [layer.kv.prefix() for layer in own]
+        if any(keys.shape[2] != tokens.shape[1] for keys, _ in stored):
+            raise Declined("a prompt of which the cache has more or less than the tokens")
+        kwargs = {name: value[::copies] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)}
+        own_mask, cross_mask = kwargs.get("attention_mask"), None
+        if cross is not None:
+            own_mask, cross_mask = kwargs.get("decoder_attention_mask"), own_mask
+        span = _span(own_mask, tokens.shape[0], tokens.shape[1], tokens.device)
+        cross_stored = cross_span = None
+        if cross is not None:
+            cross_stored = [layer.kv.prefix() for layer in cross]
+            cross_span = _span(cross_mask, tokens.shape[0], cross_stored[0][0].shape[2], tokens.device)
+        for name in _POSITIONS:
+            if name in kwargs:
+                kwargs[name] = kwargs[name][:, -1:] + 1
+        for name in _LAST:
+            if name in kwargs:
+                kwargs[name] = kwargs[name][:, -1:]
+        logits = self._call.prefilled.logits[:, -1]
+        new_tokens = self._config.max_length - tokens.shape[1]
+        return Prompt(tokens, new_tokens, stored, cross_stored, span, cross_span, kwargs, logits)
+
+    def _make_shape(self) -> Shape:
+        prompt, config = self._prompt, self._config
+        room = _power_of_two(prompt.new_tokens)
+        length = prompt.tokens.shape[1]
+        encoded = self._model_kwargs.get("encoder_outputs")
+        captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
+        return Shape(
+            batch=next((n for n in _BATCHES if n >= prompt.inputs), _round_up(prompt.inputs, 16)),
+            copies=self._copies,
+            prompt_room=_round_up(length, _PREFIX) if self._may_pad() else length,
+            room=room,
+            capacity=min(room, _MOST_FIRST_ROOM),
+            cross_room=None if prompt.cross is None else _round_up(prompt.cross[0][0].shape[2], _PREFIX),
+            cross_width=None if encoded is None else encoded[0].shape[2],
+            search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
+            eos=self._eos,
+            processors=None if None in captured else tuple(captured),
+            tensors=tuple(sorted(prompt.tensors)),
+            constants=tuple(
+                sorted(
+                    (name, value)
+                    for name, value in self._model_kwargs.items()
+                    if name != "past_key_values" and isinstance(value, (bool, int, float, str))
+                )
+            ),
+            kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
+        )
+
+    def _may_pad(self) -> bool:
+        """Whether a prompt may be put behind padding: its mask says so, and its positions are given."""
+        return self._prompt.cross is None and {"attention_mask", "position_ids"} <= self._prompt.tensors.keys()
+
+
+def _eos(criteria: Any) -> tuple[int, ...]:
+    found = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+    return tuple(int(token) for tokens in found for token in tokens)
+
+
+def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[inputs] starts and ends of what a mask [inputs, length] lets through.
+
+    Raises:
+        Declined: that is not one piece, or the mask has another length.
+    """
+    if mask is None:
+        return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
+    if mask.shape != (inputs, length):
+        raise Declined("a mask that is not one number per stored position")
+    counts = mask != 0
+    starts = counts.int().argmax(dim=1)
+    ends = starts + counts.sum(dim=1)
+    place = torch.arange(length, device=device)
+    if not bool((counts == ((place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)))).all()):
+        raise Declined("a mask with holes")
+    return starts, ends
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _power_of_two(size: int) -> int:
+    return max(operators.power_of_two(size), _FIRST_ROOM)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CannotBeCaptured):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,335 @@
+"""A decoding step of a model that a CUDA graph replays, with all the buffers that it needs.
+
+`model.forward` is the model's own, and so is what prepares its inputs. They get a cache of fixed capacity, as the
+library's static cache is one, and positions that are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.captured.kv import StaticKV
+from fastgen.decoding.captured.places import Places
+from fastgen.decoding.captured.row_search import RowSearch
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.optimizer.transformers.captured.cache import cache_of
+from fastgen.optimizer.transformers.captured.processors import CapturedProcessor, StepTokens
+
+# Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
+_WARM_UPS = 2
+# Steps under way that the host does not know the outcome of.
+_LATE = 2
+# Inputs of the model that go up by one in every step.
+_POSITIONS = ("position_ids", "decoder_position_ids")
+
+# (tokens [rows, length], scores [rows, vocabulary]) -> scores
+HostProcessors = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that is frozen in a captured step: calls that agree on it can share one.
+
+    Attributes:
+        batch, copies: inputs there is room for, and sequences of each.
+        prompt_room, room: positions of the sequences' buffers for the prompt, and for what is generated.
+        capacity: positions of the suffix of K and V.
+        cross_room, cross_width: positions and width of the encoder's output; None for a model without an encoder.
+        search: the class of the search and its options.
+        eos: tokens that end a sequence.
+        processors: signatures of the captured processors; None if the host runs the processors.
+        tensors: names of the model's inputs that are in buffers.
+        constants: the others, by name.
+        kv: shapes and dtypes of K and V of each layer.
+    """
+
+    batch: int
+    copies: int
+    prompt_room: int
+    room: int
+    capacity: int
+    cross_room: int | None
+    cross_width: int | None
+    search: tuple[str, Hashable]
+    eos: tuple[int, ...]
+    processors: tuple[Hashable, ...] | None
+    tensors: tuple[str, ...]
+    constants: tuple[tuple[str, Hashable], ...]
+    kv: Hashable
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.copies
+
+
+@dataclass
+class Prompt:
+    """What a step begins from: the result of the prefill, one row per input.
+
+    Attributes:
+        tokens: [inputs, N], int64.
+        new_tokens: to generate, at the most.
+        own, cross: K and V of each layer, [inputs, heads, N, dim] and [inputs, heads, encoder positions, dim].
+        span, cross_span: [inputs] starts and ends of the positions that count.
+        tensors: the model's inputs of the first step, [inputs, ...], by name.
+        logits: [inputs * copies, vocabulary]: of the last position of the prompt.
+    """
+
+    tokens: Tensor
+    new_tokens: int
+    own: list[tuple[Tensor, Tensor]]
+    cross: list[tuple[Tensor, Tensor]] | None
+    span: tuple[Tensor, Tensor]
+    cross_span: tuple[Tensor, Tensor] | None
+    tensors: dict[str, Tensor]
+    logits: Tensor
+
+    @property
+    def inputs(self) -> int:
+        return self.tokens.shape[0]
+
+
+class CapturedStep:
+    """The step, its buffers, and, once it has been captured, its graph.
+
+    Attributes:
+        shape: what is frozen.
+        is_captured: there is a graph.
+    """
+
+    def __init__(self, shape: Shape, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
+        """
+        Args:
+            prompt: any with K and V of the shape's kind; nothing of it is stored.
+            processors: the captured ones; None if the host runs them.
+        """
+        self.shape = shape
+        self.processors = processors
+        self._device = device = prompt.tokens.device
+        self._places = Places(shape.batch, shape.copies, shape.capacity, device)
+        self._own = [StaticKV(*kv, self._places, shape.prompt_room, has_suffix=True) for kv in prompt.own]
+        self._cross = None
+        if prompt.cross is not None and shape.cross_room is not None:
+            self._cross = [StaticKV(*kv, self._places, shape.cross_room, has_suffix=False) for kv in prompt.cross]
+        kind, option = shape.search
+        sizes = (shape.batch, shape.copies, shape.prompt_room, shape.room, device, shape.eos)
+        self.search: BeamSearch | RowSearch = (
+            BeamSearch(*sizes, early_stopping=option) if kind == "beams" else RowSearch(*sizes, samples=bool(option))
+        )
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._cache = cache_of(self._own, self._cross, self._seen)
+        self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in shape.tensors}
+        self._constants: dict[str, Any] = dict(shape.constants)
+        if shape.cross_room is not None:
+            # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+            nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
+            states = nothing.expand(shape.rows, shape.cross_room, shape.cross_width)
+            self._constants["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        # What the host's processors get and give.
+        self._scores = torch.zeros(shape.rows, prompt.logits.shape[-1], dtype=torch.float32, device=device)
+        self._flag = graph.LateFlag(device, _LATE if processors is not None else 0)
+        self._start = 0  # where the sequences begin in their buffers
+        self._graphs: list[graph.Graph] = []
+        self._warm_ups = 0
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._graphs)
+
+    def _buffer(self, name: str, first: Tensor) -> Tensor:
+        """Where an input of the model is: [rows, width], with a width that leaves room for the positions to come."""
+        shape = self.shape
+        if name == "attention_mask" and shape.cross_room is not None:
+            width = shape.cross_room
+        elif name in ("attention_mask", "decoder_attention_mask"):
+            width = shape.prompt_room + shape.capacity
+        else:
+            width = 1
+        return torch.zeros(shape.rows, width, dtype=first.dtype, device=first.device)
+
+    # ---- a call
+
+    def begin(self, prompt: Prompt, fill: int, **options: Any) -> None:
+        """Takes over a prompt.
+
+        Args:
+            fill, options: those of the search's `begin`.
+        """
+        at_end = self.shape.prompt_room
+        for kv, stored in zip(self._own, prompt.own, strict=True):
+            kv.load(*stored, *prompt.span, at_end=True)
+        for kv, stored in zip(self._cross or (), prompt.cross or (), strict=True):
+            kv.load(*stored, *prompt.cross_span, at_end=False)
+        for name, buffer in self._inputs.items():
+            self._fill(name, buffer, prompt.tensors[name])
+        self._places.begin()
+        self._start = at_end - prompt.tokens.shape[1]
+        self._seen.fill_(at_end)
+        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, **options)
+        self._flag.reset()
+
+    def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
+        rows = given.shape[0] * self.shape.copies
+        given = given.repeat_interleave(self.shape.copies, dim=0)
+        buffer.zero_()
+        if name == "attention_mask" and self.shape.cross_room is not None:
+            buffer[:rows, : given.shape[1]] = given
+        elif name in ("attention_mask", "decoder_attention_mask"):
+            end = self.shape.prompt_room
+            buffer[:rows, end - given.shape[1] : end] = given
+            buffer[:, end:] = 1
+        else:
+            buffer[:rows] = given
+
+    def choose_first(self, logits: Tensor, host_processors: HostProcessors) -> None:
+        """The first token, from the logits of the prompt, [inputs * copies, vocabulary]."""
+        all_rows = logits.new_zeros(self._scores.shape)
+        all_rows[: logits.shape[0]] = logits
+        if self.processors is None:
+            self._scores.copy_(self._normalised(all_rows))
+            self._process_on_host(logits.shape[0], 0, host_processors)
+            self.search.choose(self._scores, normalise=False)
+        else:
+            self._choose(all_rows)
+        self._flag.send(self.search.done)
+
+    def is_over(self) -> bool:
+        """To be called after each token: whether the search is known to be over."""
+        return self._flag.is_set()
+
+    def start(self, model: Any, rows: int, done: int, host_processors: HostProcessors) -> None:
+        """Starts the step that gives the next token. The first ones run as they are; then one is captured.
+
+        Args:
+            rows: of the inputs that are there.
+            done: tokens that have been generated.
+            host_processors: for a step whose processors the host runs.
+
+        Raises:
+            CannotBeCaptured: it does something that a captured step cannot do.
+        """
+        if not self.is_captured and self._warm_ups < _WARM_UPS:
+            self._warm_up(model, rows, done, host_processors)
+            return
+        if not self.is_captured:
+            self._graphs = [self._capture(part) for part in self._parts(model)]
+        self._run([made.replay for made in self._graphs], rows, done, host_processors)
+
+    def _warm_up(self, model: Any, rows: int, done: int, host_processors: HostProcessors) -> None:
+        """A step that is not captured. In the first one the host looks at what may not be looked at later."""
+        is_first = self._warm_ups == 0
+        self._warm_ups += 1
+        readers = [kv.reader for kv in (*self._own, *(self._cross or ()))]
+        for reader in readers:
+            reader.looks = is_first
+        self._run(self._parts(model), rows, done, host_processors)
+        for reader in readers:
+            reader.looks = False
+        if is_first and bool(self._logits_seen[:rows].isnan().any()):
+            raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
+
+    def _parts(self, model: Any) -> list[Callable[[], None]]:
+        """The step; in two halves where the host runs the processors between them."""
+        if self.processors is None:
+            return [lambda: self._forward_half(model), self._choose_half]
+        return [lambda: self._whole(model)]
+
+    def _run(self, parts: list[Callable[[], None]], rows: int, done: int, host_processors: HostProcessors) -> None:
+        parts[0]()
+        if len(parts) == 2:
+            self._process_on_host(rows, done, host_processors)
+            parts[1]()
+
+    def _process_on_host(self, rows: int, done: int, host_processors: HostProcessors) -> None:
+        search = self.search
+        sequences = search.running_tokens[:rows, self._start : search.prompt_room + done]
+        self._scores[:rows] = host_processors(sequences, self._scores[:rows])
+
+    def _capture(self, part: Callable[[], None]) -> graph.Graph:
+        made = graph.Graph(self._device)
+        try:
+            made.capture(part)
+        except CannotBeCaptured:
+            raise
+        except Exception as error:  # whatever it is, the call can go on with steps that are not captured
+            reason = (str(error).splitlines() or [""])[0]
+            raise CannotBeCaptured(f"the step cannot be captured: {type(error).__name__}: {reason}") from error
+        return made
+
+    def take_over(self, other: CapturedStep) -> None:
+        """Goes on where `other` is, a step of the same shape with less capacity."""
+        self._places.take_over(other._places)
+        self._seen.copy_(other._seen)
+        self._start = other._start
+        for kv, old in zip((*self._own, *(self._cross or ())), (*other._own, *(other._cross or ())), strict=True):
+            kv.take_over(old)
+        for name, buffer in self._inputs.items():
+            old = other._inputs[name]
+            buffer.fill_(1)  # behind a mask's end, nothing is left out
+            buffer[:, : old.shape[1]] = old
+        self.search.take_over(other.search)
+        self._flag.reset()
+
+    # ---- what is captured
+
+    def _whole(self, model: Any) -> None:
+        self._choose(self._logits(model))
+        self._advance()
+
+    def _forward_half(self, model: Any) -> None:
+        self._scores.copy_(self._normalised(self._logits(model)))
+
+    def _choose_half(self) -> None:
+        self.search.choose(self._scores, normalise=False)
+        self._advance()
+
+    def _advance(self) -> None:
+        """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
+        self._places.advance(self.search.parents)
+        self._seen.add_(1)
+        for name in _POSITIONS:
+            if name in self._inputs:
+                self._inputs[name].add_(1)
+        self._flag.send(self.search.done)
+
+    def _logits(self, model: Any) -> Tensor:
+        """[rows, vocabulary] of the tokens that the search has chosen."""
+        inputs = model.prepare_inputs_for_generation(
+            self.search.tokens.unsqueeze(1),
+            next_sequence_length=1,
+            past_key_values=self._cache,
+            **self._inputs,
+            **self._constants,
+        )
+        self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
+        return self._logits_seen
+
+    def _normalised(self, logits: Tensor) -> Tensor:
+        """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""
+        logits = logits.float()
+        return torch.log_softmax(logits, dim=-1) if isinstance(self.search, BeamSearch) else logits
+
+    def _choose(self, logits: Tensor) -> None:
+        if not self.processors:
+            self.search.choose(logits, normalise=True)
+            return
+        search = self.search
+        tokens = StepTokens(
+            tokens=search.running_tokens,
+            start=search.start,
+            length=search.length,
+            prompt=search.prompt,
+            limit=search.limit - search.start,
+        )
+        scores = self._normalised(logits)
+        for processor in self.processors:
+            scores = processor(scores, tokens)
+        search.choose(scores, normalise=False)

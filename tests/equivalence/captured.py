@@ -1,0 +1,56 @@
+"""The captured step on the CPU: a graph is simulated, and everything else is what runs on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.optimizer.transformers.captured import kept, loop
+from tests.recorded_graph import RecordedGraph
+
+
+class Graph(RecordedGraph):
+    """Transformers asks torch whether a capture is going on, and does not look at masks then."""
+
+    made = 0
+
+    def __init__(self, device):
+        super().__init__()
+        type(self).made += 1
+
+    def capture(self, function):
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+            super().capture(function)
+
+
+class LateFlag(graph.LateFlag):
+    """The host knows of a step when `late` more have been started."""
+
+    def reset(self):
+        super().reset()
+        self._known = []
+
+    def is_set(self):
+        self._known.append(bool(self._flag))
+        return len(self._known) > self._late and self._known[-1 - self._late]
+
+
+@contextlib.contextmanager
+def on_the_cpu():
+    """Steps are captured in this block, on whatever device."""
+    with (
+        mock.patch.object(loop, "_is_for", lambda device: True),
+        mock.patch.object(graph, "unavailable", lambda device: None),
+        mock.patch.object(graph, "Graph", Graph),
+        mock.patch.object(graph, "LateFlag", LateFlag),
+    ):
+        kept.drop_all()
+        yield
+        kept.drop_all()
+
+
+def reasons():
+    """Why calls did without a captured step."""
+    return fastgen.stats().get(loop.ENTRY_POINT, {"fallback": {}})["fallback"]
