@@ -580,11 +580,11 @@ class _Library(CapturedProcessor):
     """A processor that looks at nothing but the scores, and consists of operations that can be captured."""
 
     def __init__(self, place: _Place, kind: type, values: tuple[tuple[str, Any], ...]) -> None:
-        self._processor = object.__new__(kind)
-        vars(self._processor).update(values)
+        self._processor: Any = object.__new__(kind)
+        self._processor.__dict__.update(values)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        return self._processor(step.tokens, scores)  # type: ignore[operator]
+        return self._processor(step.tokens, scores)
 
 
 class _Eta(CapturedProcessor):
@@ -658,16 +658,18 @@ def _readers() -> dict[type, Callable[[Any, _Call], _Plan]]:
 @functools.cache
 def _all_rows_have_encoder_tokens() -> bool:
     """Whether beams share the encoder's tokens of their input, or only as many rows as there are inputs get some."""
-    from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor
+    from transformers.generation import logits_process
 
-    processor = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))
+    kind: Any = logits_process.EncoderRepetitionPenaltyLogitsProcessor
+    processor = kind(2.0, torch.tensor([[0]]))
     return processor(torch.tensor([[0], [0]]), torch.ones(2, 1))[1, 0].item() != 1
 
 
 @functools.cache
 def _length_penalty_is_finite() -> bool:
     """Whether an end that is banned stays so, or becomes NaN."""
-    from transformers.generation.logits_process import ExponentialDecayLengthPenalty
+    from transformers.generation import logits_process
 
-    processor = ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+    kind: Any = logits_process.ExponentialDecayLengthPenalty
+    processor = kind((0, 2.0), 0, 0)
     return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()
