@@ -35,6 +35,8 @@ _UNINITIALISED = frozenset(
 # On the CPU these need no operator; on a GPU they copy to the host, or from it.
 _TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+# With a number in the place of a tensor these make a tensor of it on the host first.
+_CHOOSING = frozenset({torch.where, Tensor.where})
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class _HostAccess(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         from_host = func in _FROM_HOST and not (args and isinstance(args[0], Tensor) and func is not Tensor.new_tensor)
+        from_host |= func in _CHOOSING and any(isinstance(argument, (bool, int, float)) for argument in args)
         if func in _TO_HOST or from_host:
             _refuse(func.__name__, "copies between pageable host memory and the device")
         return func(*args, **(kwargs or {}))

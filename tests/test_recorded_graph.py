@@ -167,7 +167,7 @@ def test_in_place_out_and_writes_by_index() -> None:
         x[1] = 3.0
         tokens.copy_((tokens + 1) % 5)
         torch._foreach_add_([x, out], 1.0)
-        return torch.where(x > 0, x, 0.0) + torch.where(out > 0, out, x)
+        return torch.where(x > 0, x, out) + torch.where(out > 0, out, x)
 
     agrees(step, [x, tokens, out], lambda: x.normal_())
 
@@ -343,6 +343,8 @@ WAITS: dict[str, Callable[[], Any]] = {
     "if": lambda: 1 if (X > 0).all() else 2,
     "nonzero": lambda: X.nonzero(),
     "where with one argument": lambda: torch.where(MASK),
+    "where with a number": lambda: torch.where(MASK, X, 0.0),
+    "method where with a number": lambda: X.where(MASK, 0.0),
     "masked_select": lambda: X.masked_select(MASK),
     "unique": lambda: X.unique(),
     "unique_consecutive": lambda: torch.unique_consecutive(X),
@@ -386,7 +388,7 @@ def test_refused(name: str) -> None:
         lambda: X.clone().__setitem__(0, 3.0),
         lambda: X.clone().__setitem__(MASK, 3.0),
         lambda: X.clone().__setitem__((slice(None), slice(1, None)), 3.0),
-        lambda: torch.where(MASK, X, 0.0),
+        lambda: torch.where(MASK, X, X + 1),
         lambda: torch.full((2,), 3.0),
         lambda: torch.as_tensor(X),
         lambda: X.to("cpu"),

@@ -148,7 +148,7 @@ def _serves(x: Tensor) -> bool:
     )
 
 
-class _Replacement:
+class Replacement:
     """What stands for the `forward` of a layer while the model generates.
 
     Attributes:
@@ -167,7 +167,7 @@ class _Replacement:
         return getattr, (self._module, "forward")
 
 
-class _Function(_Replacement):
+class _Function(Replacement):
     """A function of torch for what the layer spells out."""
 
     __slots__ = ("_function",)
@@ -199,7 +199,7 @@ class _Packed(NamedTuple):
         return self.weight is weight and self.version == weight._version and self.data.data_ptr() == weight.data_ptr()
 
 
-class _Linear(_Replacement):
+class _Linear(Replacement):
     """A linear layer with a packed weight, once there is one.
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
@@ -306,8 +306,8 @@ class FastLayers:
         self._functions = functions
         self._users = 0
         self._outlook = _Outlook()
-        self._installed: dict[nn.Module, _Replacement] = {}
-        self._kept: dict[nn.Module, _Replacement] = {}
+        self._installed: dict[nn.Module, Replacement] = {}
+        self._kept: dict[nn.Module, Replacement] = {}
 
     @classmethod
     def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
@@ -361,7 +361,7 @@ class FastLayers:
             module.forward = self._installed[module] = replacement
         self._kept = {}
 
-    def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> _Replacement | None:
+    def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> Replacement | None:
         if "forward" in vars(module):
             return None  # somebody else's, an adapter's or a hook's
         function = self._functions.get(type(module))

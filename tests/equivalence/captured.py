@@ -6,6 +6,7 @@ import contextlib
 from unittest import mock
 
 import fastgen
+from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import kept, loop
 from tests.recorded_graph import RecordedGraph
@@ -39,8 +40,12 @@ class LateFlag(graph.LateFlag):
 
 @contextlib.contextmanager
 def on_the_cpu():
-    """Steps are captured in this block, on whatever device."""
+    """Steps are captured in this block, on whatever device.
+
+    Weights are not packed, which is a matter of CPUs, and of one call: a graph cannot be replayed without them.
+    """
     with (
+        settings.changed(packed_weights="never"),
         mock.patch.object(loop, "_is_for", lambda device: True),
         mock.patch.object(graph, "unavailable", lambda device: None),
         mock.patch.object(graph, "Graph", Graph),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -41,7 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fastgen.enable()
     fastgen.reset_stats()
     yield
-    settings.change(strict=before.strict)
+    settings.change(**dataclasses.asdict(before))
     fastgen.enable()
 
 

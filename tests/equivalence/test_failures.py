@@ -28,6 +28,12 @@ decoders = pytest.mark.parametrize("family", [f for f in FAMILIES if not f.encod
 any_decoding = pytest.mark.parametrize("decoding", [BEAM, BEAM_SAMPLE, SAMPLE], ids=["beam", "both", "sample"])
 
 
+@pytest.fixture(autouse=True)
+def uncaptured(counted: None) -> None:
+    """A captured step that fails is given up without a word; what is tested here are the steps of every call."""
+    fastgen.enable(captured_step="never")
+
+
 def break_(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
     """Makes the `at`-th call of a method, counted from 1, raise; the others work."""
     original = vars(owner)[name]

@@ -152,7 +152,7 @@ class BeamSearch(SequenceBuffers):
         if self._early_stopping == "never":
             steps = torch.where(self._favours_length, self.limit - self.prompt_room, steps)
         hoped = self._per_length(running_scores[:, :1], steps)
-        worst = torch.where(finished, scores.amin(dim=1, keepdim=True), _NEVER)
+        worst = scores.amin(dim=1, keepdim=True).masked_fill(~finished, _NEVER)
         improvable = self._improvable & (hoped > worst).any(dim=1, keepdim=True)
         over = ~improvable.any() | (ends | ~self._is_real).all()
         if self._early_stopping is True:

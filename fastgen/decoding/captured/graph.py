@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastgen.ops import triton as operators
 
@@ -66,6 +68,39 @@ class Graph:
     def replay(self) -> None:
         """Starts it on the current stream, with what is in its tensors now."""
         self._graph.replay()
+
+
+def capturable(function: Callable[[], None]) -> Callable[[], None]:
+    """The function, so that what can be captured in one way and not in another is done in the first."""
+
+    def run() -> None:
+        with _NumbersOnDevice():
+            function()
+
+    return run
+
+
+class _NumbersOnDevice(TorchFunctionMode):
+    """`torch.where` with a number: torch makes a tensor of it on the host, and copies that to the device.
+
+    Such a copy cannot be captured; filling a tensor on the device can.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.where and len(args) == 3:
+            condition, x, y = args
+            args = condition, _tensor(x, y, condition.device), _tensor(y, x, condition.device)
+        elif func is torch.Tensor.where and len(args) == 3:
+            x, condition, y = args
+            args = x, condition, _tensor(y, x, condition.device)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensor(x: Any, other: Any, device: torch.device) -> Any:
+    """A number as a tensor, which is filled on the device, of the type that it and `other` have together."""
+    if isinstance(x, torch.Tensor):
+        return x
+    return torch.full((), x, dtype=torch.result_type(x, other), device=device)
 
 
 class LateFlag:

@@ -46,6 +46,8 @@ def _compatibility() -> list[Patch]:
         ModuleGlobal("fairseq.data.token_block_dataset", "np", numpy, numpy_lacks("compat")),
         ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
         Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{adapters}.encoder:load_from_state_dict"),
+        Patch("fairseq.data.indexed_dataset", "MMapIndexedDataset.__del__", f"{adapters}.datasets:close"),
+        Patch("fairseq.data.indexed_dataset", "MMapIndexedDataset.Index.__del__", f"{adapters}.datasets:close"),
         ModuleGlobal("fairseq", "libnat", f"{adapters}.libnat:make", missing_from_fairseq("libnat")),
         Patch(
             "fairseq.tasks.translation_from_pretrained_bart",

@@ -47,11 +47,14 @@ class ModuleGlobal(Patch):
 
 
 class _Numpy(wrapt.ObjectProxy):
-    """NumPy, with the names that it had when FairSeq was written."""
+    """NumPy, with the names that it had when FairSeq was written, of functions and of their arguments."""
 
     int = int
     float = float
     compat = SimpleNamespace(long=int)
+
+    def percentile(self, a: Any, q: Any, *, interpolation: str = "linear") -> Any:
+        return self.__wrapped__.percentile(a, q, method=interpolation)
 
 
 def old_numpy(module: Any) -> Any:

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from fastgen.decoding.layers import Replacement
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Shape
 
 # Of all models together. Each has the K/V of a whole batch.
@@ -14,19 +16,26 @@ MOST = 8
 
 
 class _OfModel:
-    """The steps of one model, and what its parameters were when they were captured."""
+    """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
 
     def __init__(self, state: Hashable) -> None:
         self.state = state
         self.steps: OrderedDict[Shape, CapturedStep] = OrderedDict()
+        self.refused: dict[Shape, str] = {}
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 
 
 def take(model: Any, shape: Shape, make: Callable[[], CapturedStep]) -> CapturedStep:
-    """A step of this shape, which nobody else uses until it is given back."""
+    """A step of this shape, which nobody else uses until it is given back.
+
+    Raises:
+        CannotBeCaptured: that has been tried before.
+    """
     kept = _of(model)
+    if shape in kept.refused:
+        raise CannotBeCaptured(kept.refused[shape])
     step = kept.steps.pop(shape, None)
     return make() if step is None else step
 
@@ -39,6 +48,11 @@ def give_back(model: Any, step: CapturedStep) -> None:
     while sum(len(other.steps) for other in _models.values()) > MOST:
         oldest = next(other for other in list(_models.values()) if other.steps)
         oldest.steps.popitem(last=False)
+
+
+def refuse(model: Any, shape: Shape, reason: str) -> None:
+    """A step of this shape cannot be captured, and is not to be tried again."""
+    _of(model).refused[shape] = reason
 
 
 def drop_all() -> None:
@@ -60,6 +74,12 @@ def _state(model: Any) -> Hashable:
 
     What is written into them is not frozen: a replay reads it.
     """
-    modules = tuple((id(module), type(module), vars(module).get("forward")) for module in model.modules())
+    modules = tuple((id(module), type(module), _forward(module)) for module in model.modules())
     tensors = tuple((t.data_ptr(), t.dtype, tuple(t.shape)) for t in (*model.parameters(), *model.buffers()))
     return modules, tensors
+
+
+def _forward(module: Any) -> Any:
+    """A forward pass of a module's own, unless it is FastGen's, which comes and goes with each call."""
+    forward = vars(module).get("forward")
+    return None if isinstance(forward, Replacement) else forward

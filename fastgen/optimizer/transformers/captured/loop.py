@@ -24,6 +24,7 @@ from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, Declined
 from fastgen.optimizer.transformers.captured import kept, processors
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Prompt, Shape
+from fastgen.optimizer.transformers.state import SavedState
 
 ENTRY_POINT = "transformers.captured_step"
 
@@ -89,6 +90,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise Declined("return_dict_in_generate")
     if call.cache_is_the_users:
         raise Declined("a cache that is passed in")
+    if config.num_beams < 1:
+        raise Declined("no beams")  # the library's loop says what is wrong with that
     if config.num_beams > 1 and config.do_sample:
         raise Declined("beam search with sampling")
     for criterion in arguments["stopping_criteria"]:
@@ -121,6 +124,8 @@ class _Decoding:
         self._returned = self._config.num_return_sequences if searches else self._copies
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
+        self._raised: Exception | None = None
+        self._has_released = False
         self._eos = _eos(arguments["stopping_criteria"])
         self._prompt = self._make_prompt()
         self._shape = self._make_shape()
@@ -131,42 +136,47 @@ class _Decoding:
         Raises:
             Declined, CannotBeCaptured: it does not work; nothing has been changed then.
         """
-        random_state = RandomState(self._model.device)
+        random_state, state = RandomState(self._model.device), SavedState(self._processors)
         try:
-            step = self._step()
-            try:
-                step = self._decode(step)
-            except torch.OutOfMemoryError:
+            step = self._decode(self._step())
+        except Exception as error:
+            if error is self._raised or self._has_released:
                 raise
-            except Exception as error:
-                if step.is_captured and not isinstance(error, CannotBeCaptured):
-                    raise
-                raise CannotBeCaptured(_describe(error)) from error
-        except (CannotBeCaptured, torch.OutOfMemoryError) as error:
             random_state.restore()
-            kept.drop_all()
-            if isinstance(error, CannotBeCaptured):
-                raise
-            raise CannotBeCaptured("out of memory") from None
+            state.restore()
+            if isinstance(error, torch.OutOfMemoryError):
+                kept.drop_all()
+                raise CannotBeCaptured("out of memory") from None
+            kept.refuse(self._model, self._shape, _describe(error))
+            raise CannotBeCaptured(_describe(error)) from error
         sequences = step.search.results(self._prompt.inputs, self._returned)
         if step.is_captured:
             kept.give_back(self._model, step)
         return sequences
+
+    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        """The processors on the host; what they raise is not the step's failure."""
+        try:
+            return self._processors(tokens, scores)
+        except Exception as error:
+            self._raised = error
+            raise
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
         """Runs the search to its end; returns the step, or the larger one that has taken its place."""
         prompt, config = self._prompt, self._config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
-        step.choose_first(prompt.logits, self._processors)
+        step.choose_first(prompt.logits, self._process)
         rows = prompt.inputs * self._copies
         done = 1
         while not step.is_over() and done < prompt.new_tokens:
             if done > step.shape.capacity:
                 step = self._larger(step)
-            step.start(self._model, rows, done, self._processors)
-            if step.is_captured:
-                self._call.store.release()  # the step has it all
+            step.start(self._model, rows, done, self._process)
+            if step.is_captured and not self._has_released and prompt.new_tokens <= step.shape.capacity + 1:
+                self._has_released = True
+                self._call.store.release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
         return step
 
@@ -306,6 +316,6 @@ def _power_of_two(size: int) -> int:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, CannotBeCaptured):
+    if isinstance(error, (CannotBeCaptured, Declined)):
         return str(error)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -319,7 +319,7 @@ class _RepetitionPenalty(CapturedProcessor):
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        counts = (places >= step.start) & (places < step.length)
+        counts = places < step.length  # those in front hold no tokens
         if isinstance(self._ignored, int):
             counts &= places - step.prompt >= self._ignored
         elif self._ignored_rows is not None:

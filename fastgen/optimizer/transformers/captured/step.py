@@ -256,7 +256,7 @@ class CapturedStep:
     def _capture(self, part: Callable[[], None]) -> graph.Graph:
         made = graph.Graph(self._device)
         try:
-            made.capture(part)
+            made.capture(graph.capturable(part))
         except CannotBeCaptured:
             raise
         except Exception as error:  # whatever it is, the call can go on with steps that are not captured

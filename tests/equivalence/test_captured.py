@@ -1,0 +1,384 @@
+"""Decoding steps captured in a graph (simulated on the CPU): the same results, and declined where that is not sure."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.reader import StepReader
+from fastgen.optimizer.transformers.captured import kept, loop
+from fastgen.optimizer.transformers.captured.step import CapturedStep
+from tests.equivalence.captured import Graph, on_the_cpu, reasons
+from tests.equivalence.check import assert_same, check, run
+from tests.equivalence.models import BY_NAME, EOS, Family
+
+FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+NEW = {"max_new_tokens": 24, "do_sample": False}
+BEAMS = {**NEW, "num_beams": 3}
+GREEDY = {**NEW, "num_beams": 1}
+
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def captured(device: torch.device) -> Any:
+    """A real graph on a GPU, a simulated one elsewhere."""
+    if device.type == "cuda":
+        kept.drop_all()
+        yield
+        return
+    with on_the_cpu():
+        yield
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each replay of a graph."""
+    found: list[None] = []
+    kind = graph.Graph
+    original = kind.replay
+    monkeypatch.setattr(kind, "replay", lambda self: (found.append(None), original(self))[1])
+    return found
+
+
+def captures() -> int:
+    """Calls with a captured step since the counts were set to zero."""
+    return fastgen.stats().get(loop.ENTRY_POINT, {"accelerated": 0})["accelerated"]
+
+
+def build(family: Family, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """A model of the test's own, and inputs."""
+    inputs = {name: value.to(device) for name, value in family.make_inputs().items()}
+    return copy.deepcopy(family.build()).to(device), inputs
+
+
+OPTIONS = {
+    "greedy": GREEDY,
+    "greedy with processors": {**GREEDY, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "min_new_tokens": 9},
+    "beams": BEAMS,
+    "beams, all returned": {**BEAMS, "num_return_sequences": 3},
+    "beams with processors": {**BEAMS, "no_repeat_ngram_size": 3, "min_new_tokens": 12, "bad_words_ids": [[7], [9]]},
+    "until the first": {**BEAMS, "early_stopping": True, "length_penalty": 2.0},
+    "never early": {**BEAMS, "early_stopping": "never", "length_penalty": 0.6},
+    "no end": {**BEAMS, "eos_token_id": None},
+    "two ends": {**BEAMS, "eos_token_id": [EOS, 11], "length_penalty": -1.0},
+    "forced end": {**BEAMS, "forced_eos_token_id": EOS},
+    "processor of the host": {**BEAMS, "exponential_decay_length_penalty": (6, 1.2), "epsilon_cutoff": 0.0},
+}
+
+
+@every
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_same_tokens(family: Family, options: dict[str, Any], device: torch.device, replays: list[None]) -> None:
+    """Twice: with a graph that is captured, and with one that is kept."""
+    model, inputs = build(family, device)
+    check(model, inputs, options)
+    assert captures() == 1, reasons()
+    made = Graph.made
+    check(model, inputs, options)
+    assert captures() == 2 and Graph.made == made
+    assert replays
+
+
+@every
+def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -> None:
+    """Whatever is in the buffers of the call before: fewer inputs, shorter ones, other limits."""
+    model, inputs = build(family, device)
+    run(model, inputs, BEAMS)
+    made = Graph.made
+    for count, width, options in ((1, 3, {}), (3, 5, {"max_new_tokens": 40}), (3, 2, {"length_penalty": 0.0})):
+        less = {name: value[:count, -width:] for name, value in inputs.items()}
+        check(model, less, {**BEAMS, **options})
+    batches = {inputs["input_ids"].shape[0], 1}
+    assert captures() == 4
+    assert device.type == "cuda" or Graph.made - made <= len(batches) * 2
+
+
+class Counting(LogitsProcessor):
+    """A processor of the user's, with state: bans a token that depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        scores = scores.clone()
+        scores[:, (input_ids[:, -1].sum() + len(self.lengths)) % scores.shape[1]] = -float("inf")
+        return scores
+
+
+@every
+def test_the_users_processors_run_between_two_graphs(family: Family, device: torch.device) -> None:
+    model, inputs = build(family, device)
+    seen = []
+    for disabled in (True, False):
+        processor = Counting()
+        options = {**BEAMS, "logits_processor": LogitsProcessorList([processor])}
+        with fastgen.disabled() if disabled else contextlib.nullcontext():
+            seen.append((run(model, inputs, options), processor.lengths))
+    assert_same(*seen)
+    assert captures() == 1
+
+
+class Failing(Counting):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.lengths) == 5:
+            raise ZeroDivisionError("mine")
+        return super().__call__(input_ids, scores)
+
+
+@every
+def test_what_the_users_processor_raises_is_passed_on(family: Family, device: torch.device) -> None:
+    model, inputs = build(family, device)
+    processor = Failing()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run(model, inputs, {**BEAMS, "logits_processor": LogitsProcessorList([processor])})
+    assert len(processor.lengths) == 5  # once, not once more on another way
+    check(model, inputs, BEAMS)
+
+
+@every
+def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    model, inputs = build(family, device)
+    options = {**BEAMS, "min_new_tokens": 30, "max_new_tokens": 30}
+    for _ in range(2):
+        check(model, inputs, options)
+    assert captures() == 2, reasons()
+    assert sorted(shape.capacity for shape in kept._of(model).steps) == [8, 16, 32]
+
+
+def test_other_weights(device: torch.device) -> None:
+    """What is written into a parameter, a replay reads; another parameter needs another graph."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    first = run(model, inputs, GREEDY)
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(-1.0)
+    assert check(model, inputs, GREEDY).tolist() != first.tolist()
+    made = Graph.made
+    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(-model.transformer.h[0].mlp.c_fc.weight.detach())
+    check(model, inputs, GREEDY)
+    assert captures() == 3
+    assert device.type == "cuda" or Graph.made == made + 1
+
+
+def test_a_limited_number_of_steps_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST", 2)
+    models = [build(BY_NAME[name], device) for name in ("gpt2", "bart", "llama")]
+    for _ in range(2):
+        for model, inputs in models:
+            check(model, inputs, BEAMS)
+    assert captures() == 6
+    assert sum(len(of_model.steps) for of_model in kept._models.values()) == 2
+
+
+def test_steps_go_with_their_model(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, BEAMS)
+    (step,) = kept._of(model).steps.values()
+    held = weakref.ref(step)
+    del step, model
+    gc.collect()
+    assert held() is None
+
+
+def test_disable_frees_them(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, BEAMS)
+    fastgen.disable()
+    assert not kept._models
+
+
+def test_threads(device: torch.device) -> None:
+    """Several models, and one model several times."""
+    first, second = build(BY_NAME["gpt2"], device), build(BY_NAME["bart"], device)
+    with fastgen.disabled():
+        wanted = [run(*both, BEAMS) for both in (first, second)]
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        model, inputs = (first, second)[number % 2]
+        for _ in range(2):
+            found[number] = model.generate(**copy.deepcopy(inputs), **BEAMS)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, result in found.items():
+        assert result.tolist() == wanted[number % 2].tolist()
+    assert len(found) == 4 and captures() == 8
+
+
+# ---- sampling
+
+
+def test_samples_have_the_distribution(device: torch.device) -> None:
+    """Each token as often as its probability says, given what is in front of it."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    one = {name: value[:1] for name, value in inputs.items()}
+    count = 600
+    options = {"do_sample": True, "top_k": 4, "max_new_tokens": 10, "min_new_tokens": 10, "num_return_sequences": count}
+    torch.manual_seed(0)
+    found = model.generate(**one, **options)
+    assert captures() == 1, reasons()
+    width = one["input_ids"].shape[1]
+    # The fourth token: drawn in a replay. Compared over all histories, with the probabilities of each.
+    with torch.no_grad():
+        logits = model(found[:, : width + 3]).logits[:, -1]
+    logits[:, EOS] = -float("inf")
+    best = logits.topk(4, dim=1)
+    expected = torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(dim=1)).sum(dim=0)
+    drawn = torch.bincount(found[:, width + 3], minlength=logits.shape[1])
+    assert (drawn[expected == 0] == 0).all()
+    deviation = (drawn - expected).abs() / expected.clamp(min=1).sqrt()
+    assert deviation.max() < 4.5
+
+
+def test_samples_follow_the_seed(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["llama"], device)
+    options = {"do_sample": True, "max_new_tokens": 16, "min_new_tokens": 16}
+    results = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        results.append(model.generate(**inputs, **options).tolist())
+    assert results[0] == results[2] != results[1]
+    assert captures() == 3
+
+
+# ---- declined
+
+
+DECLINED = {
+    "return_dict_in_generate": {"return_dict_in_generate": True},
+    "beam search with sampling": {"do_sample": True},
+    "only a few tokens to generate": {"max_new_tokens": 4},
+    "the stopping criterion MaxTimeCriteria": {"max_time": 100.0},
+}
+
+
+@every
+@pytest.mark.parametrize(("reason", "options"), DECLINED.items(), ids=DECLINED)
+def test_declined(family: Family, reason: str, options: dict[str, Any], device: torch.device) -> None:
+    """The call goes on as if there were no captured step, and the reason is counted."""
+    model, inputs = build(family, device)
+    fastgen.enable(strict=True)  # no fallback: the call is accelerated
+    check(model, inputs, {**BEAMS, **options})
+    assert reasons() == {reason: 1} and captures() == 0
+
+
+def test_a_criterion_of_the_users(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    criteria = StoppingCriteriaList([lambda input_ids, scores: torch.ones(len(input_ids), dtype=torch.bool)])
+    check(model, inputs, {**GREEDY, "stopping_criteria": criteria})
+    assert reasons() == {"the stopping criterion function": 1}
+
+
+def test_a_mask_with_holes(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    inputs["attention_mask"][:, 1] = 0
+    inputs["attention_mask"][:, 0] = 1
+    check(model, inputs, BEAMS)
+    assert reasons() == {"a mask with holes": 1}
+
+
+def test_never(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    fastgen.enable(captured_step="never")
+    check(model, inputs, BEAMS)
+    assert captures() == 0 and reasons() == {}
+
+
+@every
+@pytest.mark.parametrize("which", ["first step", "capture"])
+def test_a_step_that_cannot_be_captured(
+    family: Family, which: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's loop takes over from the first pass, and it is not tried again."""
+    model, inputs = build(family, device)
+    tries = []
+
+    def fail(*args: Any) -> None:
+        tries.append(None)
+        raise RuntimeError("planted")
+
+    if which == "capture":
+        monkeypatch.setattr(graph.Graph, "capture", fail)
+    else:
+        monkeypatch.setattr(CapturedStep, "_warm_up", fail)
+    for _ in range(2):
+        check(model, inputs, BEAMS)
+    (reason,) = reasons()
+    assert "planted" in reason and reasons() == {reason: 2} and captures() == 0
+    assert len(tries) == 1
+    monkeypatch.undo()
+
+
+def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph.Graph, "capture", lambda *args: 1 / 0)
+    model, inputs = build(BY_NAME["gpt2"], device)
+    check(model, inputs, {**NEW, "do_sample": True})
+    (reason,) = reasons()
+    assert "ZeroDivisionError" in reason
+
+
+def test_out_of_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything kept is freed, and the call goes on without; another one may try again."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        check(model, inputs, BEAMS)
+    assert reasons() == {"out of memory": 1}
+    assert not kept._models
+    check(model, inputs, BEAMS)
+    assert captures() == 2
+
+
+def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not stored with K and V; the NaN in its place are seen in the first step."""
+    model, inputs = build(BY_NAME["bart"], device)
+    forward = model.forward
+
+    def reading(*args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
+        outputs = forward(*args, encoder_outputs=encoder_outputs, **kwargs)
+        outputs.logits = outputs.logits + encoder_outputs[0].mean()
+        return outputs
+
+    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: reading(*args, **kwargs))
+    type(model).forward.__module__ = "transformers.models.bart.modeling_bart"
+    run(model, inputs, BEAMS)
+    (reason,) = reasons()
+    assert "encoder's output" in reason
+
+
+# ---- masks
+
+
+def test_masks_that_say_nothing_new_are_not_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths on the device leave out the padding; T5's masks, which hold position biases, are read."""
+    read: dict[str, list[bool]] = {}
+    bias = StepReader._bias
+
+    def recording(reader: StepReader, *args: Any) -> Any:
+        result = bias(reader, *args)
+        read[name].append(result is not None)
+        return result
+
+    monkeypatch.setattr(StepReader, "_bias", recording)
+    for name in ("bart", "gpt2", "llama", "t5"):
+        read[name] = []
+        check(*build(BY_NAME[name], device), BEAMS)
+    assert not any(read["bart"] + read["gpt2"] + read["llama"])
+    assert any(read["t5"])
