@@ -97,7 +97,8 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
     run(model, inputs, BEAMS)
     made = Graph.made
     for count, width, options in ((1, 3, {}), (3, 5, {"max_new_tokens": 40}), (3, 2, {"length_penalty": 0.0})):
-        less = {name: value[:count, -width:] for name, value in inputs.items()}
+        part = slice(width) if family.encoder_decoder else slice(-width, None)  # where nothing is padded
+        less = {name: value[:count, part] for name, value in inputs.items()}
         check(model, less, {**BEAMS, **options})
     batches = {inputs["input_ids"].shape[0], 1}
     assert captures() == 4
@@ -161,13 +162,14 @@ def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytes
 def test_other_weights(device: torch.device) -> None:
     """What is written into a parameter, a replay reads; another parameter needs another graph."""
     model, inputs = build(BY_NAME["gpt2"], device)
-    first = run(model, inputs, GREEDY)
+    options = {**GREEDY, "min_new_tokens": 24}
+    first = run(model, inputs, options)
     with torch.no_grad():
         model.transformer.wte.weight.mul_(-1.0)
-    assert check(model, inputs, GREEDY).tolist() != first.tolist()
+    assert check(model, inputs, options).tolist() != first.tolist()
     made = Graph.made
     model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(-model.transformer.h[0].mlp.c_fc.weight.detach())
-    check(model, inputs, GREEDY)
+    check(model, inputs, options)
     assert captures() == 3
     assert device.type == "cuda" or Graph.made == made + 1
 
@@ -291,6 +293,14 @@ def test_a_mask_with_holes(device: torch.device) -> None:
     inputs["attention_mask"][:, 0] = 1
     check(model, inputs, BEAMS)
     assert reasons() == {"a mask with holes": 1}
+
+
+@every
+def test_an_input_that_is_masked_altogether(family: Family, device: torch.device) -> None:
+    model, inputs = build(family, device)
+    inputs["attention_mask"][1] = 0
+    check(model, inputs, BEAMS)
+    assert reasons() == {"an input that is masked altogether": 1}
 
 
 def test_never(device: torch.device) -> None:

@@ -304,6 +304,8 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
     place = torch.arange(length, device=device)
     if not bool((counts == ((place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)))).all()):
         raise Declined("a mask with holes")
+    if bool((starts == ends).any()):
+        raise Declined("an input that is masked altogether")
     return starts, ends
 
 
