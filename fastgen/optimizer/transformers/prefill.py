@@ -23,6 +23,7 @@ from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, Declined
 from fastgen.optimizer.transformers.finished import LiveRows, may_leave
+from fastgen.optimizer.transformers.prompts import first_pass
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -84,7 +85,7 @@ def _prefill(
 
     room = min(to_generate, _MAX_FIRST_ROOM)
     store = call.accelerate(lambda: StoreInCache(model_kwargs["past_key_values"], copies, room), generation_config)
-    outputs = wrapped(one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
+    outputs = first_pass(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()
