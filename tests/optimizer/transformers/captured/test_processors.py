@@ -241,6 +241,17 @@ def test_nothing_waits(name: str) -> None:
         made(scores, step)
 
 
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_constants_are_on_the_device(name: str) -> None:
+    """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
+    call, meta = Call(start=5), torch.device("meta")
+    made = captured(PROCESSORS[name](call), meta, call.prompt, call.limit)
+    assert made is not None
+    step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
+    result = made(_scores(call.rows, seed=1).to(meta), step)
+    assert result.device == meta and result.shape == (call.rows, VOCABULARY)
+
+
 @pytest.mark.parametrize(
     "waits",
     [
@@ -289,6 +300,49 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         assert made is not None
         assert not made.refresh(PROCESSORS[name](call._replace(inputs=call.inputs + 1)))
         _check_every_length(made, processor, call, Step(call.rows))
+
+
+class AnyOrder(TorchDispatchMode):
+    """Adds up the rows of one call in the reverse of their order, as a GPU may."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.index_add_.default:
+            sums, dim, index, source = args
+            args = (sums, dim, index.flip(0), source.flip(dim))
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_do_not_depend_on_the_order_of_additions() -> None:
+    """Of several sequences with the same last token, the numbers are added in the library's order."""
+    biases = {(0, 2): 0.1, (1, 0, 2): 1e8, (1, 1, 2): -1e8, (4, 1, 0, 2): -1e8, (3, 1, 0, 2): 0.3, (0, 0, 2): 0.3}
+    processor = library.SequenceBiasLogitsProcessor(biases)
+    made = captured(processor, CPU, 4, 12)
+    assert made is not None
+    tokens = torch.tensor([[0, 4, 1, 0], [0, 3, 1, 0], [0, 1, 0, 0]])
+    step = Step(3).tensors
+    step.tokens[:, :4] = tokens
+    step.length.fill_(4)
+    with fastgen.disabled():
+        expected = processor(tokens, _scores(3, seed=1))
+    with AnyOrder():
+        result = made(_scores(3, seed=1), step)
+    assert torch.equal(result, expected)
+
+
+def test_tokens_that_the_scores_lack() -> None:
+    """A model's input vocabulary may be the larger one. Such tokens repeat nothing that can come."""
+    step = Step(1).tensors
+    step.tokens[0, :6] = torch.tensor([1, VOCABULARY, 3, VOCABULARY + 5, 1, VOCABULARY])
+    step.length.fill_(6)
+    for processor, known in (
+        (library.RepetitionPenaltyLogitsProcessor(1.3), [1, 3]),
+        (library.NoRepeatNGramLogitsProcessor(1), [1, 3]),
+    ):
+        made = captured(processor, CPU, 1, 12)
+        assert made is not None
+        with fastgen.disabled():
+            expected = processor(torch.tensor([known]), _scores(1, seed=1))
+        assert torch.equal(made(_scores(1, seed=1), step), expected)
 
 
 class Derived(library.MinLengthLogitsProcessor):
