@@ -172,6 +172,7 @@ OPTIONS = [
     "--gen-subset valid --quiet",
     "--gen-subset train --skip-invalid-size-inputs-valid-test --max-source-positions 7 --batch-size 64 --beam 1",
     "--left-pad-source --left-pad-target",
+    "--num-batch-buckets 2 --max-tokens 200",
 ]
 
 
@@ -293,12 +294,23 @@ def both_interactive(world: World, source: Path, *options: object) -> tuple[list
         "--print-alignment --remove-bpe",
         "--sampling --nbest 3 --seed 3 --buffer-size 4 --batch-size 2",
         "--source-lang de --target-lang en --tokenizer moses --buffer-size 100 --max-tokens 80",
+        "--print-step --retain-iter-history --buffer-size 30 --batch-size 30",
     ],
 )
 def test_interactive_prints_the_same(world, options):
     original, ours = both_interactive(world, world.folder / "test.de", *options.split())
     assert ours == original
     assert sum(line.startswith("S-") for line in ours) == 30
+
+
+def test_interactive_with_soft_alignments(world):
+    """FairSeq's command ends with an error there."""
+    words = [world.data, "--path", world.model, "--input", world.folder / "test.de", "--cpu", "--max-len-b", 5]
+    words += ["--print-alignment", "soft", "--buffer-size", 30, "--batch-size", 30]
+    text = printed(lambda: pipeline.interact(configuration(commands._interactive_parser, *words), 0))
+    found = re.findall(r"^A-\d+\t(.*)$", text, re.MULTILINE)
+    assert len(found) == 30
+    assert all(sum(map(float, place.split(","))) == pytest.approx(1, abs=1e-4) for place in found[0].split())
 
 
 def test_interactive_with_constraints(world, tmp_path):
@@ -397,8 +409,15 @@ def _shorten(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
 
 
-def _spoil_tokens(path: Path) -> None:
-    path.write_bytes(b"\xff\x7f" * (path.stat().st_size // 2))
+def _spoil_tokens(path: Path, token: bytes = b"\xff\x7f") -> None:
+    path.write_bytes(token * (path.stat().st_size // 2))
+
+
+def _make_negative(data: Path) -> None:
+    _spoil_tokens(data / "test.de-en.de.bin", b"\xff\xff")
+    index = bytearray((data / "test.de-en.de.idx").read_bytes())
+    index[17] = 3  # 16 bits with a sign
+    (data / "test.de-en.de.idx").write_bytes(index)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -413,6 +432,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "index cut": (lambda data: _cut(data / "test.de-en.de.idx"), "be read: "),
     "data cut": (lambda data: _cut(data / "test.de-en.de.bin"), "be read: "),
     "tokens": (lambda data: _spoil_tokens(data / "test.de-en.de.bin"), "source data hold token 32767, but the dict"),
+    "negative tokens": (_make_negative, "source data hold token -1, but the dict"),
 }
 
 
@@ -432,7 +452,11 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
     other["cfg"]["model"] = Namespace(arch="unheard_of", _name="unheard_of")
     torch.save(other, tmp_path / "unknown.pt")
     (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("a text\n")
+    (tmp_path / "damaged.pt").write_bytes(b"\x80\x02 and nothing that a pickle has")
     for path, message in (
+        (tmp_path / "text.pt", "text.pt is nothing that torch has saved"),
+        (tmp_path / "damaged.pt", "it is damaged, or nothing that FairSeq has saved"),
         (tmp_path / "none.pt", "none.pt"),
         (tmp_path / "empty.pt", "cannot be used for task translation"),
         (tmp_path / "other.pt", "another architecture"),
@@ -457,11 +481,38 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
         (["--model-overrides", "{"], "--model-overrides"),
         (["--lm-path", "none.pt"], "none.pt"),
         (["--tokenizer", "moses"], "--source-lang"),
+        (["--remove-bpe", "nonsense"], "--post-process: Unknown post_process option: nonsense"),
+        (["--constraints"], "--constraints: the data have none"),
     ],
 )
 def test_wrong_options_are_one_line(world, words, message, capsys):
     assert commands.generate([str(world.data), "--path", str(world.model), *BASE, *words]) == 2
     assert message in one_line(capsys, commands.GENERATE)
+
+
+def test_what_is_no_language_model_is_one_line(world, capsys):
+    assert commands.generate([str(world.data), "--path", str(world.model), *BASE, "--lm-path", str(world.model)]) == 2
+    assert "checkpoint_last.pt is not a language model" in one_line(capsys, commands.GENERATE)
+
+
+def test_a_model_of_another_kind_is_one_line(world, language, capsys):
+    words = [str(language.data), "--path", str(world.model), *BASE, "--task", "language_modeling"]
+    assert commands.generate(words) == 2
+    assert "or for another task: 'TransformerModel' object has no" in one_line(capsys, commands.GENERATE)
+
+
+def test_scores_that_are_no_numbers_are_one_line(world, tmp_path, capsys):
+    spoilt = torch.load(world.model, weights_only=False)
+    spoilt["model"]["decoder.layers.0.fc2.bias"].fill_(float("nan"))
+    torch.save(spoilt, tmp_path / "spoilt.pt")
+    assert commands.generate([str(world.data), "--path", str(tmp_path / "spoilt.pt"), *BASE]) == 2
+    assert "its scores are no numbers" in one_line(capsys, commands.GENERATE)
+
+
+def test_a_text_that_is_not_in_utf8_is_one_line(world, tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"and he said\n\xff\xfe\n")
+    assert commands.interactive([str(world.data), "--path", str(world.model), "--input", str(tmp_path / "text")]) == 2
+    assert "the input cannot be read: 'utf-8' codec" in one_line(capsys, commands.INTERACTIVE)
 
 
 def test_an_interrupt_loses_no_finished_line(world, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ import numpy
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+from fairseq.data import data_utils, indexed_dataset, language_pair_dataset, token_block_dataset
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass.configs import CommonConfig, FairseqConfig
 from fairseq.logging.meters import AverageMeter
@@ -257,6 +258,29 @@ def test_numpy_names_are_there_for_the_modules_that_use_them():
     assert data_utils.np.array is numpy.array and not hasattr(numpy, "int")
     fastgen.disable()
     assert data_utils.np is token_block_dataset.np is numpy
+
+
+def test_lengths_in_buckets():
+    assert data_utils.get_buckets(numpy.array([9, 4, 4, 7, 2]), 2).tolist() == [4, 9]
+
+
+# ---- binary data
+
+
+@pytest.mark.parametrize("end", ["idx", "bin"])
+def test_data_that_cannot_be_read_are_one_error(tmp_path, monkeypatch, end):
+    """Nothing is said besides, as Python does when an object cannot be finalised."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(tmp_path / "data.bin"))
+    builder.add_item(torch.tensor([4, 5, 6]))
+    builder.finalize(str(tmp_path / "data.idx"))
+    assert indexed_dataset.MMapIndexedDataset(str(tmp_path / "data"))[0].tolist() == [4, 5, 6]
+    (tmp_path / f"data.{end}").write_bytes((tmp_path / f"data.{end}").read_bytes()[:30] if end == "idx" else b"")
+    with pytest.raises(ValueError):
+        indexed_dataset.MMapIndexedDataset(str(tmp_path / "data"))
+    gc.collect()
+    assert said == []
 
 
 # ---- the extension for models that edit

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, one_line
 from fastgen.pipeline.fairseq.explain import explained, reason
+from fastgen.pipeline.fairseq.files import saved_by_torch
 from fastgen.pipeline.fairseq.words import (
     Hypothesis,
     Pair,
@@ -184,16 +185,17 @@ class _Command:
         for name, tokens, dictionary in named:
             if not torch.is_tensor(tokens) or tokens.is_floating_point() or dictionary is None or not tokens.numel():
                 continue
-            largest = int(tokens.cpu().max())
-            if largest >= len(dictionary):
+            wrong = [token for token in map(int, tokens.cpu().aminmax()) if not 0 <= token < len(dictionary)]
+            if wrong:
                 return (
-                    f"the {name} data hold token {largest}, but the dictionary has {len(dictionary)} entries: they are "
-                    "damaged, or were made with another dictionary"
+                    f"the {name} data hold token {wrong[-1]}, but the dictionary has {len(dictionary)} entries: "
+                    "they are damaged, or were made with another dictionary"
                 )
         return None
 
     def _hypotheses(self, found: list[Any]) -> list[Hypothesis]:
-        if self.cfg.generation.print_step and found and "steps" not in found[0]:
+        prints_steps = self.cfg.generation.print_step and not self.interactive
+        if prints_steps and found and "steps" not in found[0]:
             raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
         return [plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
 
@@ -236,6 +238,8 @@ class _Generate(_Command):
     """`fairseq-generate`."""
 
     def _generator(self) -> Any:
+        from fairseq.models import FairseqEncoderDecoderModel
+
         cfg = self.cfg
         if cfg.generation.replace_unk is not None and cfg.dataset.dataset_impl != "raw":
             raise SetupError("--replace-unk needs the texts themselves: --dataset-impl raw")
@@ -248,6 +252,8 @@ class _Generate(_Command):
         if cfg.generation.lm_path is not None:
             overrides = self.overrides | {"data": cfg.task.data}
             lms, _ = _load_models([cfg.generation.lm_path], None, None, overrides)
+            if isinstance(lms[0], FairseqEncoderDecoderModel):
+                raise SetupError(f"--lm-path: {cfg.generation.lm_path} is not a language model")
         self._ready(model for model in chain(self.models, lms) if model is not None)
         self._batches = self._iterator(subset)
         self.report.sources = len(self.task.dataset(subset))
@@ -290,6 +296,10 @@ class _Generate(_Command):
         start = time.perf_counter()
         moved = utils.move_to_cuda(sample) if self.cuda else sample
         size = self.cfg.generation.prefix_size
+        if self.cfg.generation.constraints and moved.get("constraints") is None:
+            raise SetupError(
+                "--constraints: the data have none (fastgen-interactive-for-fairseq takes them with a text)"
+            )
         hypotheses = self._inference(
             generator,
             moved,
@@ -536,11 +546,15 @@ def _load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple
     named = os.pathsep.join(paths)
     with explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
         logger.info("loading %s", named)
+        for path in paths:
+            if os.path.isfile(path) and not saved_by_torch(path):
+                raise ValueError(f"{path} is nothing that torch has saved")
         try:
             models, saved = checkpoint_utils.load_model_ensemble(paths, arg_overrides=overrides, task=task, **shards)
         except (KeyError, AttributeError) as error:
+            lacking = f"no {one_line(error)}" if isinstance(error, KeyError) else one_line(error)
             raise SetupError(
-                f"checkpoint {named} is of another architecture than it says: no {one_line(error)}"
+                f"checkpoint {named} is of another architecture than it says, or for another task: {lacking}"
             ) from error
         if isinstance(task, TranslationTask) and any(isinstance(model, FairseqLanguageModel) for model in models):
             raise SetupError(f"checkpoint {named} is a language model: --task language_modeling generates with it")
@@ -555,10 +569,11 @@ def _buffers(name: str, size: int) -> Iterator[list[str]]:
             with explained("--input"):
                 lines = files.enter_context(open(name, encoding="utf-8"))
         buffer: list[str] = []
-        for line in lines:
-            buffer.append(line.strip())
-            if len(buffer) >= size:
-                yield buffer
-                buffer = []
+        with explained("the input cannot be read"):
+            for line in lines:
+                buffer.append(line.strip())
+                if len(buffer) >= size:
+                    yield buffer
+                    buffer = []
         if buffer:
             yield buffer

@@ -35,6 +35,11 @@ def reason(error: Exception) -> str:
     architecture = re.search(r"Requested model type: (\S+)", text)
     if architecture is not None:
         return f"FairSeq does not know its architecture {architecture.group(1)!r} (--user-dir imports code that does)"
+    if "`weights_only`" in text:  # torch advises to read it in a way that would run code from the file
+        return "it is damaged, or nothing that FairSeq has saved"
+    if isinstance(error, AssertionError) and re.fullmatch(r"(\d+) < \1", text):
+        # FairSeq's generator has come to the greatest length with a source that has no hypothesis.
+        return "no hypothesis of a source has come to an end: its scores are no numbers, or no token was allowed"
     if "in DataLoader worker process" in text:
         return text.strip().splitlines()[-1]
     return one_line(error) if text.strip() else f"{type(error).__name__}, at {_place(error)}"

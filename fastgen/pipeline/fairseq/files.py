@@ -20,18 +20,17 @@ if TYPE_CHECKING:
     from fastgen.pipeline.fairseq.words import Written
 
 # What torch.save writes: a zip archive, or a pickle before torch 1.6.
-_CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80\x02")
+_CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80")
 
 
 def is_checkpoint(name: str) -> bool:
     """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
-    return all(_saved_by_torch(part) for part in name.split(os.pathsep))
+    paths = [Path(part) for part in name.split(os.pathsep)]
+    return all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() and saved_by_torch(path) for path in paths)
 
 
-def _saved_by_torch(name: str) -> bool:
-    path = Path(name)
-    if path.suffix not in (".pt", ".pth", ".ckpt") or not path.is_file():
-        return False
+def saved_by_torch(path: str | Path) -> bool:
+    """Whether a file begins as those that torch saves."""
     with open(path, "rb") as handle:
         return handle.read(4).startswith(_CHECKPOINT_STARTS)
 

@@ -75,6 +75,7 @@ class Writer:
 
     def __init__(self, task: Any, cfg: Any, strip: set[int], interactive: bool, scores_text: bool) -> None:
         from fairseq import utils
+        from fairseq.data import data_utils
 
         with explained("the tokenizer or the byte pairs cannot be set up"):
             self._tokenizer = task.build_tokenizer(cfg.tokenizer)
@@ -84,6 +85,8 @@ class Writer:
         self._source, self._target = dictionaries(task)
         self._generation = cfg.generation
         self._symbol = cfg.common_eval.post_process
+        with explained("--post-process"):
+            data_utils.post_process("", self._symbol)
         self._quiet = cfg.common_eval.quiet and not interactive
         self._strip = strip
         self._interactive = interactive
@@ -163,7 +166,7 @@ class Writer:
         yield f"D-{id}\t{hypothesis.score}\t{output}"
         yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores)
         kind = self._generation.print_alignment
-        if kind == "hard" or (kind and self._interactive):
+        if kind == "hard":
             yield f"A-{id}\t" + " ".join(f"{source_place}-{place}" for source_place, place in hypothesis.alignment)
         elif kind == "soft":
             yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in hypothesis.alignment)
