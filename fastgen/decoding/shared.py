@@ -315,6 +315,8 @@ def _product(left: Any, right: Any) -> Tensor:
     _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
     compute = shared_prefix_scores if parts.transposed else shared_prefix_context
     result = compute(x, parts.prefix, parts.own())
+    if parts.reader is not None and parts.transposed:
+        result = parts.reader.leave_out(result, parts.prefix.shape[2])
     return result.flatten(0, 1) if parts.folded else result
 
 

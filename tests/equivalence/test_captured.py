@@ -376,6 +376,18 @@ def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatc
 # ---- masks
 
 
+@pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "whisper"])
+def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
+    """Spelled out as matrix products, and without a mask of the encoder's output: what fills the buffers up is left out."""
+    family = BY_NAME[name]
+    model = copy.deepcopy(family.build("eager")).to(device)
+    inputs = {key: value.to(device) for key, value in family.make_inputs(length=7, padding=None).items()}
+    inputs.pop("attention_mask" if family.encoder_decoder else "", None)
+    for _ in range(2):
+        check(model, inputs, BEAMS)
+    assert captures() == 2, reasons()
+
+
 def test_masks_that_say_nothing_new_are_not_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths on the device leave out the padding; T5's masks, which hold position biases, are read."""
     read: dict[str, list[bool]] = {}

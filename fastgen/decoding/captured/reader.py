@@ -63,6 +63,27 @@ class StepReader:
         )
         return context.view(rows, heads, queries, -1)
 
+    def leave_out(self, scores: Tensor, prefix: int) -> Tensor:
+        """Scores that a model goes on with itself: what does not count is taken out, in place.
+
+        A model without padding, or with a single query, may have no mask that does it.
+
+        Args:
+            scores: [rows, heads, queries, prefix + capacity].
+        """
+        counts = self._counts(prefix, scores.shape[-1] - prefix)
+        counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
+        return scores.masked_fill_(~counts[:, None, None], torch.finfo(scores.dtype).min)
+
+    def _counts(self, prefix: int, capacity: int) -> Tensor:
+        """[batch, prefix + capacity], bool: the positions that count."""
+        place = torch.arange(prefix, device=self._starts.device)
+        counts = (place >= self._starts.unsqueeze(1)) & (place < self._ends.unsqueeze(1))
+        if capacity and self._filled is not None:
+            written = torch.arange(capacity, device=self._starts.device) < self._filled
+            counts = torch.cat([counts, written.expand(len(counts), capacity)], dim=1)
+        return counts
+
     def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """[rows or 1, heads or 1, N + capacity]: what is added to the scores; None where the lengths say it all."""
         if self.looks:
@@ -83,11 +104,7 @@ class StepReader:
         if mask.dtype != torch.bool:
             return False
         batch, _, length, _ = prefix.shape
-        place = torch.arange(length, device=prefix.device)
-        counts = (place >= self._starts.unsqueeze(1)) & (place < self._ends.unsqueeze(1))
-        if capacity and self._filled is not None:
-            written = torch.arange(capacity, device=prefix.device) < self._filled
-            counts = torch.cat([counts, written.expand(batch, capacity)], dim=1)
+        counts = self._counts(length, capacity)
         if mask.shape[-1] != counts.shape[1] or (mask.dim() == 4 and mask.shape[0] % batch and mask.shape[0] != 1):
             return False
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
