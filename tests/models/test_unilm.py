@@ -322,6 +322,23 @@ def test_a_bert_in_half_precision_with_its_oldest_names(tmp_path) -> None:
     assert (model.config.source_type_id, model.config.target_type_id) == (0, 1)
 
 
+def test_one_matrix_for_query_key_and_value(tmp_path) -> None:
+    """As in the pre-trained files that s2s-ft converts when it reads them. They have no bias of the key."""
+    weights = _published()
+    fused = dict(weights)
+    for layer in range(2):
+        prefix = f"bert.encoder.layer.{layer}.attention.self."
+        weights[f"{prefix}key.bias"].zero_()
+        parts = [fused.pop(f"{prefix}{part}.weight") for part in ("query", "key", "value")]
+        fused[f"{prefix}qkv_linear.weight"] = torch.cat(parts)
+        fused[f"{prefix}q_bias"], fused[f"{prefix}v_bias"] = (
+            fused.pop(f"{prefix}{part}.bias").view(1, 1, -1) for part in ("query", "value")
+        )
+        del fused[f"{prefix}key.bias"]
+    torch.save(fused, tmp_path / "unilm1.2.bin")
+    _assert_loaded(UniLMForSeq2SeqLM.from_published(tmp_path / "unilm1.2.bin", **_tokens()), weights)
+
+
 @pytest.mark.parametrize("length", [20, 48, 110])
 def test_more_positions_and_fewer(tmp_path, length: int) -> None:
     weights = _published()

@@ -2,7 +2,8 @@
 
 Two layouts, one set of parameter names. UniLM v1 publishes a single file of weights without a configuration; s2s-ft
 writes a directory with `config.json` and `pytorch_model.bin`. Both hold a BERT with its head for masked words, some
-with parts that generation does not use. Weights are read as tensors only: nothing in a file is executed.
+with parts that generation does not use. Pre-trained files may hold query, key and value as one matrix. Weights are read
+as tensors only: nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _COPIES = {
     "cls.predictions.decoder_weight": _WORDS,
     "cls.predictions.decoder.bias": _BIAS,
 }
+# One matrix for query, key and value, and no bias of the key, which changes no weight of the attention.
+_FUSED = ".attention.self.qkv_linear.weight"
+_PARTS = ("query", "key", "value")
 # What the shapes of the weights do not tell, and a configuration of s2s-ft may.
 _FROM_CONFIG = ("num_attention_heads", "hidden_act", "source_type_id", "target_type_id")
 # Heads of UniLM, base and large, are this wide.
@@ -121,11 +125,21 @@ def _canonical(weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))  # BERT's oldest names
         if not _UNUSED.fullmatch(name):
             found[name] = value
+    for name in [name for name in found if name.endswith(_FUSED)]:
+        _split(found, name.removesuffix("qkv_linear.weight"))
     for copy, original in _COPIES.items():
         if copy in found and original in found and not torch.equal(found[copy], found[original]):
             raise ValueError(f"{file}: {copy} differs from {original}; in a UniLM they are the same")
         found.pop(copy, None)
     return found
+
+
+def _split(weights: dict[str, Tensor], attention: str) -> None:
+    """Query, key and value of the layer whose names begin with `attention`, for what is held for all of them."""
+    for part, weight in zip(_PARTS, weights.pop(f"{attention}qkv_linear.weight").chunk(3), strict=True):
+        bias = weights.pop(f"{attention}{part[0]}_bias", None)
+        weights[f"{attention}{part}.weight"] = weight
+        weights[f"{attention}{part}.bias"] = weight.new_zeros(len(weight)) if bias is None else bias.flatten()
 
 
 def _shape(weights: dict[str, Tensor], file: Path) -> dict[str, Any]:
