@@ -47,6 +47,8 @@ constexpr int64_t kRows = 2 * kTileRows;   // rows that are multiplied in one go
 constexpr int64_t kBlock = 128;
 // Weights that all rows of a block go through, some rows at a time: they stay in the second-level cache as well.
 constexpr int64_t kGroupBytes = 1 << 18;
+// Bytes of weights that a decoding step asks for ahead of time: one turn of its loop after the next.
+constexpr int64_t kAhead = 8 * kTileBytes;
 // Elements of a type that are made of float32 before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 16;
 // So many products of 8 bits fit into a sum of 32.
@@ -93,14 +95,14 @@ __attribute__((target("amx-tile"))) inline void configure(int64_t count) {
 __attribute__((target("amx-tile"))) inline void release() { _tile_release(); }
 
 namespace matrices8 {
-#define FASTGEN_TARGET __attribute__((target("amx-tile,amx-int8")))
+#define FASTGEN_TARGET __attribute__((target("amx-tile,amx-int8,avx512f")))
 #define FASTGEN_SUM int32_t
 #define FASTGEN_ADD(sums, x, weight) _tile_dpbusd(sums, x, weight)
 #include "quantized_linear/matrices.h"
 }  // namespace matrices8
 
 namespace matrices16 {
-#define FASTGEN_TARGET __attribute__((target("amx-tile,amx-bf16")))
+#define FASTGEN_TARGET __attribute__((target("amx-tile,amx-bf16,avx512f")))
 #define FASTGEN_SUM float
 #define FASTGEN_ADD(sums, x, weight) _tile_dpbf16ps(sums, x, weight)
 #include "quantized_linear/matrices.h"
@@ -216,11 +218,35 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round16(con
   }
 }
 
-// Output n of a panel, `depth` bytes of it, to its places in the panel.
-inline void lay_out(const uint8_t* row, int64_t depth, int64_t n, uint8_t* panel) {
-  uint8_t* to = panel + n / kTileRows * kTileBytes + n % kTileRows * 4;
-  for (int64_t k = 0; k < depth; k += kLine) {
-    for (int64_t i = 0; i < kLine; i += 4) std::memcpy(to + k * kPanel + i * kTileRows, row + k + i, 4);
+// A line of each of 16 outputs, `stride` bytes apart, as a tile: a transpose of 16 x 16 times four bytes.
+FASTGEN_AVX512 void lay_out(const uint8_t* lines, int64_t stride, uint8_t* tile) {
+  __m512i rows[kTileRows], pairs[kTileRows];
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kTileRows; ++n) rows[n] = _mm512_loadu_si512(lines + n * stride);
+  // Inside each quarter of a line, four outputs by four places.
+#pragma GCC unroll 16
+  for (int64_t n = 0; n < kTileRows; n += 2) {
+    pairs[n] = _mm512_unpacklo_epi32(rows[n], rows[n + 1]);
+    pairs[n + 1] = _mm512_unpackhi_epi32(rows[n], rows[n + 1]);
+  }
+#pragma GCC unroll 4
+  for (int64_t n = 0; n < kTileRows; n += 4) {
+    rows[n] = _mm512_unpacklo_epi64(pairs[n], pairs[n + 2]);
+    rows[n + 1] = _mm512_unpackhi_epi64(pairs[n], pairs[n + 2]);
+    rows[n + 2] = _mm512_unpacklo_epi64(pairs[n + 1], pairs[n + 3]);
+    rows[n + 3] = _mm512_unpackhi_epi64(pairs[n + 1], pairs[n + 3]);
+  }
+  // Quarter q of row i, for all outputs: place 4 * q + i.
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < 4; ++i) {
+    const __m512i even = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);  // quarters 0 and 2 of the first outputs
+    const __m512i odd = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);   // 1 and 3
+    const __m512i more_even = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);  // and of the last ones
+    const __m512i more_odd = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
+    _mm512_storeu_si512(tile + i * kLine, _mm512_shuffle_i32x4(even, more_even, 0x88));
+    _mm512_storeu_si512(tile + (4 + i) * kLine, _mm512_shuffle_i32x4(odd, more_odd, 0x88));
+    _mm512_storeu_si512(tile + (8 + i) * kLine, _mm512_shuffle_i32x4(even, more_even, 0xdd));
+    _mm512_storeu_si512(tile + (12 + i) * kLine, _mm512_shuffle_i32x4(odd, more_odd, 0xdd));
   }
 }
 
@@ -235,7 +261,7 @@ Tensor pack(const Tensor& weight, int64_t bytes, const Convert& convert) {
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    std::vector<uint8_t> line(depth);
+    std::vector<uint8_t> lines(kTileRows * depth);  // of a tile's outputs; zeros behind the last input
     std::vector<float> rows(input_stride == 1 ? 0 : kPanel * inputs);
     constexpr int64_t kSome = kLine / sizeof(float);  // inputs at a time: a cache line of each output
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -252,13 +278,17 @@ Tensor pack(const Tensor& weight, int64_t bytes, const Convert& convert) {
         some = rows.data();
         stride = inputs;
       }
-      for (int64_t n = 0; n < kPanel; ++n) {
-        if (n < valid) {
-          convert(some + n * stride, first + n, line.data());
-        } else {
-          std::fill(line.begin(), line.end(), 0);
+      for (int64_t side = 0; side < kPanel; side += kTileRows) {
+        for (int64_t n = 0; n < kTileRows; ++n) {
+          uint8_t* line = lines.data() + n * depth;
+          if (side + n < valid) {
+            convert(some + (side + n) * stride, first + side + n, line);
+          } else {
+            std::fill(line, line + depth, 0);
+          }
         }
-        lay_out(line.data(), depth, n, to + panel * depth * kPanel);
+        uint8_t* tile = to + panel * depth * kPanel + side / kTileRows * kTileBytes;
+        for (int64_t k = 0; k < depth; k += kLine) lay_out(lines.data() + k, depth, tile + k * kPanel);
       }
     }
   });
@@ -306,8 +336,8 @@ void check_product(const Tensor& x, const Tensor& packed, int64_t bytes, const s
                   "the bias must be [outputs] of float32");
 }
 
-// `convert(row, number, to)` makes the inputs of a row; `finish(sums, row, output, count, y)` makes `count` results of
-// the sums of a row's products.
+// `convert(row, number, to)` makes the inputs of a row; `finish(sums, row, rows, output, count, y)` makes the results of
+// some rows, `count` outputs of each, of the sums of their products.
 template <class Sum, class Convert, class Finish>
 Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Kernel& kernel, const Convert& convert,
                 const Finish& finish) {
@@ -338,9 +368,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
         for (int64_t panel = start; panel < start + group; ++panel) {
           const int64_t output = panel * kPanel, count = std::min(kPanel, outputs - output);
           kernel.multiply(inputs.get() + row * depth, depth, some, weights + panel * depth * kPanel, depth, sums);
-          for (int64_t r = 0; r < some; ++r) {
-            finish(sums + r * kPanel, row + r, output, count, to + (row + r) * outputs + output);
-          }
+          finish(sums, row, some, output, count, to + row * outputs + output);
         }
       }
     }
@@ -349,23 +377,31 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
   return y;
 }
 
-FASTGEN_AVX512 void finish8(const int32_t* sums, Affine row, const int32_t* totals, const float* scales,
-                            const float* bias, int64_t count, float* y) {
+// sums[rows, kPanel] -> y[rows, count], the rows of which are `stride` apart.
+FASTGEN_AVX512 void finish8(const int32_t* sums, const Affine* affine, int64_t rows, const int32_t* totals,
+                            const float* scales, const float* bias, int64_t count, float* y, int64_t stride) {
   for (int64_t n = 0; n < count; n += 16) {
     const __mmask16 some = mask(count - n);
-    const __m512i shift = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(some, totals + n), _mm512_set1_epi32(row.zero));
-    const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums + n), shift);
-    const __m512 scale = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, scales + n), _mm512_set1_ps(row.scale));
+    const __m512i total = _mm512_maskz_loadu_epi32(some, totals + n);
+    const __m512 scale = _mm512_maskz_loadu_ps(some, scales + n);
     const __m512 start = bias != nullptr ? _mm512_maskz_loadu_ps(some, bias + n) : _mm512_setzero_ps();
-    _mm512_mask_storeu_ps(y + n, some, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, start));
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512i shift = _mm512_mullo_epi32(total, _mm512_set1_epi32(affine[r].zero));
+      const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums + r * kPanel + n), shift);
+      const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(affine[r].scale));
+      _mm512_mask_storeu_ps(y + r * stride + n, some, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, start));
+    }
   }
 }
 
-FASTGEN_AVX512 void finish16(const float* sums, const float* bias, int64_t count, float* y) {
+FASTGEN_AVX512 void finish16(const float* sums, int64_t rows, const float* bias, int64_t count, float* y,
+                             int64_t stride) {
   for (int64_t n = 0; n < count; n += 16) {
     const __mmask16 some = mask(count - n);
     const __m512 start = bias != nullptr ? _mm512_maskz_loadu_ps(some, bias + n) : _mm512_setzero_ps();
-    _mm512_mask_storeu_ps(y + n, some, _mm512_add_ps(_mm512_loadu_ps(sums + n), start));
+    for (int64_t r = 0; r < rows; ++r) {
+      _mm512_mask_storeu_ps(y + r * stride + n, some, _mm512_add_ps(_mm512_loadu_ps(sums + r * kPanel + n), start));
+    }
   }
 }
 
@@ -382,8 +418,9 @@ Tensor int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, std::o
   return multiply<int32_t>(
       x, packed, outputs, kernel8(),
       [&](const float* row, int64_t number, uint8_t* to) { affine[number] = quantize(row, inputs, to); },
-      [&](const int32_t* sums, int64_t row, int64_t n, int64_t count, float* y) {
-        finish8(sums, affine[row], total + n, scale + n, start == nullptr ? nullptr : start + n, count, y);
+      [&](const int32_t* sums, int64_t row, int64_t some, int64_t n, int64_t count, float* y) {
+        const float* from = start == nullptr ? nullptr : start + n;
+        finish8(sums, affine.get() + row, some, total + n, scale + n, from, count, y, outputs);
       });
 }
 
@@ -394,8 +431,8 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
   return multiply<float>(
       x, packed, outputs, kernel16(),
       [&](const float* row, int64_t, uint8_t* to) { round16(row, inputs, to); },
-      [&](const float* sums, int64_t, int64_t n, int64_t count, float* y) {
-        finish16(sums, start == nullptr ? nullptr : start + n, count, y);
+      [&](const float* sums, int64_t, int64_t some, int64_t n, int64_t count, float* y) {
+        finish16(sums, some, start == nullptr ? nullptr : start + n, count, y, outputs);
       });
 }
 

@@ -36,6 +36,7 @@ FASTGEN_TARGET inline void multiply(const uint8_t* x, int64_t stride, int64_t ro
   }
   int64_t k = 0;
   for (; k + kLine < depth; k += 2 * kLine, panel += 4 * kTileBytes) {
+    for (int64_t i = 0; i < 4 * kTileBytes; i += kLine) __builtin_prefetch(panel + kAhead + i, 0, 2);
     _tile_loadd(4, x + k, stride);
     _tile_loadd(6, panel, kLine);
     _tile_loadd(7, panel + kTileBytes, kLine);
