@@ -27,6 +27,7 @@ from fairseq_cli import interactive as original_interactive
 
 import fastgen
 from fastgen.fairseq import main as commands_of_fairseq
+from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from fastgen_cli.generate import main as generate_any
@@ -579,6 +580,26 @@ class TestGenerateAnything:
         assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
         assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5
         assert f"what was finished is in {tmp_path / 'out.txt.partial'}" in capsys.readouterr().err
+
+    def test_a_failure_in_a_text_leaves_what_is_finished(self, world, tmp_path, monkeypatch, capsys):
+        """Also of lines whose buffer has not been finished."""
+        for path in (world.model, *world.data.glob("dict.*")):
+            shutil.copy(path, tmp_path)
+        step = pipeline.commands._Interactive._inference
+        calls = []
+
+        def failing(command, *args, **options):
+            calls.append(1)
+            if len(calls) == 3:
+                raise PipelineError("broken")
+            return step(command, *args, **options)
+
+        monkeypatch.setattr(pipeline.commands._Interactive, "_inference", failing)
+        words = [str(tmp_path / world.model.name), str(world.folder / "test.de"), str(tmp_path / "out.txt")]
+        assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
+        found = [line for line in (tmp_path / "out.txt.partial").read_text().splitlines() if line[:2] == "D-"]
+        assert len(found) == 16
+        assert "fastgen-generate: broken" in capsys.readouterr().err
 
     def test_a_text_with_the_dictionaries_beside_the_checkpoint(self, world, tmp_path, capfd):
         for path in (world.model, *world.data.glob("dict.*")):

@@ -119,7 +119,10 @@ class _Command:
             stages = Stages(
                 plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
             )
-            self.report.timing = stages.run()
+            try:
+                self.report.timing = stages.run()
+            finally:
+                self._leave()
             end = time.perf_counter() - self.report.timing.draining
             self._finish()
             self.report.finish = time.perf_counter() - end
@@ -229,6 +232,9 @@ class _Command:
 
     def _record(self, item: Any) -> None:
         raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Prints what is finished and has waited for something else, also when the run has been interrupted."""
 
     def _finish(self) -> None:
         """What is left to do when all lines are printed."""
@@ -428,12 +434,15 @@ class _Interactive(_Command):
 
     def _record(self, item: Any) -> None:
         if isinstance(item, _EndOfBuffer):
-            self._print(sorted(self._buffer, key=lambda written: written.id))
-            self._buffer.clear()
+            self._leave()
             return
         batch, promised = item
         self._buffer += promised.result()
         self._count(batch, len(batch.hypotheses))
+
+    def _leave(self) -> None:
+        written, self._buffer = sorted(self._buffer, key=lambda written: written.id), []
+        self._print(written)
 
 
 def generate(cfg: Any, workers: int | None = None, output: TextIO | None = None, keep: Keep | None = None) -> Report:
