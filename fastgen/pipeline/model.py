@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,6 @@ from fastgen.pipeline.settings import Settings
 
 # With this many records failing before the first success, it is not the records.
 HOPELESS = 8
-# Rows of an automatic batch: more gain little, and on a CPU nothing.
-AUTO_ROWS = {"cpu": 64, "cuda": 512}
 
 
 @dataclass
@@ -298,63 +296,6 @@ def depends_on_padding(loaded: LoadedModel) -> bool:
     return total or shortest or penalty(generation.repetition_penalty) or penalty(generation.encoder_repetition_penalty)
 
 
-def automatic_batch(loaded: LoadedModel) -> tuple[int, int]:
-    """Rows and input tokens of a batch that memory has room for: `--batch-size auto`.
-
-    The model of memory: an input token costs its keys and values in every layer, for each beam, and about 24 values
-    of the hidden size in activations; a row costs the same for what it generates, and eight copies of the scores over
-    the vocabulary for each beam. Half of what is free is planned for. Running out all the same splits the batch.
-    """
-    import torch
-
-    text = loaded.model.config.get_text_config(decoder=True)
-
-    def size(*names: str, default: int) -> int:
-        return next((v for n in names if isinstance(v := getattr(text, n, None), int) and v > 0), default)
-
-    bytes_each = torch.finfo(loaded.model.dtype).bits // 8
-    layers = size("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", default=12)
-    hidden = size("hidden_size", "d_model", "n_embd", default=768)
-    heads = size("decoder_attention_heads", "num_attention_heads", "n_head", default=12)
-    groups = size("num_key_value_heads", default=heads)
-    head = size("head_dim", default=max(1, hidden // heads))
-    generation = loaded.generation
-    beams = (generation.num_beams or 1) if (generation.num_beams or 1) > 1 else (generation.num_return_sequences or 1)
-    new_tokens = generation.max_new_tokens or generation.max_length or 20
-    token = bytes_each * (2 * layers * groups * head * beams + 24 * hidden)
-    row = token * new_tokens + 8 * 4 * beams * size("vocab_size", default=32000)
-    budget = free_memory(loaded.device) // 2
-    rows = AUTO_ROWS["cuda" if loaded.device.type == "cuda" else "cpu"]
-    longest = loaded.positions or 512
-    # A power of two, so that small changes in free memory do not change the plan.
-    while rows > 1 and rows * row > budget // 2:
-        rows //= 2
-    tokens = longest
-    while tokens < rows * longest and 2 * tokens * token <= budget - rows * row:
-        tokens *= 2
-    return rows, tokens
-
-
-def free_memory(device: Any) -> int:
-    """Bytes that can still be had on the device."""
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as handle:
-            for line in handle:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        # All of the memory where nothing tells what of it is free: take it that half is.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
-
-
 @dataclass
 class Piece:
     """What the model returned for some rows: all sequences of a row together, best first."""
@@ -387,6 +328,23 @@ def is_out_of_memory(error: BaseException) -> bool:
         sign in text
         for sign in ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:")
     )
+
+
+def free_captured_steps(device: Any) -> bool:
+    """Gives back what FastGen keeps on a GPU for further batches of the same size; False where that was nothing."""
+    import gc
+
+    import torch
+
+    steps = sys.modules.get("fastgen.optimizer.transformers.captured.kept")
+    if device.type != "cuda" or steps is None:
+        return False
+    before = torch.cuda.memory_allocated(device)
+    steps.drop_all()
+    gc.collect()
+    freed = before - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    return freed > 0
 
 
 class SequenceScores:
@@ -457,6 +415,7 @@ class ModelStage:
         done = Generated(batch)
         # A stack of row groups, worked on in the order of the batch.
         waiting = list(reversed(self._within_limit(batch.rows)))
+        again: list[Prepared] | None = None
         while waiting:
             rows = waiting.pop()
             problem: Problem | None = None
@@ -471,6 +430,10 @@ class ModelStage:
             if problem is None:
                 continue
             # Outside the handler: the exception, its frames and their tensors are gone by now.
+            if out_of_memory and rows is not again and free_captured_steps(self.loaded.device):
+                again = rows
+                waiting.append(rows)
+                continue
             if out_of_memory:
                 self._remember(rows)
             if len(rows) > 1:

@@ -12,8 +12,9 @@ from typing import Any
 
 from fastgen.pipeline.dataset import Steps
 from fastgen.pipeline.errors import SetupError, StrictError, one_line
+from fastgen.pipeline.memory import automatic_batch
 from fastgen.pipeline.metrics import check_metrics
-from fastgen.pipeline.model import ModelStage, automatic_batch, check_path, depends_on_padding, load, prepare
+from fastgen.pipeline.model import LoadedModel, ModelStage, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.planner import Resumed, Rules, plan
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
 from fastgen.pipeline.progress import Progress
@@ -21,6 +22,8 @@ from fastgen.pipeline.readers import BadRecord, Inputs
 from fastgen.pipeline.settings import Settings
 from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
+
+_USUAL_LENGTH = 512  # tokens
 
 
 @dataclass
@@ -125,7 +128,7 @@ def _run(
         resumed = output.journal.resumed if isinstance(output, FileOutput) else Resumed()
         fresh = decided is None
         if decided is None:
-            rows, tokens = automatic_batch(loaded) if settings.batch_size == "auto" else (settings.batch_size, None)
+            rows, tokens = _batch_size(loaded, settings)
             decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
         if isinstance(output, FileOutput):
             output.journal.begin(decided)
@@ -195,6 +198,15 @@ def _run(
     if settings.report:
         write_json(settings.report, dataclasses.asdict(report))
     return report
+
+
+def _batch_size(loaded: LoadedModel, settings: Settings) -> tuple[int, int | None]:
+    """Inputs of a batch, and their tokens where memory is what limits them."""
+    if settings.batch_size != "auto":
+        return settings.batch_size, None
+    # Where the model does not say how long an input may be, memory is planned for those of a usual length.
+    longest = min(loaded.positions or _USUAL_LENGTH, settings.max_source_length or sys.maxsize)
+    return automatic_batch(loaded.model, loaded.generation, longest)
 
 
 def resolve_metrics(settings: Settings) -> tuple[str, ...]:

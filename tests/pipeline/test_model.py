@@ -11,8 +11,8 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.model import (
     HOPELESS,
     ModelStage,
-    automatic_batch,
     depends_on_padding,
+    free_captured_steps,
     is_out_of_memory,
     load,
     token_count,
@@ -143,6 +143,43 @@ def test_a_batch_that_does_not_fit_is_split_and_the_size_remembered(bart, monkey
     assert max(calls[tried:]) <= 3, "the size that failed is not tried again"
     assert outputs(loaded, asked, again).keys() == expected.keys()
     assert not again.failures
+
+
+@pytest.mark.parametrize(("first_failures", "tried"), [(1, [4, 4]), (2, [4, 4, 2, 2])])
+def test_captured_steps_that_are_kept_make_room_first(bart, monkeypatch, first_failures, tried):
+    """What earlier batches have left on the GPU is given back, and the batch is tried again as it is, once."""
+    asked = settings(bart)
+    loaded = load(asked)
+    rows = batch(loaded, asked, tiny.sentences(4))
+    failures = [torch.OutOfMemoryError("CUDA out of memory")] * first_failures
+    monkeypatch.setattr("fastgen.pipeline.model.free_captured_steps", lambda device: True)
+    generate, calls = loaded.model.generate, []
+
+    def limited(**options):
+        calls.append(len(options["input_ids"]))
+        if failures:
+            raise failures.pop()
+        return generate(**options)
+
+    monkeypatch.setattr(loaded.model, "generate", limited)
+    stage = ModelStage(loaded, asked)
+    done = stage.run(rows)
+    assert calls == tried and (stage.limit is None) == (first_failures == 1) and not done.failures
+    assert sorted(outputs(loaded, asked, done)) == [0, 1, 2, 3]
+
+
+def test_freeing_captured_steps(monkeypatch):
+    from types import SimpleNamespace
+
+    from fastgen.optimizer.transformers.captured import kept
+
+    allocated = [700]
+    monkeypatch.setattr(kept, "drop_all", lambda: allocated.__setitem__(0, 300))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert not free_captured_steps(torch.device("cpu")) and allocated == [700]
+    gpu = SimpleNamespace(type="cuda")
+    assert free_captured_steps(gpu) and not free_captured_steps(gpu)
 
 
 def test_a_single_record_that_does_not_fit_is_a_bad_one(bart, monkeypatch):
@@ -283,17 +320,6 @@ def test_options_whose_effect_depends_on_padding(bart, gpt2):
     assert depends(gpt2, repetition_penalty=1.2)
     assert depends(gpt2, min_length=3)
     assert not depends(bart, max_new_tokens=None, max_length=30, repetition_penalty=1.2)
-
-
-def test_automatic_batches_shrink_with_the_memory(bart, monkeypatch):
-    loaded = load(settings(bart))
-    sizes = []
-    for memory in (1 << 40, 1 << 24, 1 << 20, 1):
-        monkeypatch.setattr("fastgen.pipeline.model.free_memory", lambda device, memory=memory: memory)
-        sizes.append(automatic_batch(loaded))
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == (64, 64 * 64)
-    assert sizes[-1] == (1, 64)
 
 
 def test_setup_errors(bart, tmp_path):

@@ -1,0 +1,251 @@
+"""How much memory a batch needs, and the largest that fits: `--batch-size auto`.
+
+A call of `generate` goes through phases, and its peak is that of the largest:
+
+    encode    the encoder's activations (decoder-only models: those of the prompt, and its K/V)
+    decode    K/V of the inputs, once each; K/V of what every sequence has generated, with room to grow;
+              the encoder's output, which the library repeats for every beam; the scores over the vocabulary.
+              A captured step has K/V in buffers of its own, and at first the other ones are still there
+
+All of it is so many bytes for an input plus so many for each of its tokens, padding included. The sizes come from the
+model's configuration, and the weights are in memory before anything is planned.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fastgen import settings as switches
+from fastgen.decoding.growth import capacity
+
+# Inputs of an automatic batch: more gain little, and on a CPU nothing.
+MOST_ROWS = {"cpu": 64, "cuda": 1024}
+# The part of the free memory that is planned for. What torch's allocator holds in pieces is lost to it; on a CPU the
+# memory is shared with whatever else runs.
+SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
+
+# As the optimizer has them, which is not imported where nothing is loaded yet; tests see to it that they are the same.
+MIN_SHARED_PREFIX = 32  # a shorter prefix is repeated for the beams
+FIRST_ROOM = 256  # positions of the suffix that tier 1 allocates at first, at the most
+CAPTURED_ROOMS = (64, 256)  # the suffix of a captured step: at the least, and at first at the most
+CAPTURED_PREFIX = 128  # its prefix has room for a multiple
+CAPTURED_BATCHES = (1, 2, 4, 8, 16, 24, 32)  # its batches; beyond, multiples of 16
+
+# float32 tensors over the vocabulary that are there at the same time: the copy of the logits, log-probabilities, what a
+# processor makes of them, with the running score. Sampling also has probabilities, sorted, with their places in int64.
+_SCORE_COPIES = {"search": 4, "sample": 8}
+_GATES = ("gate_proj.weight", "gate_up_proj.weight", "wi_1.weight")  # in Llama's kin, in Phi's, and in T5's
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes for an input, and for each of its tokens."""
+
+    row: float
+    token: float
+
+    def of(self, rows: int, tokens: int) -> float:
+        """Bytes of a batch of so many inputs, with so many tokens together."""
+        return rows * self.row + tokens * self.token
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes that a call of `generate` needs beside the weights.
+
+    Attributes:
+        layers: of the decoder.
+        kv_bytes: K and V of a position, in one layer.
+        hidden, inner: widths of a layer and of its feed-forward part; the wider of encoder and decoder.
+        gated: the feed-forward part multiplies two projections.
+        heads: of attention over the input's own tokens.
+        vocabulary: scores of a row; of models that predict several tokens ahead, all of them.
+        element: bytes of a weight.
+        beams: sequences of an input.
+        new_tokens: of a sequence, at the most.
+        encoder_decoder: there is an encoder's output.
+        biased: attention adds a bias for every head.
+        eager: attention makes the matrix of all scores.
+        samples: scores are sorted and drawn from.
+        on_gpu: it is CUDA's memory.
+        captured: steps are replayed from a CUDA graph where they can be.
+    """
+
+    layers: int
+    kv_bytes: int
+    hidden: int
+    inner: int
+    gated: bool
+    heads: int
+    vocabulary: int
+    element: int
+    beams: int
+    new_tokens: int
+    encoder_decoder: bool
+    biased: bool
+    eager: bool
+    samples: bool
+    on_gpu: bool
+    captured: bool
+
+    @classmethod
+    def of(cls, model: Any, generation: Any) -> MemoryModel:
+        """For a model of Transformers and the generation config that it will be called with."""
+        config = model.config
+        # Composite models have the decoder's in a configuration of its own. Where encoder and decoder share one, asking
+        # for the decoder's gives a copy in which its names have the defaults of their class.
+        sources = (config, config.get_text_config(decoder=True))
+
+        def size(*names: str, default: int) -> int:
+            for source in sources:
+                found = [v for name in names if isinstance(v := getattr(source, name, None), int) and v > 0]
+                if found:
+                    return max(found)
+            return default
+
+        hidden = size("hidden_size", "d_model", "n_embd", default=768)
+        layers = size("decoder_layers", "num_decoder_layers", default=0)
+        heads = size("decoder_attention_heads", "num_decoder_attention_heads", default=0)
+        heads = heads or size("num_attention_heads", "n_head", "num_heads", default=12)
+        head = size("head_dim", "d_kv", default=max(1, hidden // heads))
+        element = model.dtype.itemsize
+        beams, returned = generation.num_beams or 1, generation.num_return_sequences or 1
+        on_gpu = model.device.type == "cuda"
+        return cls(
+            layers=layers or size("num_hidden_layers", "n_layer", "num_layers", default=12),
+            kv_bytes=2 * size("num_key_value_heads", default=heads) * head * element,
+            hidden=hidden,
+            inner=size(
+                "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", default=4 * hidden
+            ),
+            gated=any(name.endswith(_GATES) for name, _ in model.named_parameters()),
+            heads=size("encoder_attention_heads", default=heads),
+            vocabulary=size("vocab_size", default=32000) * size("ngram", default=1),
+            element=element,
+            beams=beams if beams > 1 else returned,
+            new_tokens=generation.max_new_tokens or generation.max_length or 20,
+            encoder_decoder=bool(config.is_encoder_decoder),
+            biased=hasattr(config, "relative_attention_num_buckets"),
+            eager=getattr(config, "_attn_implementation", None) == "eager",
+            samples=bool(generation.do_sample),
+            on_gpu=on_gpu,
+            captured=on_gpu and switches.current().captured_step != "never",
+        )
+
+    def peak(self, rows: int, width: int) -> int:
+        """Bytes of a batch of so many inputs, padded to so many tokens."""
+        if self.captured:
+            rows = next(size for size in _batches(rows + 16) if size >= rows)
+        return math.ceil(max(need.of(rows, rows * width) for need in self._phases(width)))
+
+    def largest(self, free: int, most: int, longest: int) -> tuple[int, int]:
+        """Inputs of a batch, and their tokens together, that fit into `free` bytes.
+
+        The inputs may take half of that, so that room is left for tokens; of these there is at least one input's worth,
+        whether it fits or not, and none more than the inputs can have.
+
+        Args:
+            most: inputs that are not exceeded.
+            longest: tokens of the longest input.
+        """
+        phases = self._phases(longest)
+        rows = max(need.row for need in phases)
+        batch = max([size for size in _batches(most) if size * rows <= free / 2], default=1)
+        tokens = min((free - batch * need.row) / max(need.token, 1.0) for need in phases)
+        return batch, longest * max(1, min(int(tokens) // longest, batch))
+
+    def _phases(self, width: int) -> tuple[Need, Need]:
+        """What each phase needs, with inputs of `width` tokens.
+
+        Of a layer, its input and output, a norm, and the feed-forward part before and after its activation are there
+        at the same time, and the embeddings with their positions; or else its queries, keys, values and context. For
+        every pair of tokens there is a byte of a mask, on a GPU an element as well, and for every head what attention
+        adds or makes: a bias, or scores before and after the softmax.
+        """
+        layer = self.element * max(5 * self.hidden + (3 if self.gated else 2) * self.inner, 7 * self.hidden)
+        pairs = 1 + (self.element if self.on_gpu else 0)
+        pairs += self.heads * (self.element if self.biased else 0)
+        pairs += self.heads * (2 * self.element + 4 if self.eager else 0)
+        forward = layer + width * pairs
+        prefix = self.layers * self.kv_bytes
+        # What is too short to be worth sharing is repeated.
+        stored = prefix * (self.beams if width < MIN_SHARED_PREFIX else 1)
+        output = self.hidden * self.element if self.encoder_decoder else 0
+        scores = self.beams * self._score_bytes()
+        rooms = self._suffix_rooms()
+        suffix = self.beams * prefix * sum(rooms)
+        # Without an encoder, K/V may hold on to a projection that the queries are in as well.
+        encode = Need(0, forward + (output if self.encoder_decoder else 1.5 * prefix))
+        repeated = output * self.beams
+        if not self.captured:
+            return encode, Need(scores + suffix, stored + repeated)
+        # Every step that was outgrown is kept for the next call, with a prefix of its own.
+        padding = len(rooms) * prefix * CAPTURED_PREFIX
+        return encode, Need(scores + suffix + padding, len(rooms) * prefix + stored + repeated)
+
+    def _suffix_rooms(self) -> list[int]:
+        """Positions that are allocated for what a sequence generates: one number, or one for each captured step."""
+        if self.captured:
+            least, most = CAPTURED_ROOMS
+            rooms = [min(max(least, 1 << (self.new_tokens - 1).bit_length()), most)]
+            while rooms[-1] < self.new_tokens - 1:  # the last token is not read again
+                rooms.append(2 * rooms[-1])
+            return rooms
+        room = min(self.new_tokens, FIRST_ROOM)
+        while room < self.new_tokens:
+            room = capacity(room + 1, room)
+        return [room]
+
+    def _score_bytes(self) -> int:
+        # A captured step has the scores of its first token as well, and one buffer for those that the host works on.
+        copies = _SCORE_COPIES["sample" if self.samples else "search"] + self.captured
+        return self.vocabulary * (self.element * (1 + self.captured) + 4 * copies)
+
+
+def _batches(most: int) -> list[int]:
+    """Sizes of a batch: those that steps are captured for. Few, so that a little less memory changes nothing."""
+    sizes = [*CAPTURED_BATCHES, *range(CAPTURED_BATCHES[-1] + 16, most + 1, 16)]
+    return [size for size in sizes if size <= most]
+
+
+def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int]:
+    """Inputs and tokens of a batch that the model's device has room for.
+
+    Args:
+        longest: tokens of the longest input.
+    """
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    free = int(free_memory(model.device) * SHARE_OF_FREE[kind]) - _repacked_weights(model)
+    return MemoryModel.of(model, generation).largest(max(free, 0), MOST_ROWS[kind], longest)
+
+
+def _repacked_weights(model: Any) -> int:
+    """Bytes that copies of the weights take on a CPU, at the most."""
+    if model.device.type != "cpu" or switches.current().packed_weights == "never":
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that can still be had on the torch device."""
+    if device.type == "cuda":
+        import torch
+
+        # What torch's allocator has and does not use is free, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        with open("/proc/meminfo", encoding="ascii") as handle:
+            for line in handle:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        # All of the memory where nothing tells what of it is free: take it that half is.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
