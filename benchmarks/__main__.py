@@ -157,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     available = all_workloads()
     if options.list:
         for workload in available:
-            print(f"{workload.name:28} {'quick  ' if workload.quick else '       '}{workload.title}")
+            mark = "GPU" if workload.needs_gpu else "quick" if workload.quick else ""
+            print(f"{workload.name:28} {mark:6} {workload.title}")
         return DONE
     try:
         chosen = select(available, options.only, options.quick)
@@ -172,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Random weights need nothing from anywhere.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     fastgen.enable()
+    left_out = [workload for workload in chosen if workload.needs_gpu and options.device.type != "cuda"]
+    for workload in left_out:
+        _log(f"{workload.name} is skipped: it needs an NVIDIA GPU, and this is a run on {options.device}")
+    chosen = [workload for workload in chosen if workload not in left_out]
     # Being told to end must not leave the processes behind that a workload has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 

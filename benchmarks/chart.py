@@ -37,7 +37,7 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
     grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw(axes, panel)
-    figure.suptitle(_title(about), fontsize=9)
+    figure.suptitle(_title(about, records), fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -121,11 +121,12 @@ def _colour(bar: _Bar) -> str:
     return _FASTER if record.metrics["ratio"] >= 1 else _SLOWER
 
 
-def _title(about: dict[str, Any]) -> str:
+def _title(about: dict[str, Any], records: list[Record]) -> str:
     machine, versions, settings = about["machine"], about["versions"], about["settings"]
+    dtypes = sorted({record.parameters["dtype"] for record in records if "dtype" in record.parameters})
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     text = (
-        f"{where}, {settings['threads']} threads, fp32; torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, fastgen {versions['fastgen']}"
+        f"{where}, {settings['threads']} threads, {', '.join(dtypes) or 'float32'}; torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, fastgen {versions['fastgen']}"
     )
     return "\n".join(textwrap.wrap(text, 130))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from benchmarks.budget import UNLIMITED, Budget
 
 T = TypeVar("T")
 
@@ -29,11 +31,49 @@ def _synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, repetitions: int = 5) -> float:
+    """Seconds of a call, as a median: on a GPU replayed from a graph, which has no launches by the host in it."""
+    for call in calls[:2]:
+        call()
+    if device.type != "cuda":
+        found = []
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            found.append((time.perf_counter() - start) / len(calls))
+        return statistics.median(found)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    found = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1000 / len(calls))
+    return statistics.median(found)
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second of a copy of `size` bytes, read and written."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    source.random_()
+    return 2 * size / seconds_of([lambda: target.copy_(source)], device)
+
+
 def alternate(
     runs: Mapping[str, Callable[[], tuple[float, T]]],
     repetitions: int,
     log: Callable[[str], None] = lambda line: None,
     failed: Callable[[str, Exception], None] | None = None,
+    budget: Budget = UNLIMITED,
 ) -> dict[str, list[tuple[float, T]]]:
     """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every side.
 
@@ -43,10 +83,13 @@ def alternate(
         log: gets a line for each run.
         failed: is told of a side that failed, and raises if the others are worth nothing without it. The side makes
             no more runs and has no results. Without this, a failure ends everything.
+        budget: of the time; when it is spent, no side runs again that has run.
     """
     results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):
         for name in list(results):
+            if results[name] and budget.is_spent:
+                continue
             try:
                 seconds, value = runs[name]()
             except Exception as error:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,40 @@ def _high_water_mark() -> int | None:
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None
+
+
+class DevicePeaks:
+    """The largest memory on a CUDA device of each of several sides that take turns in one process.
+
+    A side keeps what it has allocated between its runs (graphs, static buffers), so what is counted for a run is that
+    and what the run allocates beyond it. What other sides keep is not counted. `bytes` has the largest of all runs of
+    each side, warm-up included: what a graph needs is allocated when it is captured.
+    """
+
+    method = "torch.cuda.max_memory_allocated"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
+
+    @contextmanager
+    def of(self, side: str) -> Iterator[None]:
+        """What runs in here is the side's. Does nothing where there is no CUDA device."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        start = torch.cuda.memory_allocated(self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(self._device)
+            kept = self._kept.get(side, 0)
+            peak = kept + torch.cuda.max_memory_allocated(self._device) - start
+            self.bytes[side] = max(self.bytes.get(side, 0), peak)
+            self._kept[side] = kept + torch.cuda.memory_allocated(self._device) - start
 
 
 # ---- one side, one process

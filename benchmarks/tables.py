@@ -103,7 +103,7 @@ def _generation_rows(record: Record) -> list[list[str]]:
                 _ratio(record, pair),
                 *(
                     (
-                        _yes(record.identical),
+                        _yes(record.identical) or _same(record, other, subject),
                         _yes(record.accelerated),
                         _memory(record, "kv_bytes_at_end", "kv_ratio"),
                         _memory(record, "peak_bytes", "peak_ratio"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.measure import copy_bandwidth, seconds_of
 from fastgen.ops import no_repeat_ngram
 from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
 
@@ -55,43 +55,6 @@ class Case:
     make: Callable[[], tuple[Callable[[], object], Callable[[], object] | None]]
     bytes: int
     tolerance: float = 2e-2
-
-
-def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, repetitions: int = 5) -> float:
-    """Seconds of a call, as a median: on a GPU replayed from a graph, which has no launches by the host in it."""
-    for call in calls[:2]:
-        call()
-    if device.type != "cuda":
-        found = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            for call in calls:
-                call()
-            found.append((time.perf_counter() - start) / len(calls))
-        return statistics.median(found)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    found = []
-    for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1000 / len(calls))
-    return statistics.median(found)
-
-
-def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second of a copy, read and written."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    source.random_()
-    return 2 * size / seconds_of([lambda: target.copy_(source)], device)
 
 
 def attention_case(
@@ -236,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + options.seconds
     device = options.device
     torch.manual_seed(0)
-    speed = bandwidth(device, 2**20 if options.small else 2**31)
+    speed = copy_bandwidth(device, 2**20 if options.small else 2**31)
     print(f"copy: {speed / 1e9:.0f} GB/s")
     rows, failed = [], False
     with torch.no_grad():

@@ -17,10 +17,12 @@ BASELINE, SUBJECT = "transformers", "fastgen"
 _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     BASELINE: ("generate", "Unpatched", {}),
     "transformers-compile": ("compiled", "Compiled", {}),
+    "compiled-loop": ("compiled_loop", "CompiledLoop", {}),
     "ctranslate2": ("ctranslate2", "CTranslate2", {"compute_type": "float32"}),
     "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rival": "fastgen-int8"}),
     "fairseq": ("fairseq", "FairSeq", {"rival": "fastgen-fairseq"}),
     SUBJECT: ("generate", "Patched", {}),
+    "fastgen-tier1": ("generate", "Patched", {"settings": {"captured_step": "never"}}),
     "fastgen-int8": ("generate", "Patched", {"settings": {"cpu_weights": "int8"}}),
     "fastgen-bf16": ("generate", "Patched", {"settings": {"cpu_weights": "bf16"}}),
     "fastgen-fairseq": ("fairseq", "FastFairSeq", {}),

@@ -55,6 +55,14 @@ class Patched(Unpatched):
             if reason is not None:
                 raise Unsupported(f"FastGen stays in float32: {reason}")
 
+    def warm_up(self) -> None:
+        if self.job.model.device.type != "cuda":
+            super().warm_up()
+            return
+        # A graph is made for the size of a whole run, perhaps when that comes for the second time.
+        for _ in range(2):
+            self.run(self.job.workload.new_tokens)
+
     @contextmanager
     def active(self) -> Iterator[None]:
         before = {name: getattr(fastgen_settings.current(), name) for name in self._settings}

@@ -8,6 +8,7 @@ from benchmarks.workload import Workload
 
 # What takes long comes last, so that an interrupted run has most of the results.
 _MODULES = (
+    "gpu",
     "imports",
     "no_repeat_ngram",
     "attention",

@@ -28,6 +28,34 @@ def bart_base(**changes: Any) -> Any:
     return BartForConditionalGeneration(BartConfig(**config | changes))
 
 
+def bart_large(**changes: Any) -> Any:
+    """BART-large: 12 + 12 layers of width 1024, vocabulary of 50,264."""
+    large: dict[str, Any] = {
+        "vocab_size": 50264,
+        "d_model": 1024,
+        "encoder_layers": 12,
+        "decoder_layers": 12,
+        "encoder_attention_heads": 16,
+        "decoder_attention_heads": 16,
+        "encoder_ffn_dim": 4096,
+        "decoder_ffn_dim": 4096,
+    }
+    return bart_base(**large | changes)
+
+
+def bart_distilled(**changes: Any) -> Any:
+    """DistilBART 12-6: BART-large with every second layer of the decoder."""
+    return bart_large(**{"decoder_layers": 6} | changes)
+
+
+def prophetnet_large(**changes: Any) -> Any:
+    """ProphetNet-large: 12 + 12 layers of width 1024, predicting two tokens ahead, vocabulary of 30,522."""
+    from transformers import ProphetNetConfig, ProphetNetForConditionalGeneration
+
+    # What the class has for defaults is this size.
+    return ProphetNetForConditionalGeneration(ProphetNetConfig(**changes))
+
+
 def t5_base(**changes: Any) -> Any:
     """T5-base: 12 + 12 layers of width 768, vocabulary of 32,128, relative positions."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -78,6 +106,20 @@ def llama_1b(**changes: Any) -> Any:
         "pad_token_id": 1,
     }
     return LlamaForCausalLM(LlamaConfig(**config | changes))
+
+
+def llama_7b(**changes: Any) -> Any:
+    """Llama 2 7B: 32 layers of width 4096, 32 heads, vocabulary of 32,000, not tied."""
+    large: dict[str, Any] = {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "tie_word_embeddings": False,
+    }
+    return llama_1b(**large | changes)
 
 
 def llama_small(**changes: Any) -> Any:

@@ -61,7 +61,7 @@ _TINY = {
     },
 }
 _ALL = {workload.name: workload for workload in all_workloads()}
-_GENERATION = [name for name, workload in _ALL.items() if isinstance(workload, Generation)]
+_GENERATION = [name for name, w in _ALL.items() if isinstance(w, Generation) and not w.needs_gpu]
 
 
 @pytest.fixture(autouse=True)

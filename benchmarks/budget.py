@@ -1,0 +1,66 @@
+"""Time that a workload may take, for runs that have to end: when it is spent, that costs one side and not the rest."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _Alarm(BaseException):
+    """Raised in the middle of whatever runs. No `Exception`, which FastGen and torch's compiler would recover from."""
+
+
+class Budget:
+    """Seconds from now on.
+
+    Args:
+        seconds: None for as long as it takes.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; never below 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.left == 0.0
+
+    @contextmanager
+    def limit(self, what: str) -> Iterator[None]:
+        """Ends the block when the time is spent. It does so between two lines of Python, in the main thread alone.
+
+        Raises:
+            TimeoutError: `what` was not done by then.
+        """
+        seconds = self.left
+        if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if seconds == 0.0:
+            raise TimeoutError(f"no time was left for {what}")
+
+        def ring(*unused: Any) -> None:
+            raise _Alarm
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        except _Alarm:
+            raise TimeoutError(f"{what} took longer than the {seconds:.0f} s that were left") from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+UNLIMITED = Budget()
