@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import attention
 from fastgen.ops.attention import reference, shared_prefix_attention, shared_prefix_context, shared_prefix_scores
+from tests.ops.instructions import instruction_set
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -127,15 +128,8 @@ def operator(request):
         pytest.skip(f"no CPU kernel in this process: {attention.backend()}")
 
     def kernel(*args, **kwargs):
-        before = os.environ.get("ATEN_CPU_CAPABILITY")
-        os.environ["ATEN_CPU_CAPABILITY"] = request.param
-        try:
+        with instruction_set(request.param):
             return torch.ops.fastgen.shared_prefix_attention(*args, **kwargs)
-        finally:
-            if before is None:
-                del os.environ["ATEN_CPU_CAPABILITY"]
-            else:
-                os.environ["ATEN_CPU_CAPABILITY"] = before
 
     return kernel
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
+from tests.ops.instructions import instruction_set
 
 
 def _expected(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,11 +71,11 @@ def test_more_than_a_part(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
-def test_every_instruction_set(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", instructions)
+def test_every_instruction_set(instructions: str) -> None:
     scores = torch.randn(12, 1000, generator=torch.Generator().manual_seed(3))
     scores[5, 999] = 50.0
-    _check(scores, torch.randn(3, 4), 10)
+    with instruction_set(instructions):
+        _check(scores, torch.randn(3, 4), 10)
 
 
 def test_more_candidates_than_the_kernel_takes() -> None:

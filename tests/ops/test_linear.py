@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.ops import _timings, linear
+from tests.ops.instructions import instruction_set
 
 
 def _reference_pack(weight: torch.Tensor) -> torch.Tensor:
@@ -28,8 +29,7 @@ INSTRUCTION_SETS = ["avx512", "avx2", "default"]
 def _product(backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if backend == "reference":
         return _reference_product(x, _reference_pack(weight), bias, weight.shape[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATEN_CPU_CAPABILITY", backend)
+    with instruction_set(backend):
         return linear.packed_linear(x, linear.pack(weight), bias, weight.shape[0])
 
 

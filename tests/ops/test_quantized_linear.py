@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import _library, _timings, quantized_linear
 from fastgen.ops.quantized_linear import PRECISIONS, QuantizedWeight
+from tests.ops.instructions import instruction_set
 
 # Matrix registers where the machine has them, vectors where it has those, and the reference.
 BACKENDS = ["matrices", "vectors", "reference"]
@@ -41,9 +42,7 @@ def _pack(backend: str, weight: torch.Tensor, precision: str) -> QuantizedWeight
 
 def _product(backend: str, x: torch.Tensor, packed: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     panels, scales, totals, outputs = packed
-    with pytest.MonkeyPatch.context() as patch:
-        if backend == "vectors":
-            patch.setenv("ATEN_CPU_CAPABILITY", "avx512")
+    with instruction_set("avx512" if backend == "vectors" else None):
         if backend != "reference":
             return quantized_linear.quantized_linear(x, packed, bias)
         if scales is None:
@@ -210,13 +209,13 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_processor_without_the_instructions(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_the_instructions(precision: str) -> None:
     if _library.load("CPU"):
         pytest.skip(_library.load("CPU"))
     for narrower in ("avx2", "default"):
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", narrower)
-        assert "this processor does not have AVX-512" in quantized_linear.unavailable(precision)
-        assert f"no {precision}: this processor" in quantized_linear.backend()
+        with instruction_set(narrower):
+            assert "this processor does not have AVX-512" in quantized_linear.unavailable(precision)
+            assert f"no {precision}: this processor" in quantized_linear.backend()
 
 
 def test_a_processor_that_is_slow_in_it(monkeypatch: pytest.MonkeyPatch, timings: None) -> None:

@@ -120,7 +120,7 @@ bool has_matrices() {
     const bool there = (d & kBf16) != 0 && (d & kTile) != 0 && (d & kInt8) != 0;
     return there && syscall(SYS_arch_prctl, kRequest, kRegisters) == 0;
   }();
-  return allowed && std::getenv("ATEN_CPU_CAPABILITY") == nullptr;
+  return allowed && !fastgen::instruction_set_is_given();
 #else
   return false;
 #endif

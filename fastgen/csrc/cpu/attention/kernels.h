@@ -11,6 +11,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <new>
 

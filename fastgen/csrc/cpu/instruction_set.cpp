@@ -1,0 +1,58 @@
+// The choice of the instruction set.
+#include "instruction_set.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+using fastgen::InstructionSet;
+
+constexpr int kUnknown = -1, kGiven = 4;  // kGiven is added to the instruction set
+std::atomic<int> choice{kUnknown};
+
+InstructionSet widest() {
+#ifdef FASTGEN_X86
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    return wide ? InstructionSet::kAvx512 : InstructionSet::kAvx2;
+  }
+#endif
+  return InstructionSet::kPortable;
+}
+
+int choose() {
+  const char* given = std::getenv("ATEN_CPU_CAPABILITY");
+  const auto is = [given](const char* name) { return given != nullptr && std::strcmp(given, name) == 0; };
+  const InstructionSet machine = widest();
+  if (is("default")) return static_cast<int>(InstructionSet::kPortable) | kGiven;
+  if (is("avx2")) return static_cast<int>(machine < InstructionSet::kAvx2 ? machine : InstructionSet::kAvx2) | kGiven;
+  return static_cast<int>(machine) | (is("avx512") ? kGiven : 0);
+}
+
+int chosen() {
+  int found = choice.load(std::memory_order_relaxed);
+  if (found == kUnknown) choice.store(found = choose(), std::memory_order_relaxed);
+  return found;
+}
+
+}  // namespace
+
+namespace fastgen {
+
+InstructionSet instruction_set() { return static_cast<InstructionSet>(chosen() & ~kGiven); }
+
+bool instruction_set_is_given() { return (chosen() & kGiven) != 0; }
+
+}  // namespace fastgen
+
+// For tests, which run every kernel in one process: the next product looks at the environment again.
+extern "C"
+#ifdef _WIN32
+    __declspec(dllexport)
+#endif
+    void fastgen_forget_instruction_set() {
+  choice.store(kUnknown, std::memory_order_relaxed);
+}

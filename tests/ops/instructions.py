@@ -1,0 +1,31 @@
+"""Choosing the instruction set of the compiled operators, which a process otherwise does once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastgen.ops import _library
+
+
+@contextlib.contextmanager
+def instruction_set(name: str | None) -> Iterator[None]:
+    """Inside, the kernels use these vectors at the most: "default", "avx2" or "avx512"; None: what they always use."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if name is not None:
+                patch.setenv("ATEN_CPU_CAPABILITY", name)
+            _forget()
+            yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    if not _library.load("CPU"):
+        library = Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")
+        ctypes.CDLL(str(library)).fastgen_forget_instruction_set()
