@@ -171,6 +171,20 @@ def test_an_input_with_equal_scores_stays() -> None:
     assert live._ended.tolist() == [True, True, False, False, False, False]
 
 
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+def test_an_input_that_gives_no_numbers_leaves_the_others_alone(decoding: dict[str, Any], rows: list[int]) -> None:
+    """A search would take NaN for the best of all hypotheses, and in the place of those that are finished."""
+    family = BY_NAME["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(batch=9)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[FIRST_WORD] = torch.nan
+    ids = inputs["input_ids"]
+    ids[ids == FIRST_WORD] += 1
+    ids[0, -1] = FIRST_WORD
+    check(model, inputs, {**decoding, **ENDS, "suppress_tokens": [FIRST_WORD]})
+    assert rows[-1] < 9 * decoding.get("num_beams", 1)
+
+
 def test_positions_given_once_for_all_rows(rows: list[int]) -> None:
     """They cannot be cut, so all rows stay."""
     family = BY_NAME["llama"]

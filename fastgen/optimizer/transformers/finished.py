@@ -103,6 +103,7 @@ class LiveRows:
         self._criteria: bool | None = None  # whether it is known what they mean
         self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
         self._places = torch.arange(batch * copies)  # of each of all rows: where it is among those; 0 if it has left
+        self._gone = torch.zeros(batch * copies, dtype=torch.bool)  # by row: it has left
         self._slices: dict[int, tuple[Any, Any]] = {}
         self._translated: tuple[Tensor, Tensor] | None = None
 
@@ -149,8 +150,16 @@ class LiveRows:
         return selected
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits of the rows that are still there, for all rows: one that has left gets those of the first."""
-        return logits if self._rows is None else logits.index_select(0, self._places)
+        """Logits of the rows that are still there, for all rows: one that has left gets those of the first.
+
+        If those are numbers: a search would take NaN for the best of all hypotheses, a finished input's own included.
+        """
+        if self._rows is None:
+            return logits
+        spread = logits.index_select(0, self._places)
+        if not bool(logits[0].max().isfinite()):
+            spread[self._gone] = 0.0
+        return spread
 
     def translate(self, index: Tensor) -> Tensor:
         """A reorder of all rows, for the rows that are still there."""
@@ -177,6 +186,8 @@ class LiveRows:
         self._rows = rows_of(self._inputs, self._copies)
         self._places = torch.zeros_like(self._places)
         self._places[self._rows] = torch.arange(self._rows.shape[0])
+        self._gone = torch.ones_like(self._gone)
+        self._gone[self._rows] = False
         self._slices, self._translated = {}, None
 
     def _slice(self, name: str, value: Any) -> Any:
