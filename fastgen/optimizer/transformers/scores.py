@@ -142,8 +142,12 @@ def _pays(scores: Any) -> bool:
 
 
 def uncopied(logits: Tensor) -> Tensor:
-    """The logits of an accelerated step, as the loop is to get them."""
-    return logits.as_subclass(StepLogits) if _pays(logits) else logits
+    """The logits of an accelerated step, as the loop is to get them.
+
+    What is a part of more, such as of a prompt's, is copied: in the scores of the call it would hold all of it.
+    """
+    is_whole = logits.nbytes == logits.untyped_storage().nbytes()
+    return logits.as_subclass(StepLogits) if is_whole and _pays(logits) else logits
 
 
 def process(wrapped: Any, processors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

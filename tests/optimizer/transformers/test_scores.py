@@ -30,6 +30,14 @@ def test_the_loops_copy_of_the_logits_is_none(index: tuple) -> None:
     assert torch.equal(copied, plain[:, -1])
 
 
+def test_logits_that_are_part_of_more_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a prompt, which the scores that a call returns would keep in memory."""
+    monkeypatch.setattr(scores, "MIN_SCORES", 1)
+    prompt = torch.randn(6, 9, 40)
+    assert type(scores.uncopied(prompt)) is type(scores.uncopied(prompt[:, -1:].clone())) is StepLogits
+    assert type(scores.uncopied(prompt[:, -1:])) is Tensor
+
+
 def test_other_copies_are_copies() -> None:
     plain = _logits()
     logits = plain.as_subclass(StepLogits)
