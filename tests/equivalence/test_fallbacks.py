@@ -163,6 +163,12 @@ CASES = {
         options=lambda: {**BEAM, "max_new_tokens": 45, "min_new_tokens": 45},
         inputs=MISTRAL.make_inputs,
     ),
+    "attentions of a sliding window": Case(
+        "as long as the sliding window",
+        build=lambda: MISTRAL.build("eager"),
+        options=lambda: {**BEAM, "return_dict_in_generate": True, "output_attentions": True},
+        inputs=MISTRAL.make_inputs,
+    ),
     "part in training mode": Case("training mode", build=_changed(lambda model: model.model.layers[1].mlp.train())),
     "model that ignores the cache": Case(
         "does not use the cache",

@@ -180,13 +180,13 @@ def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None
     return own, cross[0] if cross else None
 
 
-def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, masks_windows: bool) -> str | None:
+def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, needs_window: str | None) -> str | None:
     """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
 
     Args:
         copies: sequences per input.
         prompt, to_generate: positions of the prompt, and at the most behind it.
-        masks_windows: the model masks what lies behind a sliding window, and does not rely on the cache to drop it.
+        needs_window: why the cache must drop what lies behind a sliding window; None where the model masks that.
     """
     if type(cache) not in (DynamicCache, EncoderDecoderCache):
         return f"the cache is a {type(cache).__name__}"
@@ -204,8 +204,8 @@ def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, masks_wi
                 return "the cache records its past states"
             window = _window(layer)
             if window is not None and prompt + to_generate > window:
-                if not masks_windows:
-                    return "the model relies on the cache for its sliding window"
+                if needs_window is not None:
+                    return needs_window
                 # The original never reads more than the window. With one sequence there is nothing to share that would
                 # make up for reading more, and with several, not for a suffix that is longer than the window.
                 if copies == 1 or to_generate > window:

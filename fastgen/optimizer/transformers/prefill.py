@@ -74,9 +74,8 @@ def _prefill(
         one_row_ids = _undo_repeat("input_ids", input_ids, copies)
         one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
         prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
-        # In a prefill by chunks, what a chunk sees of a sliding window depends on the cache too.
-        masks_windows = generation_config.prefill_chunk_size is None and _masks_windows(call.model)
-        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate, masks_windows)
+        needs_window = _needs_window(call.model, generation_config)
+        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate, needs_window)
         if reason is not None:
             raise Declined(reason)
     except Declined as declined:
@@ -125,9 +124,16 @@ def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> in
     return min(new_tokens if config.eos_token_id is not None else to_generate, to_generate) - 1
 
 
-def _masks_windows(model: Any) -> bool:
-    """Whether the model builds masks for sliding windows: its module has the library's function that makes them."""
-    return hasattr(sys.modules[type(model).forward.__module__], "create_sliding_window_causal_mask")
+def _needs_window(model: Any, config: Any) -> str | None:
+    """Why the cache must not hold more than a sliding window, or None if the model masks what lies behind it."""
+    if config.return_dict_in_generate and config.output_attentions:
+        return "the attentions that are returned are as long as the sliding window"
+    # In a prefill by chunks, what a chunk sees of the window depends on the cache too. Otherwise the module of a model
+    # that masks has the library's function that makes such masks.
+    module = sys.modules[type(model).forward.__module__]
+    if config.prefill_chunk_size is None and hasattr(module, "create_sliding_window_causal_mask"):
+        return None
+    return "the model relies on the cache for its sliding window"
 
 
 def _undo_repeat(name: str, value: Any, copies: int) -> Any:
