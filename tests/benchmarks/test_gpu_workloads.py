@@ -54,7 +54,15 @@ _TINY = {
         "num_encoder_attention_heads": 2,
         "num_decoder_attention_heads": 2,
     },
-    "t5": {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+    "t5": {
+        "vocab_size": 97,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+    },
     "gpt2": {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2},
     "unilm": {
         "vocab_size": 97,
