@@ -39,6 +39,8 @@ class Budget:
     def limit(self, what: str) -> Iterator[None]:
         """Ends the block when the time is spent. It does so between two lines of Python, in the main thread alone.
 
+        Blocks may be nested: the one that ends first ends what is inside of it.
+
         Raises:
             TimeoutError: `what` was not done by then.
         """
@@ -52,8 +54,10 @@ class Budget:
         def ring(*unused: Any) -> None:
             raise _Alarm
 
+        start = time.monotonic()
+        outer, _ = signal.setitimer(signal.ITIMER_REAL, 0)
         before = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, min(seconds, outer or seconds))
         try:
             yield
         except _Alarm:
@@ -61,6 +65,8 @@ class Budget:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            if outer:
+                signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - start), 1e-3))
 
 
 UNLIMITED = Budget()

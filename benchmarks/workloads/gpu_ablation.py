@@ -78,10 +78,12 @@ class Ablation(Workload):
             lines: dict[str, list[str]] = {}
             for number, (name, (work, active)) in enumerate(parts.items()):
                 out = Path(folder, f"{number}.txt")
+                if budget.is_spent:
+                    record.skipped[name] = "no time was left"
+                    continue
                 with ExitStack() as stack:
                     for each in active:
                         stack.enter_context(each)
-                    stack.enter_context(budget.limit(name))
                     if number > 2 and context.device.type == "cuda":
                         work(path, out)  # graphs are made for the sizes of a whole run
                         out.unlink()

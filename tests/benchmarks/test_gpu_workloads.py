@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import fastgen
 from benchmarks import sides
 from benchmarks.__main__ import DONE, main, run_workload
 from benchmarks.budget import Budget
+from benchmarks.measure import summary
 from benchmarks.memory import DevicePeaks
 from benchmarks.sides import Job
 from benchmarks.tables import markdown
@@ -27,6 +30,7 @@ from benchmarks.workloads.gpu_ablation import Ablation
 from benchmarks.workloads.gpu_host_time import HostTime
 from benchmarks.workloads.gpu_largest import LargestBatch
 from benchmarks.workloads.gpu_models import OnGpu, WeightBound, news_lengths, sentence_lengths
+from tests.pipeline import tiny as pipeline_models
 
 _WORKLOADS = {workload.name: workload for workload in all_workloads() if workload.needs_gpu}
 _GENERATION = [name for name, workload in _WORKLOADS.items() if isinstance(workload, OnGpu)]
@@ -306,6 +310,37 @@ def test_the_ngram_operator_alone_is_taken_out_again():
     assert NoRepeatNGramLogitsProcessor.__call__ == before
 
 
+class TestHalfPrecision:
+    @pytest.fixture
+    def run(self, tmp_path):
+        (tmp_path / "sources.txt").write_text("\n".join(pipeline_models.sentences(6)) + "\n")
+        model = pipeline_models.bart(tmp_path / "model")
+        workload = replace(
+            _WORKLOADS["gpu-half-precision"], passages=5, beams=2, model=model,
+            sources=tmp_path / "sources.txt", references=tmp_path / "sources.txt",
+        )  # fmt: skip
+        return lambda **changes: run_workload(replace(workload, **changes), _ON_CPU)
+
+    def test_report(self, run):
+        record = run()
+        assert record.errors == [] and record.identical is True and record.accelerated is False
+        assert record.metrics["same fp32"] == 1.0 and record.metrics["bleu fp32"] == 0
+        assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.sides) == 6
+        assert all(target["measured"] is not None for target in record.targets)
+        assert [note.partition(":")[0] for note in record.notes] == ["fp32", "fp16", "bf16"]
+
+    def test_a_package_that_is_missing_costs_its_rows(self, run, monkeypatch):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sacrebleu" else find(name))
+        record = run(dtypes=("fp32", "bf16"))
+        assert record.errors == [] and record.skipped == {"bleu": "sacrebleu is not installed"}
+        assert "rouge bf16" in record.metrics and "bleu bf16" not in record.metrics
+
+    def test_other_outputs_in_float32_are_noticed(self, run, monkeypatch):
+        monkeypatch.setattr(Path, "read_text", lambda path, **options: f"{path}\n")
+        assert run(dtypes=("fp32",)).identical is False
+
+
 class TestCompiledLoop:
     def job(self, **changes):
         work = tiny(_WORKLOADS["gpu-llama-7b-b1"], dtype="float32", **changes)
@@ -361,6 +396,42 @@ class TestBudget:
     def test_nothing_is_left(self):
         with pytest.raises(TimeoutError, match="no time was left for it"), Budget(0).limit("it"):
             pytest.fail("it was begun")
+
+    def test_nested(self):
+        outer, inner = Budget(0.3), Budget(60)
+        with pytest.raises(TimeoutError, match="outer took"), outer.limit("outer"):
+            with inner.limit("inner"):
+                pass
+            time.sleep(60)
+        with pytest.raises(TimeoutError, match="inner took"), Budget(60).limit("outer"), Budget(0.1).limit("inner"):
+            time.sleep(60)
+        time.sleep(0.2)  # no alarm is left
+
+    def test_a_workload_that_does_not_look_at_its_time(self, monkeypatch):
+        class Endless(HostTime):
+            def run(self, context, record):
+                record.sides.update(measured)
+                time.sleep(60)
+
+        monkeypatch.setattr("benchmarks.__main__._GRACE_SECONDS", 0.1)
+        fields = {
+            "name": "endless",
+            "title": "Endless",
+            "seconds": 0.1,
+            "work": tiny(_WORKLOADS["gpu-gpt2-b32"]),
+            "short": 1,
+        }
+        measured = {}
+        assert "the time is spent" in run_workload(Endless(**fields), _ON_CPU).errors[0]
+        measured = {"fastgen": summary([1.0])}
+        record = run_workload(Endless(**fields), _ON_CPU)
+        assert record.errors == [] and "endless took longer" in record.notes[0]
+
+    def test_no_time_for_all_parts(self, monkeypatch):
+        workload = _WORKLOADS["gpu-bart-large-parts"]
+        monkeypatch.setattr(Budget, "is_spent", property(lambda self: True))
+        record = run_workload(replace(workload, work=tiny(workload.work)), _ON_CPU)
+        assert record.errors == [] and len(record.skipped) == 6
 
     def test_without_a_limit_and_in_other_threads(self):
         with Budget().limit("it"):
