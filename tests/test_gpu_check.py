@@ -183,8 +183,10 @@ class TestProcesses:
         monkeypatch.setenv("FASTGEN_NO_EXT", "1")
         monkeypatch.setenv("CI", "1")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "never")
         environment = gpu_check.environment_of_stages()
-        assert not {"FASTGEN_NO_EXT", "CI", "TRITON_INTERPRET"} & set(environment)
+        assert not {"CI", "TRITON_INTERPRET"} & set(environment)
+        assert not [name for name in environment if name.startswith("FASTGEN_")]
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert str(ROOT) in environment["PYTHONPATH"].split(os.pathsep)
 
@@ -259,6 +261,65 @@ def test_left_out():
         assert len(outcome.data["failures"]) == 2
 
 
+class TestEquivalence:
+    """That captured steps are what was tested."""
+
+    @pytest.fixture
+    def judged(self, processes, tmp_path, monkeypatch):
+        def run(captured, left_out=None, missing=()):
+            data = {"captured": captured, "left_out": left_out or {}}
+            monkeypatch.setattr(gpu_check.Check, "tests", lambda *a, **k: Outcome(PASSED, "9 passed", data))
+            check = gpu_check.Check({"architecture": "sm_90"}, processes, tmp_path, 2, 0)
+            check.missing = set(missing)
+            return check.equivalence(60)
+
+        return run
+
+    def test_some_were(self, judged):
+        assert judged(3, {"a streamer": 9}).state == PASSED
+
+    def test_none_was(self, judged):
+        outcome = judged(0, {"a streamer": 1, "Triton is too old": 8})
+        assert outcome.state == NOT_PASSED and "no decoding step was captured: Triton is too old" in outcome.detail
+        assert "nothing was tried" in judged(0).detail
+
+    def test_none_can_be(self, judged):
+        assert judged(0, missing=["triton"]).state == PASSED
+
+    def test_they_are_counted_over_all_tests(self, tmp_path):
+        reports = {}
+        for number in range(2):
+            path = reports[f"e-{number}"] = tmp_path / f"{number}.jsonl"
+            lines = [
+                {"chosen": 2},
+                {"test": "a", "outcome": "passed", "reason": "", "captured": 2},
+                {"test": "b", "outcome": "passed", "reason": "", "left_out": {"a streamer": 3}},
+            ]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        outcome = gpu_check.judge_tests(reports, dict.fromkeys(reports, Finished(0, False, "")), 1.0, 7)
+        assert outcome.data["captured"] == 4 and outcome.data["left_out"] == {"a streamer": 6}
+        assert "4 calls with a captured step" in outcome.detail
+
+    def test_the_plugin_counts_them(self, monkeypatch):
+        from fastgen import counters
+        from tools import pytest_share
+
+        for name in ("count_accelerated", "count_left_out"):
+            monkeypatch.setattr(counters, name, getattr(counters, name))
+        pytest_share._take_captured()
+        pytest_share.watch_captured_steps()
+        counters.count_accelerated("transformers.captured_step")
+        counters.count_accelerated("transformers.generate")
+        counters.reset()
+        counters.count_left_out("transformers.captured_step", "a streamer")
+        assert pytest_share._take_captured() == {"captured": 1, "left_out": {"a streamer": 1}}
+        assert pytest_share._take_captured() == {}
+
+    def test_the_files_are_there(self):
+        for path in (*gpu_check.KERNEL_TESTS, *gpu_check.EQUIVALENCE_TESTS):
+            assert (ROOT / path).exists(), path
+
+
 class TestMemcheck:
     @pytest.mark.parametrize(
         ("output", "status", "timed_out", "state"),
@@ -322,6 +383,13 @@ class TestBenchmarks:
     def test_those_made_for_a_gpu_come_first(self):
         names = ["bart-base", "import", "cuda-bart-large", "pipeline-2000", "t5-base"]
         assert gpu_check.choose_workloads(names) == [["cuda-bart-large"], ["bart-base", "t5-base"]]
+
+    def test_the_workloads_that_there_are(self):
+        from benchmarks.workloads import all_workloads
+
+        first, second = gpu_check.choose_workloads([workload.name for workload in all_workloads()])
+        assert first == [workload.name for workload in all_workloads() if workload.needs_gpu]
+        assert first[0] == "gpu-bart-large-b32" and "bart-base-b16-s1024" in second
 
 
 class TestKernelTimes:

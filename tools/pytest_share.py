@@ -6,7 +6,8 @@
     FASTGEN_SHARE_STOP=T            start no test after T (seconds since 1970)
 
 With `--device` other than the CPU, the models and inputs of tests/equivalence are moved there. They are made on the
-CPU, so that weights and tokens are those that the tests were chosen for.
+CPU, so that weights and tokens are those that the tests were chosen for. The report says for each test how many calls
+ran with a captured step, and why others did without.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
 # These make tensors on the CPU inside of `generate`.
+_CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
 CPU_ONLY = ("test_nested_generate", "test_autocast")
 
 
@@ -28,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device", default="cpu")
     if device != "cpu" and any("equivalence" in str(argument) for argument in config.args):
         move_models(device)
+        watch_captured_steps()
 
 
 def move_models(device: str) -> None:
@@ -61,6 +65,35 @@ def move_models(device: str) -> None:
     check.run = run_there
 
 
+_captured = {"captured": 0, "left_out": Counter[str]()}
+
+
+def watch_captured_steps() -> None:
+    """Counts calls with a captured step and without: tests set FastGen's own counts to zero."""
+    from fastgen import counters
+
+    accelerated, left_out = counters.count_accelerated, counters.count_left_out
+
+    def count_accelerated(entry_point: str) -> None:
+        _captured["captured"] += entry_point == _CAPTURED_STEP
+        accelerated(entry_point)
+
+    def count_left_out(entry_point: str, reason: str) -> None:
+        if entry_point == _CAPTURED_STEP:
+            _captured["left_out"][reason] += 1
+        left_out(entry_point, reason)
+
+    counters.count_accelerated, counters.count_left_out = count_accelerated, count_left_out
+
+
+def _take_captured() -> dict[str, Any]:
+    """What was counted since this was asked last."""
+    found = {"captured": _captured["captured"], "left_out": dict(_captured["left_out"])}
+    _captured["captured"] = 0
+    _captured["left_out"].clear()
+    return {name: value for name, value in found.items() if value}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place, _, shares = os.environ.get("FASTGEN_SHARE", "0/1").partition("/")
@@ -77,7 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # A test is its call; a failure or a skip may also come before it, and a failure after it.
     if report.when == "call" or report.outcome != "passed":
-        _write({"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)})
+        line = {"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)}
+        _write({**line, **_take_captured()})
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
