@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,14 +40,25 @@ def generate(model: Path, source: Path, folder: Path, name: str, options: list[s
         command = [sys.executable, "-m", "fastgen_cli.generate", str(model), str(source), str(output), "--overwrite",
                    "--token-ids", "--report", str(report), *options, *flag]  # fmt: skip
         print(f"{name}, {way} ...", file=sys.stderr)
-        # The demo runs from a checkout as well as with the package installed.
-        done = subprocess.run(command, cwd=HERE.parent)
-        if done.returncode != 0:
-            sys.exit(f"demo: fastgen-generate ended with status {done.returncode}")
+        status = run(command)
+        if status != 0:
+            sys.exit(f"demo: fastgen-generate ended with status {status}")
         with open(output, encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         results[way] = {"report": json.loads(report.read_text(encoding="utf-8")), "rows": rows}
     return results
+
+
+def run(command: list[str]) -> int:
+    """The exit status of a command, which does not outlive this process: `kill` reaches no other."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # The demo runs from a checkout as well as with the package installed.
+    with subprocess.Popen(command, cwd=HERE.parent) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def identical(results: dict[str, Any]) -> tuple[int, int]:

@@ -362,7 +362,9 @@ class FastLayers:
         self._kept = {}
 
     def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> Replacement | None:
-        if "forward" in vars(module):
+        own = vars(module).get("forward")
+        # What a copy of the model has that was made while it generated is its class's, and is gone when the call is.
+        if own is not None and own != type(module).forward.__get__(module):
             return None  # somebody else's, an adapter's or a hook's
         function = self._functions.get(type(module))
         if function is not None:

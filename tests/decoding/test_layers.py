@@ -262,6 +262,10 @@ def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
     for other in (twin, torch.load(file, weights_only=False)):
         assert not any(_is_packed(layer) for layer in other)
         torch.testing.assert_close(other(x), expected, atol=1e-5, rtol=1e-5)
+        with FastLayers.of(other, KINDS):
+            other(x)
+            assert any(_is_packed(layer) for layer in other)
+        assert not any("forward" in vars(layer) for layer in other)
 
 
 def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

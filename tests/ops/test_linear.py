@@ -143,6 +143,23 @@ def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert linear.backend().endswith("shapes") or not linear.is_available()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [([5.0, 4.1, 4.0], 3), ([9.0, 6.0, 8.0, 4.0, 4.2, 1.0], 5), ([0.8**n for n in range(13)], 12)],
+    ids=["steady", "noisy", "never steady"],
+)
+def test_costs_are_measured_until_the_shortest_time_is_met_twice(
+    seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_STEADY", 1.06)
+    for busy in range(2):  # either side: the other takes as long each time
+        times = iter([(time, 2.0) if busy == 0 else (2.0, time) for time in seconds])
+        turns = (time for pair in times for time in pair)
+        monkeypatch.setattr(linear, "_seconds", lambda *product, turns=turns: next(turns))
+        costs = linear._measure(2, 8, 8, False)
+        assert costs[busy] == min(seconds[:rounds]) and costs[1 - busy] == 2.0
+
+
 def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
