@@ -65,7 +65,10 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
         _write_records(fairseq.interact, cfg, own, output, overwrite)
 
     if is_data(source):
-        return lambda: _command(GENERATE_ANY, [source, "--path", model, *options], _generation_parser, of_data)
+        # What fairseq-fixed would drop is kept: every source has an output.
+        all_sources = () if "--required-batch-size-multiple" in options else ("--required-batch-size-multiple", "1")
+        line = [source, "--path", model, *all_sources, *options]
+        return lambda: _command(GENERATE_ANY, line, _generation_parser, of_data)
     # FairSeq takes a line at a time unless it is told otherwise; DATA is filled in by `of_text`.
     batch = () if {"--batch-size", "--max-sentences", "--max-tokens"} & set(options) else ("--batch-size", "16")
     buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
@@ -230,6 +233,13 @@ def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
 
 
 def _summary(cfg: Any, report: Any) -> None:
+    left_out = report.sources - report.sentences
+    if left_out > 0:
+        print(
+            f"{left_out} of {report.sources} sources were left out: too long, in another shard, or in a last batch "
+            "that fairseq-fixed drops (--required-batch-size-multiple 1 keeps it)",
+            file=sys.stderr,
+        )
     if cfg.common_eval.quiet:
         return
     timing = report.timing

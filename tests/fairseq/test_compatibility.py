@@ -111,6 +111,10 @@ def test_status_names_every_patch_and_the_version():
     states = {name: state for name, state in status.patches.items() if name.startswith("fairseq")}
     assert set(states.values()) == {"applied"} or not fairseq.__version__.startswith("0.12.2"), states
     assert status.versions["fairseq"] == fairseq.__version__ and not status.notes
+    # Whatever the release, generation goes through FastGen.
+    modules = ("sequence_generator", "search", "ngram_repeat_block", "modules.multihead_attention")
+    hooks = {name: state for name, state in states.items() if name.startswith(tuple(f"fairseq.{m}." for m in modules))}
+    assert len(hooks) == 9 and set(hooks.values()) == {"applied"}, hooks
 
 
 # ---- configuration classes

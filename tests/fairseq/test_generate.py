@@ -12,6 +12,8 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 
 from fastgen.decoding import kv
 from fastgen.decoding.shared import SharedKV
+from fastgen.optimizer.fairseq.call import Call
+from fastgen.optimizer.fairseq.search import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 
@@ -171,6 +173,16 @@ def test_attention_of_a_model_made_fast_for_generation(name):
     made = models.SEQ2SEQ[name](seed=0)
     made.make_generation_fast_(beamable_mm_beam_size=None, need_attn=False)
     check(lambda: generator_for([made], beam_size=4), models.sources(4))
+
+
+@pytest.mark.parametrize(("more", "count"), [({}, 6), ({"candidate_multiple": 1}, 3)], ids=["0.12.2", "fairseq-fixed"])
+def test_candidates_of_a_step(monkeypatch, more, count):
+    """The releases differ in a parameter."""
+    lprobs, scores = torch.randn(2, 3, 7), torch.randn(2, 3, 5)
+    with Call.entered(Call(object(), 3, 1, set(), 1)):
+        best, words, sequences = step(None, None, (3, lprobs, scores), more)
+    want, places = torch.topk((lprobs + scores[:, :, 2:3]).flatten(1), count)
+    assert torch.equal(best, want) and torch.equal(sequences * 7 + words, places)
 
 
 def test_one_model_in_generators_of_different_beams(pool):

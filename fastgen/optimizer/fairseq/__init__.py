@@ -96,7 +96,8 @@ def _generation() -> list[Patch]:
             "fairseq.search",
             "BeamSearch.step",
             f"{__name__}.search:step",
-            _takes("self step lprobs scores prev_output_tokens original_batch_idxs"),
+            # The last one only in fairseq-fixed.
+            _takes("self step lprobs scores prev_output_tokens original_batch_idxs", optional="candidate_multiple"),
         ),
         Patch(generator, "EnsembleModel.forward_encoder", f"{__name__}.sources:encode", _takes("self net_input")),
         hook("EnsembleModel.reorder_encoder_out", "reorder_encoder_out", "self encoder_outs new_order"),
@@ -118,13 +119,13 @@ def _generation() -> list[Patch]:
     ]
 
 
-def _takes(parameters: str) -> Callable[[Any], str | None]:
-    """The condition that the target's parameters are those that the wrapper was written for."""
+def _takes(parameters: str, optional: str = "") -> Callable[[Any], str | None]:
+    """The condition that the target's parameters are those that the wrapper was written for, `optional` ones or not."""
     expected = parameters.split()
 
     def check(original: Any) -> str | None:
         found = list(inspect.signature(original).parameters)
-        if found == expected:
+        if found in (expected, [*expected, *optional.split()]):
             return None
         return f"{original.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
 
