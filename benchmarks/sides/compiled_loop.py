@@ -47,6 +47,9 @@ class CompiledLoop(Side):
         # Without a GPU there is nothing to be had from graphs, and compiling is not what tests look at.
         self._step = self._next
         if device.type == "cuda":
+            # A graph copies its inputs in, unless they are known to stay where they are.
+            for tensor in (self._places, *(part for layer in self._cache for part in layer)):
+                torch._dynamo.mark_static_address(tensor)
             self._step = torch.compile(self._next, mode="reduce-overhead", fullgraph=True)
 
     def warm_up(self) -> None:

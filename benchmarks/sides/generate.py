@@ -56,12 +56,11 @@ class Patched(Unpatched):
                 raise Unsupported(f"FastGen stays in float32: {reason}")
 
     def warm_up(self) -> None:
-        if self.job.model.device.type != "cuda":
-            super().warm_up()
-            return
-        # A graph is made for the size of a whole run, perhaps when that comes for the second time.
-        for _ in range(2):
+        if self.job.model.device.type == "cuda" and self._settings.get("captured_step") != "never":
+            # Graphs are made for the size of a whole run.
             self.run(self.job.workload.new_tokens)
+        else:
+            super().warm_up()
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -374,6 +374,36 @@ class TestCompiledLoop:
             sides.make("compiled-loop").setup(Job(work, model, inputs, threads=1))
 
 
+@pytest.mark.parametrize("name", ["gpu-llama-7b-b1", "gpu-bart-large-b32"])
+def test_only_steps_are_compiled(name, monkeypatch):
+    from benchmarks.sides import compiled
+
+    work = tiny(_WORKLOADS[name], dtype="float32", options={"num_beams": 1, "do_sample": False})
+    model, _ = work.build(torch.device("cpu"))
+    inputs = work.make_inputs(model)
+    expected = sides.make("transformers")
+    expected.setup(Job(work, model, inputs, threads=1))
+    widths, modes = [], []
+
+    def compile(forward, mode=None):
+        modes.append(mode)
+
+        def step(**inputs):
+            name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+            widths.append(inputs[name].shape[1])
+            return forward(**inputs)
+
+        return step
+
+    monkeypatch.setattr(torch, "compile", compile)
+    side = sides.make("transformers-compile")
+    side.setup(Job(work, model, inputs, threads=1))
+    side._forward = compiled._compile_steps(model)
+    assert torch.equal(side.run(5), expected.run(5))
+    # The first token of a decoder-only model comes from its prompt.
+    assert widths == [1] * (5 if model.config.is_encoder_decoder else 4) and modes[-1] == "reduce-overhead"
+
+
 def test_compiled_sides_come_after_the_others(monkeypatch):
     order = []
     for name in ("transformers", "transformers-compile", "fastgen", "compiled-loop"):
