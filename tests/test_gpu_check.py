@@ -206,7 +206,7 @@ def test_left_out():
 
     @pytest.fixture
     def judged(self, processes, tmp_path):
-        def run(seconds=0.0, bad=-1, least=1.0, budget=60.0, text=None):
+        def run(seconds=0.0, bad=-1, least=1.0, budget=60.0, text=None, device="cpu"):
             file = tmp_path / "test_it.py"
             file.write_text(text or self.TESTS.format(seconds=seconds, bad=bad))
             (tmp_path / "conftest.py").write_text(
@@ -214,6 +214,7 @@ def test_left_out():
             )
             (tmp_path / "pytest.ini").write_text("[pytest]\n")
             check = gpu_check.Check({"architecture": "sm_90"}, processes, tmp_path, 2, 5)
+            check.device = device
             return check.tests("some", ["-c", str(tmp_path / "pytest.ini"), str(file)], budget, least)
 
         return run
@@ -224,6 +225,16 @@ def test_left_out():
         assert (outcome.data["chosen"], outcome.data["passed"], outcome.data["skipped"]) == (13, 12, 1)
         assert outcome.data["skips"] == {"for a reason": 1}
 
+    def test_on_a_gpu_those_that_do_something_there(self, judged):
+        text = (
+            "import pytest\n"
+            "@pytest.fixture\ndef device(request):\n    return request.config.getoption('--device')\n"
+            "def test_here():\n    pass\n"
+            "def test_there(device):\n    assert device == 'a-gpu'\n"
+        )
+        outcome = judged(text=text, device="a-gpu")
+        assert outcome.state == PASSED and (outcome.data["chosen"], outcome.data["passed"]) == (1, 1)
+
     def test_a_failure_is_named(self, judged):
         outcome = judged(bad=3)
         assert outcome.state == NOT_PASSED
@@ -231,7 +242,7 @@ def test_left_out():
         assert len(outcome.data["failures"]) == 1 and "test_number[3]" in outcome.data["failures"][0]
 
     def test_the_time_is_over(self, judged):
-        outcome = judged(seconds=2.0, least=0.1, budget=7.0)
+        outcome = judged(seconds=3.0, least=0.1, budget=14.0)
         assert outcome.state == PASSED
         assert 0 < outcome.data["passed"] < 12
         assert "left out at the end of the time" in outcome.detail

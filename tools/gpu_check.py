@@ -67,12 +67,7 @@ OPTIONAL = {
     "fairseq": "no FairSeq rows",
 }
 
-KERNEL_TESTS = (
-    "tests/ops",
-    "tests/decoding",
-    "tests/optimizer/transformers/captured",
-    "tests/pipeline/test_memory.py",
-)
+KERNEL_TESTS = ("tests/ops", "tests/decoding", "tests/pipeline/test_memory.py")
 # The files whose tests run models and inputs that can be moved to the GPU; the others test when to fall back, or what
 # is done on a CPU alone.
 EQUIVALENCE_TESTS = tuple(

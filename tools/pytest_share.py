@@ -5,9 +5,9 @@
     FASTGEN_SHARE_REPORT=FILE       gets a JSON object on a line per test, written when the test ends
     FASTGEN_SHARE_STOP=T            start no test after T (seconds since 1970)
 
-With `--device` other than the CPU, the models and inputs of tests/equivalence are moved there. They are made on the
-CPU, so that weights and tokens are those that the tests were chosen for. The report says for each test how many calls
-ran with a captured step, and why others did without.
+With `--device` other than the CPU, tests that do nothing there are left out, and the models and inputs of
+tests/equivalence are moved there. They are made on the CPU, so that weights and tokens are those that the tests were
+chosen for. The report says for each test how many calls ran with a captured step, and why others did without.
 """
 
 from __future__ import annotations
@@ -98,13 +98,20 @@ def _take_captured() -> dict[str, Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place, _, shares = os.environ.get("FASTGEN_SHARE", "0/1").partition("/")
     moved = config.getoption("--device", default="cpu") != "cpu"
-    order = [item for item in items if not (moved and item.nodeid.partition("::")[2].startswith(CPU_ONLY))]
+    order = [item for item in items if not moved or _runs_there(item)]
     order.sort(key=lambda item: item.nodeid)
     random.Random(os.environ.get("FASTGEN_SHARE_SEED", "0")).shuffle(order)
     mine = order[int(place) :: int(shares)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
     items[:] = mine
     _write({"chosen": len(mine)})
+
+
+def _runs_there(item: pytest.Item) -> bool:
+    """Whether a test does anything on another device than the CPU: it asks for it, or its models are moved."""
+    if "equivalence" in item.path.parts:
+        return not item.nodeid.partition("::")[2].startswith(CPU_ONLY)
+    return "device" in getattr(item, "fixturenames", ())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
