@@ -26,7 +26,7 @@ class Status:
         strict: whether a fallback raises.
         versions: of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing.
         patches: {target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}.
-        operators: {operator: which backend serves it}.
+        operators: {operator: which backend serves it}, and what captures decoding steps.
         notes: anything the user should know, such as an untested version.
     """
 
@@ -50,6 +50,8 @@ class Status:
 
 def collect(patches: PatchSet) -> Status:
     """The status of this process. Imports torch, for the operators; never a toolkit."""
+    from fastgen.decoding.captured import graph
+
     versions = {"fastgen": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in ("torch", *_TESTED)}
     return Status(
@@ -57,8 +59,8 @@ def collect(patches: PatchSet) -> Status:
         strict=settings.current().strict,
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
-        operators=ops.backends(),
-        notes=[*(note for name in _TESTED for note in _notes(name, versions[name])), *_weights()],
+        operators={**ops.backends(), "captured_step": graph.backend()},
+        notes=[*(note for name in _TESTED for note in _notes(name, versions[name])), *_weights(), *_samples()],
     )
 
 
@@ -95,6 +97,18 @@ def _weights() -> list[str]:
     if reason is not None:
         return [f"cpu_weights is {wanted}, but {reason}: weights stay in float32"]
     return [f"cpu_weights is {wanted}: results on the CPU are not those of float32"]
+
+
+def _samples() -> list[str]:
+    """What the user has to know of random numbers."""
+    from fastgen.decoding.captured import graph
+
+    if graph.backend() != "CUDA graphs":
+        return []
+    return [
+        "captured steps on a GPU sample from the same distribution, with other random numbers; captured_step='never' "
+        "gives the samples of the original code"
+    ]
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from hypothesis import settings
 settings.register_profile("fastgen", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("fastgen")
 
+# Triton's kernels run on a CPU in its interpreter. It decides that when it is imported, which toolkits do, and so do the
+# other conftest files: before there are options.
+if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # What tests measure while others run is nothing to remember.
 os.environ.setdefault("FASTGEN_CACHE", "")
 
@@ -20,12 +26,6 @@ os.environ.setdefault("FASTGEN_CACHE", "")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device that the tests run on: cpu (default), cuda, cuda:1, ...")
     parser.addoption("--captured", action="store_true", help="equivalence tests run with a simulated captured step")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Triton's kernels run on a CPU in its interpreter. It decides that when it is imported, which toolkits do.
-    if config.getoption("--device") == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,7 @@ def test_status_names_versions_patches_and_operators():
     states = status.patches
     assert states["transformers.generation.utils.GenerationMixin.generate"] == "applied"
     assert {state for name, state in states.items() if name.startswith("transformers.")} == {"applied"}
+    assert "no CUDA device" in status.operators["captured_step"] or torch.cuda.is_available()
     assert status.operators["attention"] and status.operators["no_repeat_ngram"]
     text = str(status)
     assert "FastGen" in text and "patches:" in text and "operators:" in text

@@ -26,6 +26,16 @@ class Graph(RecordedGraph):
             super().capture(function)
 
 
+class CalledGraph:
+    """Calls the function again instead of replaying it: for kernels that a simulated graph does not see (Triton's)."""
+
+    def __init__(self, device):
+        pass
+
+    def capture(self, function):
+        self.replay = function
+
+
 class LateFlag(graph.LateFlag):
     """The host knows of a step when `late` more have been started."""
 

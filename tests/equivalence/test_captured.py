@@ -18,7 +18,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.reader import StepReader
 from fastgen.optimizer.transformers.captured import kept, loop
 from fastgen.optimizer.transformers.captured.step import CapturedStep
-from tests.equivalence.captured import Graph, on_the_cpu, reasons
+from tests.equivalence.captured import CalledGraph, Graph, on_the_cpu, reasons
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
 
@@ -223,6 +223,19 @@ def test_threads(device: torch.device) -> None:
     assert len(found) == 4 and captures() == 8
 
 
+def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, interpreted where there is no GPU. The simulated graph does not see them: steps are called there."""
+    names = ["bart", "t5", "gpt2", "llama"]
+    if device.type != "cuda":
+        monkeypatch.setattr(graph, "Graph", CalledGraph)
+        names = ["t5"]  # the interpreter is slow
+    for name in names:
+        model, inputs = build(BY_NAME[name], device)
+        less = {key: value[:1] for key, value in inputs.items()}
+        check(model, less, {**BEAMS, "num_beams": 2, "max_new_tokens": 8})
+    assert captures() == len(names), reasons()
+
+
 # ---- sampling
 
 
@@ -373,12 +386,51 @@ def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatc
     assert "encoder's output" in reason
 
 
+def test_autocast(device: torch.device) -> None:
+    """It keeps copies of weights, which are gone when it ends."""
+    model, inputs = build(BY_NAME["bart"], device)
+    with torch.autocast(device.type, torch.bfloat16):
+        run(model, inputs, BEAMS)
+    assert reasons() == {"autocast": 1}
+    check(model, inputs, BEAMS)
+    assert captures() == 1
+
+
+def test_with_and_without_inference_mode(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+    for context in (torch.inference_mode(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            check(model, inputs, BEAMS)
+    assert captures() == 3, reasons()
+
+
+def test_errors_of_a_call_are_not_held_against_its_shape(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: 1 / 0)
+        check(model, inputs, BEAMS)
+    check(model, inputs, BEAMS)
+    assert list(reasons().values()) == [1] and captures() == 1
+
+
+def test_samples_of_what_is_no_probability(device: torch.device) -> None:
+    """The original code says so."""
+    model, inputs = build(BY_NAME["llama"], device)
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    message = "probability tensor contains either"
+    if device.type == "cuda":
+        pytest.skip("there, the original code's error ends the process")
+    with pytest.raises(RuntimeError, match=message):
+        run(model, inputs, {**NEW, "do_sample": True})
+
+
 # ---- masks
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "whisper"])
 def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
-    """Spelled out as matrix products, and without a mask of the encoder's output: what fills the buffers up is left out."""
+    """Spelled out as matrix products, without a mask of the encoder's output: what fills the buffers is left out."""
     family = BY_NAME[name]
     model = copy.deepcopy(family.build("eager")).to(device)
     inputs = {key: value.to(device) for key, value in family.make_inputs(length=7, padding=None).items()}

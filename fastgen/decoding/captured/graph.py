@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fastgen import settings
 from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
@@ -27,6 +28,16 @@ def unavailable(device: torch.device) -> str | None:
     if not operators.is_installed():
         return "Triton is not installed"
     return None
+
+
+def backend() -> str:
+    """What captures decoding steps in this process."""
+    if settings.current().captured_step == "never":
+        return "off (captured_step is never)"
+    if not torch.cuda.is_available():
+        return "no steps are captured: torch sees no CUDA device"
+    reason = unavailable(torch.device("cuda"))
+    return "CUDA graphs" if reason is None else f"no steps are captured: {reason}"
 
 
 class Graph:
@@ -81,9 +92,10 @@ def capturable(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class _NumbersOnDevice(TorchFunctionMode):
-    """`torch.where` with a number: torch makes a tensor of it on the host, and copies that to the device.
+    """Numbers that become tensors: torch makes them on the host, and copies them to the device.
 
-    Such a copy cannot be captured; filling a tensor on the device can.
+    Such a copy cannot be captured; filling a tensor on the device can. It concerns `torch.where` with a number, and
+    `torch.tensor` of one.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -93,7 +105,14 @@ class _NumbersOnDevice(TorchFunctionMode):
         elif func is torch.Tensor.where and len(args) == 3:
             x, condition, y = args
             args = x, condition, _tensor(y, x, condition.device)
+        elif func is torch.tensor and _is_number_for_a_device(args, kwargs or {}):
+            func, args = torch.full, ((), *args)
         return func(*args, **(kwargs or {}))
+
+
+def _is_number_for_a_device(args: tuple, kwargs: dict) -> bool:
+    is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
+    return is_number and kwargs.get("device") is not None and kwargs.keys() <= {"device", "dtype"}
 
 
 def _tensor(x: Any, other: Any, device: torch.device) -> Any:

@@ -47,12 +47,14 @@ class RowSearch(SequenceBuffers):
         self.sequences = torch.zeros(batch, copies, prompt_room + room, dtype=torch.int64, device=device)
         self.unfinished = torch.ones(batch * copies, dtype=torch.bool, device=device)
         self._fill = torch.zeros((), dtype=torch.int64, device=device)
+        self._is_spoilt = torch.zeros((), dtype=torch.bool, device=device)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
         """Starts a search. Arguments and errors are those of `BeamSearch.begin`."""
         self._begin(prompt, new_tokens, self.sequences, fill)
         self.unfinished.copy_(self._is_real.expand(-1, self._copies).reshape(-1))
         self._fill.fill_(fill)
+        self._is_spoilt.fill_(False)
 
     @property
     def running_tokens(self) -> Tensor:
@@ -67,6 +69,8 @@ class RowSearch(SequenceBuffers):
         """
         if self._samples:
             probabilities = torch.softmax(scores.float(), dim=-1)
+            # One score that is not a number spoils its whole row.
+            self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & self.unfinished).any())
             scores = probabilities / torch.empty_like(probabilities).exponential_()
         self.advance(scores.argmax(dim=-1))
 
@@ -91,5 +95,10 @@ class RowSearch(SequenceBuffers):
         """The first `count` sequences of each of the first `inputs` inputs, [inputs * count, length].
 
         Waits for the device.
+
+        Raises:
+            ValueError: tokens were to be drawn from what is no probabilities.
         """
+        if bool(self._is_spoilt):
+            raise ValueError("probabilities to draw from are not numbers")
         return self.sequences[:inputs, :count, int(self.start) : int(self.length)].flatten(0, 1).clone()

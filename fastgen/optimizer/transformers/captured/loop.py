@@ -59,7 +59,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         )
         if not call.accelerated:
             return wrapped(*args, **kwargs)
-        with graph.turn:
+        # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
+        with graph.turn, torch.inference_mode(False), torch.no_grad():
             sequences = _Decoding(call, arguments, model_kwargs).run()
     except (Declined, CannotBeCaptured) as reason:
         counters.count_left_out(ENTRY_POINT, str(reason))
@@ -82,6 +83,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise Declined(unavailable)
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         raise Declined("the model is on several devices")
+    if torch.is_autocast_enabled(call.model.device.type):
+        # It keeps copies of weights until its end, which a graph would go on reading.
+        raise Declined("autocast")
     if call.model.dtype not in operators.KERNEL_TYPES:
         raise Declined(f"a model in {call.model.dtype}")
     if arguments.get("streamer") is not None:
@@ -147,7 +151,6 @@ class _Decoding:
             if isinstance(error, torch.OutOfMemoryError):
                 kept.drop_all()
                 raise CannotBeCaptured("out of memory") from None
-            kept.refuse(self._model, self._shape, _describe(error))
             raise CannotBeCaptured(_describe(error)) from error
         sequences = step.search.results(self._prompt.inputs, self._returned)
         if step.is_captured:
@@ -173,12 +176,23 @@ class _Decoding:
         while not step.is_over() and done < prompt.new_tokens:
             if done > step.shape.capacity:
                 step = self._larger(step)
-            step.start(self._model, rows, done, self._process)
+            self._start(step, rows, done)
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.shape.capacity + 1:
                 self._has_released = True
                 self._call.store.release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
         return step
+
+    def _start(self, step: CapturedStep, rows: int, done: int) -> None:
+        """The next step. What keeps it from being captured now will do so in the next call, too."""
+        try:
+            step.start(self._model, rows, done, self._process)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if error is not self._raised and not step.is_captured:
+                kept.refuse(self._model, self._shape, _describe(error))
+            raise
 
     def _larger(self, step: CapturedStep) -> CapturedStep:
         """A step with twice the capacity, where this one has got to."""
@@ -222,33 +236,57 @@ class _Decoding:
     # ---- what the first pass has left
 
     def _make_prompt(self) -> Prompt:
-        copies = self._copies
-        tokens = self._input_ids[::copies]
+        tokens = self._input_ids[:: self._copies]
+        inputs, length = tokens.shape
         own, cross = layers_of(self._call.store.cache)
-        for layer in (*own, *(cross or ())):
-            if layer.is_sliding:
-                raise Declined("a sliding window")
-        stored = [layer.kv.prefix() for layer in own]
-        if any(keys.shape[2] != tokens.shape[1] for keys, _ in stored):
+        if any(layer.is_sliding for layer in (*own, *(cross or ()))):
+            raise Declined("a sliding window")
+        own_kv = [layer.kv.prefix() for layer in own]
+        if any(keys.shape[2] != length for keys, _ in own_kv):
             raise Declined("a prompt of which the cache has more or less than the tokens")
-        kwargs = {name: value[::copies] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)}
-        own_mask, cross_mask = kwargs.get("attention_mask"), None
+        masks = {name: self._model_kwargs[name] for name in _MASKS if self._model_kwargs.get(name) is not None}
+        masks = {name: mask[:: self._copies] for name, mask in masks.items()}
+        cross_kv = cross_span = None
         if cross is not None:
-            own_mask, cross_mask = kwargs.get("decoder_attention_mask"), own_mask
-        span = _span(own_mask, tokens.shape[0], tokens.shape[1], tokens.device)
-        cross_stored = cross_span = None
-        if cross is not None:
-            cross_stored = [layer.kv.prefix() for layer in cross]
-            cross_span = _span(cross_mask, tokens.shape[0], cross_stored[0][0].shape[2], tokens.device)
-        for name in _POSITIONS:
-            if name in kwargs:
-                kwargs[name] = kwargs[name][:, -1:] + 1
-        for name in _LAST:
-            if name in kwargs:
-                kwargs[name] = kwargs[name][:, -1:]
-        logits = self._call.prefilled.logits[:, -1]
-        new_tokens = self._config.max_length - tokens.shape[1]
-        return Prompt(tokens, new_tokens, stored, cross_stored, span, cross_span, kwargs, logits)
+            cross_kv = [layer.kv.prefix() for layer in cross]
+            cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
+        span = _span(masks.get(self._own_mask), inputs, length, tokens.device)
+        return Prompt(
+            tokens=tokens,
+            new_tokens=self._config.max_length - length,
+            own=own_kv,
+            cross=cross_kv,
+            span=span,
+            cross_span=cross_span,
+            tensors=masks | self._next_inputs(tokens, masks, span),
+            logits=self._call.prefilled.logits[:, -1],
+        )
+
+    @property
+    def _own_mask(self) -> str:
+        """The name of the mask of the sequences themselves."""
+        return "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
+
+    def _next_inputs(self, tokens: Tensor, masks: dict[str, Tensor], span: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """What the next step gets of the other inputs; and what models would ask the host for."""
+        given = {
+            name: value[:: self._copies] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
+        }
+        found = {name: given[name][:, -1:] + 1 for name in _POSITIONS if name in given}
+        found |= {name: given[name][:, -1:] for name in _LAST if name in given}
+        if not self._model.config.is_encoder_decoder:
+            return found
+        parameters = inspect.signature(self._model.forward).parameters
+        if self._own_mask in parameters and self._own_mask not in masks:
+            # Some models make a mask of ones, of a size that is on the device.
+            found[self._own_mask] = torch.ones_like(tokens)
+        if "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
+            # They might be counted from that mask otherwise, which has room for the positions to come.
+            starts, ends = span
+            if bool((ends - starts < tokens.shape[1]).any()):
+                raise Declined("a padded decoder prompt")
+            found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
+        return found
 
     def _make_shape(self) -> Shape:
         prompt, config = self._prompt, self._config
@@ -264,6 +302,7 @@ class _Decoding:
             capacity=min(room, _MOST_FIRST_ROOM),
             cross_room=None if prompt.cross is None else _round_up(prompt.cross[0][0].shape[2], _PREFIX),
             cross_width=None if encoded is None else encoded[0].shape[2],
+            cross_class=None if encoded is None else type(encoded),
             search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
             eos=self._eos,
             processors=None if None in captured else tuple(captured),

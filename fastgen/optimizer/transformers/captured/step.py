@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
@@ -42,7 +41,8 @@ class Shape:
         batch, copies: inputs there is room for, and sequences of each.
         prompt_room, room: positions of the sequences' buffers for the prompt, and for what is generated.
         capacity: positions of the suffix of K and V.
-        cross_room, cross_width: positions and width of the encoder's output; None for a model without an encoder.
+        cross_room, cross_width, cross_class: positions and width of the encoder's output, and the class that it comes
+            in; None for a model without an encoder.
         search: the class of the search and its options.
         eos: tokens that end a sequence.
         processors: signatures of the captured processors; None if the host runs the processors.
@@ -58,6 +58,7 @@ class Shape:
     capacity: int
     cross_room: int | None
     cross_width: int | None
+    cross_class: type | None
     search: tuple[str, Hashable]
     eos: tuple[int, ...]
     processors: tuple[Hashable, ...] | None
@@ -128,11 +129,11 @@ class CapturedStep:
         self._cache = cache_of(self._own, self._cross, self._seen)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in shape.tensors}
         self._constants: dict[str, Any] = dict(shape.constants)
-        if shape.cross_room is not None:
+        if shape.cross_class is not None:
             # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
             nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
             states = nothing.expand(shape.rows, shape.cross_room, shape.cross_width)
-            self._constants["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+            self._constants["encoder_outputs"] = shape.cross_class(last_hidden_state=states)
         # What the host's processors get and give.
         self._scores = torch.zeros(shape.rows, prompt.logits.shape[-1], dtype=torch.float32, device=device)
         self._flag = graph.LateFlag(device, _LATE if processors is not None else 0)
@@ -147,12 +148,11 @@ class CapturedStep:
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width that leaves room for the positions to come."""
         shape = self.shape
-        if name == "attention_mask" and shape.cross_room is not None:
-            width = shape.cross_room
-        elif name in ("attention_mask", "decoder_attention_mask"):
+        width = 1
+        if self._grows(name):
             width = shape.prompt_room + shape.capacity
-        else:
-            width = 1
+        elif name == "attention_mask":
+            width = shape.cross_room or 0
         return torch.zeros(shape.rows, width, dtype=first.dtype, device=first.device)
 
     # ---- a call
@@ -180,14 +180,21 @@ class CapturedStep:
         rows = given.shape[0] * self.shape.copies
         given = given.repeat_interleave(self.shape.copies, dim=0)
         buffer.zero_()
-        if name == "attention_mask" and self.shape.cross_room is not None:
-            buffer[:rows, : given.shape[1]] = given
-        elif name in ("attention_mask", "decoder_attention_mask"):
+        if self._grows(name):
             end = self.shape.prompt_room
             buffer[:rows, end - given.shape[1] : end] = given
-            buffer[:, end:] = 1
+            buffer[:, end] = 1  # that of the first step
         else:
-            buffer[:rows] = given
+            buffer[:rows, : given.shape[1]] = given
+
+    def _grows(self, name: str) -> bool:
+        """Whether an input of the model is a mask of the sequences, and not of what the encoder has read."""
+        return name == ("attention_mask" if self.shape.cross_room is None else "decoder_attention_mask")
+
+    def _extend(self, mask: Tensor) -> None:
+        """The position of the next step counts; those behind it do not: models count the ones."""
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        mask.masked_fill_(columns == self._seen, 1)
 
     def choose_first(self, logits: Tensor, host_processors: HostProcessors) -> None:
         """The first token, from the logits of the prompt, [inputs * copies, vocabulary]."""
@@ -273,8 +280,10 @@ class CapturedStep:
             kv.take_over(old)
         for name, buffer in self._inputs.items():
             old = other._inputs[name]
-            buffer.fill_(1)  # behind a mask's end, nothing is left out
+            buffer.zero_()
             buffer[:, : old.shape[1]] = old
+            if self._grows(name):
+                self._extend(buffer)
         self.search.take_over(other.search)
         self._flag.reset()
 
@@ -295,9 +304,11 @@ class CapturedStep:
         """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
         self._places.advance(self.search.parents)
         self._seen.add_(1)
-        for name in _POSITIONS:
-            if name in self._inputs:
-                self._inputs[name].add_(1)
+        for name, buffer in self._inputs.items():
+            if name in _POSITIONS:
+                buffer.add_(1)
+            elif self._grows(name):
+                self._extend(buffer)
         self._flag.send(self.search.done)
 
     def _logits(self, model: Any) -> Tensor:
