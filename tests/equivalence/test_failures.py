@@ -15,7 +15,7 @@ import fastgen
 from fastgen.decoding import shared
 from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.shared import SharedKV
-from fastgen.optimizer.transformers.cache import SharedLayer
+from fastgen.optimizer.transformers.cache import SharedLayer, StoreInCache
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
@@ -162,6 +162,21 @@ def test_streamer_is_not_fed_twice(family: Any, at: int, monkeypatch: pytest.Mon
     with fastgen.disabled():
         original = call()
     break_(monkeypatch, LayerKV, "extend", at)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        assert call() == original
+
+
+def test_streamer_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if FastGen fails when the loop is over."""
+
+    def call() -> list[Any]:
+        mine, family = Listens(), BY_NAME["llama"]
+        run(family.build(), family.make_inputs(batch=1), {"streamer": mine, "return_dict_in_generate": True})
+        return mine.heard
+
+    with fastgen.disabled():
+        original = call()
+    break_(monkeypatch, StoreInCache, "hand_over", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         assert call() == original
 

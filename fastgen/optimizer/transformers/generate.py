@@ -138,12 +138,13 @@ class _Attempt:
 
 
 class _Streamer(wrapt.ObjectProxy):
-    """A streamer that, after `rewind`, leaves out as many `put`s as were made before."""
+    """A streamer that, after `rewind`, leaves out as many `put`s as were made before, and the end if it came."""
 
     def __init__(self, streamer: Any) -> None:
         super().__init__(streamer)
         self._self_done = 0
         self._self_skip = 0
+        self._self_has_ended = False
 
     def put(self, value: Any) -> None:
         if self._self_skip:
@@ -151,6 +152,11 @@ class _Streamer(wrapt.ObjectProxy):
             return
         self.__wrapped__.put(value)
         self._self_done += 1
+
+    def end(self) -> None:
+        if not self._self_has_ended:
+            self.__wrapped__.end()
+            self._self_has_ended = True
 
     def rewind(self) -> None:
         self._self_skip = self._self_done
