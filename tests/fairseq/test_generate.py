@@ -139,6 +139,13 @@ def test_prefix_tokens(pool, name, prefix):
     check(lambda: generator_for([pool(name)], beam_size=3), sample, prefix_tokens=torch.tensor(prefix), bos_token=7)
 
 
+def test_a_source_that_ends_at_the_first_step(pool):
+    """It leaves the batch before the others have a row for each sequence."""
+    prefix = torch.tensor([[7, 5], [2, 1], [8, 9], [2, 1]])
+    found = check(lambda: generator_for([pool("post-norm")], beam_size=1), models.sources(4), prefix_tokens=prefix)
+    assert found[1][0]["tokens"].tolist() == [2] and len(found[0][0]["tokens"]) > 2
+
+
 @pytest.mark.parametrize("kind", ["ordered", "unordered"])
 def test_constraints(pool, kind):
     # As FairSeq packs them: how many there are, then each with a zero behind it.

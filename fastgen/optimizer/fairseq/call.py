@@ -91,7 +91,11 @@ class Call:
     def branch(self) -> None:
         """From now on each sequence has a row of its own."""
         self._branched = True
-        self._masks.clear()
+        # Not made anew: sources that end at the first step are gone by then.
+        self._masks = {
+            key: (padding, mask.repeat_interleave(self.copies, dim=0) if mask is not None else None)
+            for key, (padding, mask) in self._masks.items()
+        }
         for layer in self._layers:
             layer.branch(self.beams)
 
@@ -159,7 +163,8 @@ class Call:
         Returns:
             [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has branched.
         """
-        # All layers pass the same tensor in all steps, because the encoder output is never reordered.
+        # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first is
+        # the one before the call branches.
         if id(padding) not in self._masks:
             self._masks[id(padding)] = padding, self._make_mask(padding.bool(), dtype)
         return self._masks[id(padding)][1]
@@ -170,8 +175,8 @@ class Call:
         if bool(padding.all(dim=1).any()):
             # What attention over nothing gives is not the same in all implementations.
             raise Declined("a source that is nothing but padding")
-        mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device).masked_fill_(padding, float("-inf"))
-        return (mask.repeat_interleave(self.copies, dim=0) if self._branched else mask)[:, None, None, :]
+        mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+        return mask.masked_fill_(padding, float("-inf"))[:, None, None, :]
 
     # ---- between two steps
 
