@@ -9,7 +9,8 @@ Importing this package and its modules does not import Triton. A public function
 its tensors (`available`), and its reference elsewhere. The kernels are in the modules with an underscore.
 
 Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
-graph, and its replays read lengths, positions and tables as they are then. Nothing in FastGen uses these operators yet.
+graph, and its replays read lengths, positions and tables as they are then. The captured step is made of them
+(`fastgen.decoding.captured`); `norm` is not used yet.
 """
 
 from __future__ import annotations

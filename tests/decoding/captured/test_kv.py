@@ -1,0 +1,171 @@
+"""K and V in fixed buffers, read by attention: against ordinary attention over the history of each row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastgen.decoding.captured.kv import StaticKV
+from fastgen.decoding.captured.places import Places
+from fastgen.decoding.shared import CannotBeCaptured, SharedKV
+
+BATCH, COPIES, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
+PREFIX, ROOM, CAPACITY = 5, 8, 6
+STARTS, ENDS = [0, 2, 1], [5, 5, 4]
+
+
+class History:
+    """What every row has seen, as lists of tensors: a plain definition."""
+
+    def __init__(self, inputs: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.rows = [
+            [torch.stack([keys[n, :, STARTS[n] : ENDS[n]], values[n, :, STARTS[n] : ENDS[n]]])]
+            for n in range(inputs)
+            for _ in range(COPIES)
+        ]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for row, history in enumerate(self.rows):
+            history.append(torch.stack([keys[row], values[row]]))
+
+    def attend(self, query: torch.Tensor) -> torch.Tensor:
+        results = []
+        for row, history in enumerate(self.rows):
+            keys, values = torch.cat(history, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
+            results.append(F.scaled_dot_product_attention(query[row], keys, values))
+        return torch.stack(results)
+
+
+@pytest.fixture(params=["beginning", "end"])
+def at_end(request: pytest.FixtureRequest) -> bool:
+    return request.param == "end"
+
+
+def make(device: torch.device, batch: int = BATCH, capacity: int = CAPACITY, has_suffix: bool = True):
+    places = Places(batch, COPIES, capacity, device)
+    example = torch.zeros(1, KV_HEADS, 1, DIM, device=device)
+    return places, StaticKV(example, example, places, ROOM, has_suffix)
+
+
+def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...]:
+    keys, values = torch.randn(2, inputs, KV_HEADS, PREFIX, DIM, device=device)
+    spans = torch.tensor([STARTS[:inputs], ENDS[:inputs]], device=device)
+    return keys, values, *spans
+
+
+def step(kv: StaticKV, rows: int, device: torch.device):
+    keys, values = torch.randn(2, rows, KV_HEADS, 1, DIM, device=device)
+    query = torch.randn(rows, HEADS, 1, DIM, device=device)
+    stored = kv.write(keys, values)
+    return query, keys, values, F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
+
+
+@pytest.mark.parametrize("inputs", [BATCH, 1])
+def test_rows_attend_to_their_own_history(device, at_end, inputs):
+    """Inputs may be fewer than there is room for; beams descend from one another at every step."""
+    places, kv = make(device)
+    given = prompt(device, inputs)
+    kv.load(*given, at_end=at_end)
+    places.begin()
+    history = History(inputs, *given[:2])
+    rows = inputs * COPIES
+    for number in range(CAPACITY):
+        query, keys, values, found = step(kv, BATCH * COPIES, device)
+        history.append(keys[:rows], values[:rows])
+        torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
+        parents = torch.arange(BATCH * COPIES, device=device)
+        if number % 2 == 0:
+            parents[0 if number % 4 else 1] = parents[1 if number % 4 else 0]
+        places.advance(parents)
+        history.rows = [list(history.rows[parent]) for parent in parents[:rows].tolist()]
+
+
+def test_a_call_leaves_nothing_to_the_next(device):
+    places, kv = make(device)
+    for inputs in (3, 2):
+        given = prompt(device, inputs)
+        kv.load(*given, at_end=True)
+        places.begin()
+        history = History(inputs, *given[:2])
+        query, keys, values, found = step(kv, BATCH * COPIES, device)
+        rows = inputs * COPIES
+        history.append(keys[:rows], values[:rows])
+        torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
+        places.advance(torch.arange(BATCH * COPIES, device=device))
+
+
+def test_taking_over(device):
+    """Buffers with more room go on where those with less are full."""
+    small, few = make(device, capacity=2)
+    large, many = make(device, capacity=5)
+    given = prompt(device)
+    few.load(*given, at_end=True)
+    small.begin()
+    history = History(BATCH, *given[:2])
+    places, kv = small, few
+    for number in range(5):
+        if number == 2:
+            many.load(*prompt(device), at_end=True)  # of another call
+            large.take_over(small)
+            many.take_over(few)
+            places, kv = large, many
+        query, keys, values, found = step(kv, BATCH * COPIES, device)
+        history.append(keys, values)
+        torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
+        parents = torch.tensor([1, 1, 2, 2, 5, 4], device=device)
+        places.advance(parents)
+        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
+
+
+@pytest.mark.parametrize("says_more", [False, True])
+def test_masks(device, says_more):
+    """One that says what the lengths say is not read after the first look; another one always is."""
+    places, kv = make(device)
+    given = prompt(device)
+    kv.load(*given, at_end=True)
+    places.begin()
+    first = ROOM - PREFIX
+    query, *_ = step(kv, BATCH * COPIES, device)
+    mask = torch.zeros(BATCH, ROOM + CAPACITY, dtype=torch.bool, device=device)
+    for n in range(BATCH):
+        mask[n, first + STARTS[n] : first + ENDS[n]] = True
+    mask[:, ROOM] = True
+    if says_more:
+        mask[0, first + 1] = False
+    mask = mask.repeat_interleave(COPIES, dim=0)[:, None, None]
+    kv.reader.looks = True
+    wanted = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
+    kv.reader.looks = False
+    again = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
+    assert torch.equal(again, wanted)
+    unread = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=torch.ones_like(mask), enable_gqa=True)
+    plain = F.scaled_dot_product_attention(query, *kv.read(), enable_gqa=True)
+    torch.testing.assert_close(unread, plain)
+    assert torch.equal(wanted, plain) is not says_more
+
+
+def test_products_leave_out_what_does_not_count(device):
+    """Attention spelled out, without a mask."""
+    places, kv = make(device)
+    given = prompt(device)
+    kv.load(*given, at_end=False)
+    places.begin()
+    history = History(BATCH, *given[:2])
+    query, keys, values, _ = step(kv, BATCH * COPIES, device)
+    history.append(keys, values)
+    stored_keys, stored_values = kv.read()
+    groups = HEADS // KV_HEADS
+    wide = query.view(BATCH * COPIES, KV_HEADS, groups, DIM)
+    scores = torch.matmul(wide, stored_keys.transpose(2, 3)) * DIM**-0.5
+    found = torch.matmul(scores.softmax(dim=-1), stored_values).view(query.shape)
+    torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
+
+
+def test_the_full_tensor_is_refused(device):
+    _, kv = make(device, has_suffix=False)
+    kv.load(*prompt(device), at_end=False)
+    keys, _ = kv.read()
+    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * COPIES, KV_HEADS, ROOM, DIM)
+    with pytest.raises(CannotBeCaptured, match="as one tensor"):
+        keys + 1
