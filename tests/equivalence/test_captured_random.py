@@ -1,0 +1,138 @@
+"""Captured steps against the original code, over calls that are drawn at random: several in a row on the same models.
+
+Steps are kept from one call to the next, so what matters is what a call finds left by those before it: other prompts,
+batches, lengths and options, larger buffers, steps that were dropped, weights that have changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen.optimizer.transformers.captured import kept, loop
+from tests.equivalence.captured import on_the_cpu, reasons
+from tests.equivalence.check import check
+from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY
+
+CALLS = 4
+# Models of each test, whether their buffers are small, and a seed: chosen so that no two candidates of a search are
+# nearly equal.
+SESSIONS = [
+    ("bart", "small", 1),
+    ("mbart gpt2", "small", 0),
+    ("t5", "small", 2),
+    ("flan-t5 llama", "small", 1),
+    ("whisper", "small", 0),
+    ("gpt2", "small", 0),
+    ("opt qwen2", "large", 0),
+    ("bloom", "small", 0),
+    ("pegasus gpt-neox", "small", 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def captured(device: torch.device) -> Iterator[None]:
+    """A real graph on a GPU, a simulated one elsewhere."""
+    if device.type == "cuda":
+        kept.drop_all()
+        yield
+        return
+    with on_the_cpu():
+        yield
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have to grow in the middle of a call, and few of them are kept."""
+    monkeypatch.setattr(loop, "_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_PREFIX", 16)
+    monkeypatch.setattr(kept, "MOST", 2)
+
+
+class OwnProcessor(LogitsProcessor):
+    """One that cannot be captured, and looks at every token of its row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter_add(1, (input_ids.sum(1, keepdim=True) % VOCABULARY), torch.full_like(scores[:, :1], 2.0))
+
+
+def draw_inputs(draw: random.Random, family: Any) -> dict[str, torch.Tensor]:
+    """Prompts or sources of any lengths, padded on either side."""
+    generator = torch.Generator().manual_seed(draw.randrange(10**6))
+    batch = draw.choice([1, 3, 4, 4])
+    if family.inputs == "audio":
+        return {"input_features": torch.randn(batch, 8, 2 * LONG, generator=generator)}
+    length = draw.choice([1, 9, 14, 15, LONG])
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    from_left = draw.random() < (0.2 if family.encoder_decoder else 0.8)
+    for row in range(batch):
+        missing = draw.randint(0, length - 1) if draw.random() < 0.6 else 0
+        where = slice(0, missing) if from_left else slice(length - missing, length)
+        ids[row, where], mask[row, where] = PAD, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if family.encoder_decoder and draw.random() < 0.2:
+        inputs["decoder_input_ids"] = torch.randint(FIRST_WORD, VOCABULARY, (batch, 3), generator=generator)
+    return inputs
+
+
+def draw_options(draw: random.Random) -> dict[str, Any]:
+    """Options of one call, in which a token can be chosen in one way only."""
+    beams = draw.choice([1, 2, 3, 4])
+    options: dict[str, Any] = {"num_beams": beams, "do_sample": False, "max_new_tokens": draw.choice([9, 12, 20, 30])}
+    if beams > 1:
+        options["num_return_sequences"] = draw.randint(1, beams)
+        options["early_stopping"] = draw.choice([True, False, "never"])
+        options["length_penalty"] = draw.choice([-1.0, 0.0, 0.5, 1.0, 2.0])
+    elif draw.random() < 0.3:
+        options.update(do_sample=True, top_k=1, num_return_sequences=draw.randint(1, 3))
+    for share, name, values in (
+        (0.3, "min_new_tokens", range(1, 12)),
+        (0.3, "no_repeat_ngram_size", (1, 2, 3)),
+        (0.2, "encoder_no_repeat_ngram_size", (1, 2)),
+        (0.2, "repetition_penalty", (0.8, 1.3)),
+        (0.1, "bad_words_ids", ([[7], [12, 13], [50, 51, 52]],)),
+        (0.1, "sequence_bias", ([[[10], -8.0], [[20, 21], 6.0], [[30], 4.0]], [[[EOS], 1000.0]])),
+        (0.1, "suppress_tokens", ([*range(40, 90)],)),
+        (0.1, "forced_bos_token_id", (11,)),
+        (0.1, "forced_eos_token_id", (EOS,)),
+        (0.1, "exponential_decay_length_penalty", ((3, 1.4),)),
+        (0.1, "eos_token_id", ([EOS, 10, 20, 30], [EOS, 9])),
+        (0.1, "renormalize_logits", (True,)),
+        (0.1, "logits_processor", (LogitsProcessorList([OwnProcessor()]),)),
+    ):
+        if draw.random() < share:
+            options[name] = draw.choice(values)
+    return options
+
+
+@pytest.mark.parametrize(("names", "buffers", "seed"), SESSIONS)
+def test_session(names: str, buffers: str, seed: int, device: torch.device, request: pytest.FixtureRequest) -> None:
+    if buffers == "small":
+        request.getfixturevalue("small_buffers")
+    draw = random.Random(f"{names} {seed}")
+    families = [BY_NAME[name] for name in names.split()]
+    models = [copy.deepcopy(family.build(draw.choice(family.attentions()))).to(device) for family in families]
+    options = draw_options(draw)
+    tokens = set()
+    for _ in range(CALLS):
+        which = draw.randrange(len(models))
+        if draw.random() < 0.2:  # mostly the same ones, so that steps are used again
+            options = draw_options(draw)
+        if draw.random() < 0.2:  # weights that are trained on
+            for parameter in models[which].parameters():
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+                parameter.detach().mul_(1 + 0.1 * noise.to(device))
+        inputs = {name: value.to(device) for name, value in draw_inputs(draw, families[which]).items()}
+        tokens.add(str(check(models[which], inputs, options).tolist()))
+    assert not reasons()
+    assert fastgen.stats()[loop.ENTRY_POINT]["accelerated"] == CALLS
+    assert len(tokens) > 1
