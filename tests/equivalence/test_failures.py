@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -226,6 +227,7 @@ class Remembers(LogitsProcessor):
     def __init__(self) -> None:
         self.calls, self.seen, self.counts, self.known = 0, [], {}, set()
         self.total = torch.zeros(3)
+        self.last, self.often, self.lists = deque(maxlen=4), Counter(), defaultdict(list)
         self.mine = self.seen
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -233,6 +235,9 @@ class Remembers(LogitsProcessor):
         self.seen.append([int(input_ids[0, -1])])
         self.counts[self.calls % 3] = self.counts.get(self.calls % 3, 0) + 1
         self.known.add(self.calls)
+        self.last.append(self.calls)
+        self.often[len(self.last)] += 1
+        self.lists[self.calls % 2].append(self.last.copy())
         self.total += 1
         self.late = True
         return scores + (torch.arange(scores.shape[1]) == 5 + self.calls) * 3.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 # An object with more than so many parts, or larger tensors, is not saved: copying it would cost more than it is worth.
 _MAX_PARTS = 10_000
 _MAX_TENSOR_BYTES = 2**24
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, deque)
 
 
 class _TooMuch(Exception):
@@ -58,10 +62,17 @@ class _Copier:
         self._left -= 1
         if self._left < 0 or depth > 50:  # a container that contains itself is infinitely deep
             raise _TooMuch
-        if type(value) is dict:
-            return {key: self.copy(part, depth + 1) for key, part in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.copy(part, depth + 1) for part in value)
+        content: Any = None
+        if type(value) in _MAPPINGS:
+            content = {key: self.copy(part, depth + 1) for key, part in value.items()}
+        elif type(value) in _SEQUENCES:
+            content = [self.copy(part, depth + 1) for part in value]
+        if content is not None:
+            made = copy.copy(value)
+            _put_back(made, content)
+            return made
+        if type(value) is tuple:
+            return tuple(self.copy(part, depth + 1) for part in value)
         if type(value) is set:
             return set(value)
         if type(value) is torch.Tensor:
@@ -78,9 +89,10 @@ def _version(value: Any) -> int:
 
 def _put_back(value: Any, content: Any) -> None:
     """The contents of before into the same container or tensor: others may hold it too."""
-    if type(value) is list:
-        value[:] = content
-    elif type(value) in (dict, set):
+    if type(value) in _SEQUENCES:
+        value.clear()
+        value.extend(content)
+    elif type(value) in (*_MAPPINGS, set):
         value.clear()
         value.update(content)
     elif type(value) is torch.Tensor:
