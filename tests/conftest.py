@@ -14,7 +14,7 @@ from hypothesis import settings
 settings.register_profile("fastgen", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("fastgen")
 
-# Triton's kernels run on a CPU in its interpreter. It decides that when it is imported, which toolkits do, and so do the
+# Triton runs kernels on a CPU in its interpreter. It decides that when it is imported, which toolkits do, and so do the
 # other conftest files: before there are options.
 if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import fastgen
@@ -157,6 +158,27 @@ def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytes
         check(model, inputs, options)
     assert captures() == 2, reasons()
     assert sorted(shape.capacity for shape in kept._of(model).steps) == [8, 16, 32]
+
+
+def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the step has been captured, what the first pass has stored is gone: the step has a copy."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    begin, replay = CapturedStep.begin, graph.Graph.replay
+    alive = []
+
+    def recording(step: CapturedStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
+        held.extend(weakref.ref(part) for kv in (*prompt.own, *prompt.cross) for part in kv)
+        begin(step, prompt, *args, **kwargs)
+
+    def looking(made: Any) -> None:
+        alive.append(sum(part() is not None for part in held))
+        replay(made)
+
+    monkeypatch.setattr(CapturedStep, "begin", recording)
+    monkeypatch.setattr(graph.Graph, "replay", looking)
+    run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
+    assert held and alive[0] == len(held)
+    assert not any(alive[1:])
 
 
 def test_other_weights(device: torch.device) -> None:
@@ -314,6 +336,21 @@ def test_an_input_that_is_masked_altogether(family: Family, device: torch.device
     inputs["attention_mask"][1] = 0
     check(model, inputs, BEAMS)
     assert reasons() == {"an input that is masked altogether": 1}
+
+
+def test_a_model_that_counts_the_keys(device: torch.device) -> None:
+    """GPT-Neo finds its local window by the number of keys, also in a call that ends before anything is captured."""
+    kind = transformers.GPTNeoConfig(
+        vocab_size=100, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=8, max_position_embeddings=128, initializer_range=0.6, bos_token_id=1,
+        eos_token_id=list(range(100)),
+    )  # fmt: skip
+    model = transformers.GPTNeoForCausalLM(kind).eval().to(device)
+    ids = torch.randint(3, 99, (2, 20), device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {**GREEDY, "min_new_tokens": 2, "pad_token_id": 0}
+    check(model, inputs, lambda: {**options, "logits_processor": LogitsProcessorList([Counting()])})
+    assert reasons() == {"a model that the library does not run with a static cache": 1}
 
 
 def test_never(device: torch.device) -> None:

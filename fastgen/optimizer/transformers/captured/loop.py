@@ -83,6 +83,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise Declined(unavailable)
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         raise Declined("the model is on several devices")
+    if not getattr(call.model, "_can_compile_fullgraph", False):
+        # Such a model may compute positions from the number of keys, which is that of the buffers.
+        raise Declined("a model that the library does not run with a static cache")
     if torch.is_autocast_enabled(call.model.device.type):
         # It keeps copies of weights until its end, which a graph would go on reading.
         raise Declined("autocast")
@@ -178,8 +181,7 @@ class _Decoding:
                 step = self._larger(step)
             self._start(step, rows, done)
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.shape.capacity + 1:
-                self._has_released = True
-                self._call.store.release()  # the step has it all, and will not be exchanged for a larger one
+                self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
         return step
 
@@ -193,6 +195,14 @@ class _Decoding:
             if error is not self._raised and not step.is_captured:
                 kept.refuse(self._model, self._shape, _describe(error))
             raise
+
+    def _release(self) -> None:
+        """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
+        self._has_released = True
+        self._call.store.release()
+        self._prompt.own.clear()
+        if self._prompt.cross is not None:
+            self._prompt.cross.clear()
 
     def _larger(self, step: CapturedStep) -> CapturedStep:
         """A step with twice the capacity, where this one has got to."""
