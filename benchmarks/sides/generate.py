@@ -56,7 +56,8 @@ class Patched(Unpatched):
                 raise Unsupported(f"FastGen stays in float32: {reason}")
 
     def warm_up(self) -> None:
-        if self.job.model.device.type == "cuda" and self._settings.get("captured_step") != "never":
+        on_gpu = any(value.device.type == "cuda" for value in self.job.inputs.values())
+        if on_gpu and self._settings.get("captured_step") != "never":
             # Graphs are made for the size of a whole run.
             self.run(self.job.workload.new_tokens)
         else:
