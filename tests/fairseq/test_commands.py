@@ -437,6 +437,12 @@ def test_eval_lm_without_a_model_is_one_line(world, capsys):
     assert "none.pt" in one_line(capsys, commands.EVAL_LM)
 
 
+def test_eval_lm_with_a_text_for_a_model_is_one_line(language, tmp_path, capsys):
+    (tmp_path / "text.pt").write_text("a text\n")
+    assert commands.eval_lm([str(language.data), "--path", str(tmp_path / "text.pt"), "--cpu"]) == 2
+    assert "text.pt is nothing that torch has saved" in one_line(capsys, commands.EVAL_LM)
+
+
 def one_line(capsys: pytest.CaptureFixture[str], program: str) -> str:
     """The error, which is one line, whatever FairSeq and torch have to say besides."""
     text = capsys.readouterr().err

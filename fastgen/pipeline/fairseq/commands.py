@@ -482,6 +482,7 @@ def evaluate(cfg: Any) -> None:
     Raises:
         SetupError: it failed.
     """
+    from fairseq import utils
     from fairseq.distributed import utils as distributed
     from fairseq_cli import eval_lm
 
@@ -501,6 +502,7 @@ def evaluate(cfg: Any) -> None:
     eval_lm.eval_lm = on_fast_layers
     try:
         with explained(f"{cfg.common_eval.path} cannot be evaluated on {cfg.task.data}"):
+            _look_at(utils.split_paths(cfg.common_eval.path))
             distributed.call_main(cfg, eval_lm.main)
     finally:
         eval_lm.eval_lm = own
@@ -555,9 +557,7 @@ def _load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple
     named = os.pathsep.join(paths)
     with explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
         logger.info("loading %s", named)
-        for path in paths:
-            if os.path.isfile(path) and not saved_by_torch(path):
-                raise ValueError(f"{path} is nothing that torch has saved")
+        _look_at(paths)
         try:
             models, saved = checkpoint_utils.load_model_ensemble(paths, arg_overrides=overrides, task=task, **shards)
         except (KeyError, AttributeError) as error:
@@ -568,6 +568,13 @@ def _load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple
         if isinstance(task, TranslationTask) and any(isinstance(model, FairseqLanguageModel) for model in models):
             raise SetupError(f"checkpoint {named} is a language model: --task language_modeling generates with it")
     return models, saved
+
+
+def _look_at(paths: list[str]) -> None:
+    """Raises a ValueError for a file that is no checkpoint, of which torch would only say what it has stumbled over."""
+    for path in paths:
+        if os.path.isfile(path) and not saved_by_torch(path):
+            raise ValueError(f"{path} is nothing that torch has saved")
 
 
 def _buffers(name: str, size: int) -> Iterator[list[str]]:
