@@ -8,6 +8,7 @@ from unittest import mock
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
+from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import kept, loop
 from tests.recorded_graph import RecordedGraph
 
@@ -52,10 +53,12 @@ class LateFlag(graph.LateFlag):
 def on_the_cpu():
     """Steps are captured in this block, on whatever device.
 
-    Weights are not packed, which is a matter of CPUs, and of one call: a graph cannot be replayed without them.
+    The kernels' references serve: a simulated graph does not see Triton's kernels. Weights are not packed, which is a
+    matter of CPUs, and of one call: a graph cannot be replayed without them.
     """
     with (
         settings.changed(packed_weights="never"),
+        mock.patch.object(operators, "is_interpreted", lambda: False),
         mock.patch.object(loop, "_is_for", lambda device: True),
         mock.patch.object(graph, "unavailable", lambda device: None),
         mock.patch.object(graph, "Graph", Graph),
