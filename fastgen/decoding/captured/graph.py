@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,23 @@ from fastgen.ops import triton as operators
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
 turn = threading.RLock()
 
-_pools: dict[int, tuple[int, int]] = {}
+# The first architecture that Triton supports.
+_LEAST_CAPABILITY = (8, 0)
+
+
+class _Place(NamedTuple):
+    """Where the graphs of a device are captured.
+
+    One stream for all of them: torch keeps a workspace of cuBLAS for each stream, which would be in the pool.
+    """
+
+    pool: Any
+    stream: Any
+
+
+_places: dict[int, _Place] = {}
+# Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
+_abandoned: list[Any] = []
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -27,6 +44,8 @@ def unavailable(device: torch.device) -> str | None:
         return "the GPU is not NVIDIA's"
     if not operators.is_installed():
         return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return "the GPU is older than those that Triton compiles for"
     return None
 
 
@@ -55,30 +74,69 @@ class Graph:
         """Captures what `function` starts on the device. It is not executed.
 
         Raises:
-            RuntimeError: it does something that cannot be captured: waits for the device, say.
+            RuntimeError: it does something that cannot be captured: waits for the device, say. Other graphs can be
+                captured all the same, and numbers drawn.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with torch.cuda.device(index):
-            pool = _pools.get(index)
-            if pool is None:
-                pool = _pools[index] = torch.cuda.graph_pool_handle()
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                # Other threads may go on allocating meanwhile.
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.device(index), _no_collection():
+            # While a capture is under way, torch cannot give memory that it holds for others to the pool.
+            torch.cuda.empty_cache()
+            place = _places.get(index)
+            if place is None:
+                place = _places[index] = _Place(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+            place.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(place.stream):
                 try:
+                    # Other threads may go on allocating meanwhile.
+                    self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
                     function()
+                    self._graph.capture_end()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # it says once more that the capture has failed
-                        self._graph.capture_end()
+                    self._break_off(index)
                     raise
-                self._graph.capture_end()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(place.stream)
+
+    def _break_off(self, index: int) -> None:
+        """Ends a capture that failed, and undoes what its beginning has changed in torch.
+
+        Releases up to 2.12 leave that as it is: memory would not be given back as long as the process lives, no other
+        graph could be captured into the pool, and nothing could be drawn with the generator of the device. There is a
+        new pool from now on; graphs that have the old one keep it.
+        """
+        try:
+            self._graph.capture_end()
+            return  # what failed was no matter of the device
+        except RuntimeError:
+            pass
+        place = _places.pop(index)
+        self._graph.reset()
+        _abandoned.append(self._graph)
+        with contextlib.suppress(RuntimeError):  # which says that torch has done it
+            torch._C._cuda_endAllocateToPool(index, place.pool)
+            torch._C._cuda_releasePool(index, place.pool)
+        # The end of any other capture tells the generator that none is under way.
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
+            number = torch.zeros((), device=torch.device("cuda", index))
+            other = torch.cuda.CUDAGraph()
+            other.capture_begin(capture_error_mode="thread_local")
+            number.fill_(1)
+            other.capture_end()
 
     def replay(self) -> None:
         """Starts it on the current stream, with what is in its tensors now."""
         self._graph.replay()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python does not look for garbage meanwhile, which takes time, and might free another graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def capturable(function: Callable[[], None]) -> Callable[[], None]:
@@ -133,15 +191,26 @@ class LateFlag:
         Args:
             late: how many steps may be under way that the host does not know the outcome of.
         """
+        self._device = device
         self._is_cuda = device.type == "cuda"
         self._late = late
         self._flag = torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda)
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.cuda.Event] = []  # of steps under way
+        self._spare: list[torch.cuda.Event] = []
+
+    def __del__(self) -> None:
+        # A replay copies to this memory without torch's knowing: it must not be given to others before that.
+        with contextlib.suppress(Exception):
+            self._wait()
+
+    def _wait(self) -> None:
+        for event in self._events[-1:]:
+            event.synchronize()
 
     def reset(self) -> None:
         """Not set, and nothing under way."""
-        for event in self._events[-1:]:
-            event.synchronize()
+        self._wait()
+        self._spare += self._events
         self._events = []
         self._flag.fill_(False)
 
@@ -152,10 +221,13 @@ class LateFlag:
     def is_set(self) -> bool:
         """To be called after each step has been started: whether the flag was set `late` steps ago, or since."""
         if self._is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+            event = self._spare.pop() if self._spare else torch.cuda.Event()
+            # The stream of this device, whichever the current one is.
+            event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
             if len(self._events) <= self._late:
                 return False
-            self._events.pop(0).synchronize()
+            first = self._events.pop(0)
+            first.synchronize()
+            self._spare.append(first)
         return bool(self._flag)
