@@ -23,7 +23,9 @@ from fastgen.optimizer.transformers.captured.step import CapturedStep
 from tests.equivalence.captured import CalledGraph, Graph, on_the_cpu, reasons
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
+from tests.equivalence.others import OTHERS
 
+KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
 NEW = {"max_new_tokens": 24, "do_sample": False}
 BEAMS = {**NEW, "num_beams": 3}
@@ -105,6 +107,27 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
     batches = {inputs["input_ids"].shape[0], 1}
     assert captures() == 4
     assert device.type == "cuda" or Graph.made - made <= len(batches) * 2
+
+
+@pytest.mark.parametrize("name", ["m2m100", "xglm", "led", "mvp", "plbart", "fsmt", "longt5"])
+def test_models_that_ask_for_the_length(name: str, device: torch.device) -> None:
+    """Is there anything in the cache, is the table of positions long enough: the buffers' bounds say that."""
+    model, inputs = build(KNOWN[name], device)
+    options = {**BEAMS, "min_new_tokens": 12}
+    for _ in range(2):
+        check(model, inputs, options)
+    assert captures() == 2, reasons()
+
+
+def test_a_table_that_may_be_too_short(device: torch.device) -> None:
+    """It would be made anew in some step: that is not captured."""
+    model, inputs = build(BY_NAME["m2m100"], device)
+    inputs = {name: value[:, :9] for name, value in inputs.items()}
+    for part in (model.model.encoder, model.model.decoder):
+        part.embed_positions.make_weights(16, model.config.d_model, model.config.pad_token_id)
+    check(model, inputs, {**BEAMS, "min_new_tokens": 20})
+    (reason,) = reasons()
+    assert "waits for the device" in reason and captures() == 0
 
 
 class Counting(LogitsProcessor):

@@ -23,6 +23,7 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, Declined
 from fastgen.optimizer.transformers.captured import kept, processors
+from fastgen.optimizer.transformers.captured.models import is_served
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Prompt, Shape
 from fastgen.optimizer.transformers.state import SavedState
 
@@ -83,8 +84,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise Declined(unavailable)
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         raise Declined("the model is on several devices")
-    if not getattr(call.model, "_can_compile_fullgraph", False):
-        # Such a model may compute positions from the number of keys, which is that of the buffers.
+    if not is_served(call.model):
         raise Declined("a model that the library does not run with a static cache")
     if torch.is_autocast_enabled(call.model.device.type):
         # It keeps copies of weights until its end, which a graph would go on reading.

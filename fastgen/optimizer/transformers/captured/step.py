@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StaticKV
+from fastgen.decoding.captured.number import BoundedNumber, Ranges
 from fastgen.decoding.captured.places import Places
 from fastgen.decoding.captured.row_search import RowSearch
 from fastgen.decoding.shared import CannotBeCaptured
@@ -126,7 +127,8 @@ class CapturedStep:
             BeamSearch(*sizes, early_stopping=option) if kind == "beams" else RowSearch(*sizes, samples=bool(option))
         )
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        self._cache = cache_of(self._own, self._cross, self._seen)
+        seen = BoundedNumber.of(self._seen, shape.prompt_room, shape.prompt_room + shape.capacity)
+        self._cache = cache_of(self._own, self._cross, seen)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in shape.tensors}
         self._constants: dict[str, Any] = dict(shape.constants)
         if shape.cross_class is not None:
@@ -320,7 +322,8 @@ class CapturedStep:
             **self._inputs,
             **self._constants,
         )
-        self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
+        with Ranges():
+            self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
 
     def _normalised(self, logits: Tensor) -> Tensor:
