@@ -64,15 +64,26 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **optio
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _limits(device: int) -> tuple[int, int]:
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+
+
+def _limits_of(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory for a program. Where there is no GPU: those of an H200."""
+    if device.type != "cuda":
+        return 132, 227 * 1024
+    return _limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if each fills a multiprocessor. Where there is no GPU: those of an H200."""
-    if device.type != "cuda":
-        return 132
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+    """How many programs run at a time if each fills a multiprocessor."""
+    return _limits_of(device)[0]
+
+
+def shared_memory(device: torch.device) -> int:
+    """How many bytes of it a program may have."""
+    return _limits_of(device)[1]
 
 
 def power_of_two(n: int) -> int:

@@ -51,10 +51,10 @@ def attend(
     prefix_length, capacity, window, kv_heads, scale, soft_cap,
     q_row, q_head, pk_batch, pk_head, pk_place, pv_batch, pv_head, pv_place,
     sk_row, sk_head, sk_place, sv_row, sv_head, sv_place,
-    ancestry_row, bias_row, bias_head, bias_place, out_row, out_head, queries,
+    ancestry_row, bias_row, bias_head, bias_place, out_row, out_head, queries, splits,
     COPIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    M_TILES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    M_TILES: tl.constexpr, IN_PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_SUFFIX: tl.constexpr, HAS_ANCESTRY: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -73,13 +73,14 @@ def attend(
 
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < COPIES * GROUP
-    # Offsets of whole rows are 64 bit: a cache is soon larger than 2^31 elements.
+    # Offsets of whole rows and heads are 64 bit: a cache is soon larger than 2^31 elements.
     row = (batch * COPIES + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
     wide = batch.to(tl.int64)
+    wide_head = kv_head.to(tl.int64)
     q = tl.load(
         query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
     )
@@ -101,7 +102,7 @@ def attend(
     prefix_blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N)
     suffix_blocks = tl.cdiv(tl.maximum(length - first, 0), BLOCK_N)
     blocks = prefix_blocks + COPIES * suffix_blocks
-    share = tl.cdiv(blocks, SPLITS)
+    share = tl.cdiv(blocks, splits)
     low = split * share
     high = tl.minimum(low + share, blocks)
 
@@ -110,8 +111,8 @@ def attend(
     context = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     added = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
-    keys = prefix_keys + wide * pk_batch + kv_head * pk_head
-    values = prefix_values + wide * pv_batch + kv_head * pv_head
+    keys = prefix_keys + wide * pk_batch + wide_head * pk_head
+    values = prefix_values + wide * pv_batch + wide_head * pv_head
     for block in range(low, tl.minimum(high, prefix_blocks)):
         place = start + block * BLOCK_N + n
         inside = place < end
@@ -151,11 +152,11 @@ def attend(
             # What no row descends from any more is not read.
             alive = tl.max(mine.to(tl.int32), 0) > 0
             k = tl.load(
-                suffix_keys + source * sk_row + kv_head * sk_head + (place * sk_place)[:, None] + d[None, :],
+                suffix_keys + source * sk_row + wide_head * sk_head + (place * sk_place)[:, None] + d[None, :],
                 mask=alive[:, None] & (d < DIM)[None, :], other=0.0,
             )  # fmt: skip
             v = tl.load(
-                suffix_values + source * sv_row + kv_head * sv_head + (place * sv_place)[:, None] + e[None, :],
+                suffix_values + source * sv_row + wide_head * sv_head + (place * sv_place)[:, None] + e[None, :],
                 mask=alive[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
             )  # fmt: skip
             if HAS_BIAS:
@@ -170,7 +171,7 @@ def attend(
                 HAS_BIAS, HAS_CAP, PRECISION, WIDEN,
             )  # fmt: skip
 
-    if SPLITS == 1:
+    if not IN_PARTS:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
             both = tl.maximum(maximum, sink)
@@ -186,7 +187,7 @@ def attend(
         )  # fmt: skip
     else:
         # Parts lie as [split, query, ...]; a split without blocks says so by a maximum of minus infinity.
-        at = split * queries.to(tl.int64) + row * (kv_heads * GROUP) + head
+        at = split.to(tl.int64) * queries + row * (kv_heads * GROUP) + head
         tl.store(part_maximum + at, maximum, mask=real)
         tl.store(part_total + at, total, mask=real)
         tl.store(
@@ -197,9 +198,8 @@ def attend(
 
 @triton.jit
 def merge(
-    part_maximum, part_total, part_context, sinks, out, heads, queries, out_row, out_head,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    part_maximum, part_total, part_context, sinks, out, heads, queries, splits, out_row, out_head,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query into its context, all scaled to the largest maximum: no part can overflow."""
     at = tl.program_id(0).to(tl.int64)
@@ -207,12 +207,12 @@ def merge(
     head = at % heads
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_V)
-    part = s * queries.to(tl.int64) + at
-    maxima = tl.load(part_maximum + part, mask=s < SPLITS, other=float("-inf"))
-    totals = tl.load(part_total + part, mask=s < SPLITS, other=0.0)
+    part = s.to(tl.int64) * queries + at
+    maxima = tl.load(part_maximum + part, mask=s < splits, other=float("-inf"))
+    totals = tl.load(part_total + part, mask=s < splits, other=0.0)
     contexts = tl.load(
         part_context + (part * VALUE_DIM)[:, None] + e[None, :],
-        mask=(s < SPLITS)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
+        mask=(s < splits)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
     )  # fmt: skip
     base = tl.max(maxima, 0)
     sink = float("-inf")

@@ -38,8 +38,9 @@ class Plan(NamedTuple):
 
 
 def plan(
-    batch: int, kv_heads: int, tile_rows: int, dim: int, positions: int, element_size: int, multiprocessors: int
-) -> Plan:
+    batch: int, kv_heads: int, tile_rows: int, dim: int, positions: int, element_size: int, multiprocessors: int,
+    shared_memory: int = 227 * 1024,
+) -> Plan:  # fmt: skip
     """The sizes for these tensors; they depend on nothing that is on the device only.
 
     The kernel moves bytes and does little with them, so what counts is that enough of them are under way: by Little's
@@ -51,10 +52,10 @@ def plan(
     Args:
         tile_rows: queries that read the same K/V head of an input.
         positions: of prefix and suffixes of an input together, at most.
+        shared_memory: bytes that a program may have of it: 227 KB on an H200, 99 KB on GPUs for workstations.
     """
     # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
     block_m = min(max(package.power_of_two(tile_rows), 16), 64)
-    m_tiles = -(-tile_rows // block_m)
     width = max(package.power_of_two(dim), 16)
     block_bytes = 16 * 1024
     block_n = max(min(block_bytes // (width * element_size), 128), 16)
@@ -65,6 +66,14 @@ def plan(
     elif block_m > 16:
         block_n = min(block_n, 64)
     stages = 3 if 2 * 3 * block_n * width * element_size <= 96 * 1024 else 2
+
+    def needed() -> int:
+        # Blocks of K and V that are loaded ahead, the queries, their weights, and what the compiler puts beside them.
+        return (2 * (stages - 1) * block_n * width + block_m * (width + block_n)) * element_size + 8 * 1024
+
+    while needed() > shared_memory and (stages > 2 or block_m > 16):
+        stages, block_m = (2, block_m) if stages > 2 else (2, block_m // 2)
+    m_tiles = -(-tile_rows // block_m)
     programs = batch * kv_heads * m_tiles
     blocks = -(-max(positions, 1) // block_n)
     splits = split_count(programs, blocks, 2 * multiprocessors)
@@ -156,7 +165,7 @@ def decode_attention(
     seen = length + copies * capacity
     chosen = plan(
         batch, kv_heads, copies * group, max(dim, value_dim), seen, query.element_size(),
-        package.multiprocessors(query.device),
+        package.multiprocessors(query.device), package.shared_memory(query.device),
     )  # fmt: skip
     splits = chosen.splits if splits is None else splits
     # The parts are float32, and small: what a split of them takes is what the queries take.
@@ -178,7 +187,7 @@ def decode_attention(
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
             0 if ancestry is None else ancestry.stride(0), *(no_strides if bias is None else bias.stride()),
-            out.stride(0), out.stride(1), rows * heads,
+            out.stride(0), out.stride(1), rows * heads, splits,
         ),
         COPIES=copies,
         GROUP=group,
@@ -189,7 +198,8 @@ def decode_attention(
         BLOCK_D=max(package.power_of_two(dim), 16),
         BLOCK_V=max(package.power_of_two(value_dim), 16),
         M_TILES=chosen.m_tiles,
-        SPLITS=splits,
+        # The number of parts is none of these: it depends on the batch, and kernels would be compiled for each.
+        IN_PARTS=splits > 1,
         # float32 means float32: without this, Triton would round the operands to tf32, which has 10 bits.
         PRECISION="ieee",
         # The interpreter has no products of bfloat16.
@@ -209,14 +219,16 @@ def decode_attention(
         package.launch(
             kernels.merge,
             (rows * heads,),
-            (part_maximum, part_total, part_context, sinks, out, heads, rows * heads, out.stride(0), out.stride(1)),
+            (
+                part_maximum, part_total, part_context, sinks, out, heads, rows * heads, splits,
+                out.stride(0), out.stride(1),
+            ),
             VALUE_DIM=value_dim,
             BLOCK_V=max(package.power_of_two(value_dim), 16),
-            SPLITS=splits,
             BLOCK_S=package.power_of_two(splits),
             HAS_SINKS=sinks is not None,
             num_warps=1 if splits <= 8 else 4,
-        )
+        )  # fmt: skip
     return out
 
 

@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastgen.ops import triton as package
+from tests.ops.triton.test_compiles import CASES, SHARED_BYTES, SMALL, SMALL_SHARED_BYTES
 
 _case = ""
-TARGET = GPUTarget("cuda", 90, 32)
+TARGET, SMALL_TARGET = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 86, 32)
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -58,7 +59,8 @@ def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: Any, **options
             if value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=TARGET, options=settings)
+    target = SMALL_TARGET if _case.startswith(SMALL) else TARGET
+    compiled = triton.compile(source, target=target, options=settings)
     report(kernel=kernel.__name__, shared=compiled.metadata.shared, **resources(compiled))
 
 
@@ -87,11 +89,10 @@ def resources(compiled: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    from tests.ops.triton.test_compiles import CASES
-
     os.environ.pop("TRITON_INTERPRET", None)
     package.launch = compile_launch
     package.available = lambda *tensors: True
+    package.shared_memory = lambda device: SMALL_SHARED_BYTES if _case.startswith(SMALL) else SHARED_BYTES
     global _case
     for _case in sys.argv[1:]:
         try:

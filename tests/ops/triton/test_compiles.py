@@ -19,6 +19,8 @@ from fastgen.ops.triton.norm import layer_norm, rms_norm
 
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 * 1024
+# GPUs for workstations (of compute capability 8.6 and 8.9, say) have less.
+SMALL_SHARED_BYTES = 99 * 1024
 
 
 def attention(dtype, copies, kv_heads, group, dim, prefix=1024, suffix=144, batch=2, splits=1, **more):
@@ -71,6 +73,7 @@ def candidates(dtype, beams, vocabulary, count, normalise=True):
     return run
 
 
+SMALL = "on a small GPU: "
 CASES = {
     "attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
     "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
@@ -78,6 +81,7 @@ CASES = {
     "attention, llama": attention(torch.bfloat16, 1, 8, 4, 128, splits=8),
     "attention, gemma 2": attention(torch.bfloat16, 4, 4, 2, 256, soft_cap=50.0, window=4096),
     "attention, gpt-oss": attention(torch.bfloat16, 4, 8, 8, 64, sinks=True, window=128),
+    "attention, one query of one head, in parts": attention(torch.float16, 1, 1, 1, 64, batch=1, splits=4),
     "attention, 80": attention(torch.float16, 1, 32, 1, 80),
     "attention, many rows": attention(torch.float16, 8, 4, 8, 128),
     "attention, float32": attention(torch.float32, 4, 12, 1, 64),
@@ -88,6 +92,8 @@ CASES = {
     "rms norm, 16384": normalise(rms_norm, torch.bfloat16, 16384),
     "beam step, bart-large": candidates(torch.float16, 4, 50265, 8),
     "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
+    "on a small GPU: attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
+    "on a small GPU: attention, many rows of 256": attention(torch.bfloat16, 8, 4, 8, 256),
 }
 
 
@@ -112,7 +118,7 @@ def test_compiles(name, compiled):
     assert compiled.get(name), "it did not compile"
     for kernel in compiled[name]:
         assert "error" not in kernel, kernel["error"]
-        assert kernel["shared"] <= SHARED_BYTES
+        assert kernel["shared"] <= (SMALL_SHARED_BYTES if name.startswith(SMALL) else SHARED_BYTES)
         # Registers that do not fit are spilled to memory, which would cost more than they are worth.
         assert kernel.get("local", 0) == 0 and kernel.get("stack", 0) <= 16, kernel
         if kernel["kernel"] == "attend":

@@ -239,6 +239,15 @@ class TestPlan:
         width = max(1 << (dim - 1).bit_length(), 16)
         assert 2 * found.stages * found.block_n * width * size <= 128 * 1024
 
+    def test_fits_a_smaller_gpu(self):
+        """With fewer blocks under way first, and then with shorter tiles."""
+        assert plan(2, 4, 64, 256, 1000, 2, 84, 99 * 1024)[:3] == (64, 1, 32)
+        assert plan(2, 4, 64, 256, 1000, 2, 84, 99 * 1024).stages == 2
+        assert plan(2, 4, 64, 256, 1000, 4, 84, 99 * 1024)[:2] == (32, 2)
+        for rows, dim, size in ((4, 64, 2), (16, 128, 2), (64, 128, 2), (4, 256, 4)):
+            on_this = plan(32, 8, rows, dim, 1000, size, 132, 99 * 1024)
+            assert on_this == plan(32, 8, rows, dim, 1000, size, 132), "what fits is left as it is"
+
     def test_few_programs_are_split_and_many_are_not(self):
         assert plan(1, 8, 4, 128, 4096, 2, 132).splits >= 16
         assert plan(128, 16, 4, 64, 1024, 2, 132).splits == 1
