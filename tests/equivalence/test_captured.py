@@ -24,6 +24,7 @@ from tests.equivalence.captured import CalledGraph, Graph, on_the_cpu, reasons
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
 from tests.equivalence.others import OTHERS
+from tests.models import tiny_unilm
 
 KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
@@ -62,8 +63,11 @@ def captures() -> int:
 
 def build(family: Family, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """A model of the test's own, and inputs."""
-    inputs = {name: value.to(device) for name, value in family.make_inputs().items()}
-    return copy.deepcopy(family.build()).to(device), inputs
+    return copy.deepcopy(family.build()).to(device), to(device, family.make_inputs())
+
+
+def to(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 OPTIONS = {
@@ -128,6 +132,67 @@ def test_a_table_that_may_be_too_short(device: torch.device) -> None:
     check(model, inputs, {**BEAMS, "min_new_tokens": 20})
     (reason,) = reasons()
     assert "waits for the device" in reason and captures() == 0
+
+
+@pytest.mark.parametrize("name", ["mistral-short-window", "mistral-long-window", "gemma2", "gpt-oss", "starcoder2"])
+def test_sliding_windows(name: str, device: torch.device) -> None:
+    """Longer than what there is, and shorter: positions leave it in the prompt and behind it."""
+    model, inputs = build(KNOWN[name], device)
+    options = {**BEAMS, "max_new_tokens": 36, "min_new_tokens": 36}
+    for part in (slice(None), slice(-12, None)):
+        less = {key: value[:, part] for key, value in inputs.items()}
+        check(model, less, options)
+        check(model, less, options)
+    assert captures() == 4, reasons()
+
+
+UNILM = {
+    "beams": {"num_beams": 4, "no_repeat_ngram_size": 3},
+    "greedy": {},
+    "returned": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0},
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", UNILM.values(), ids=UNILM)
+def test_unilm(options: dict[str, Any], side: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step stores two positions and drops one, behind a source that self-attention has stored."""
+    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    bias, read = StepReader._bias, []
+
+    def recording(reader: StepReader, *args: Any) -> Any:
+        read.append(bias(reader, *args))
+        return read[-1]
+
+    monkeypatch.setattr(StepReader, "_bias", recording)
+    model = tiny_unilm.tiny_model(end=3.0).to(device)
+    inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37), side))
+    options = {"max_new_tokens": 24, "min_new_tokens": 12, **options}
+    for _ in range(2):
+        check(model, inputs, options)
+    assert captures() == 2, reasons()
+    assert read and all(given is None for given in read)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unilm_with_a_target_that_is_given(attention: str, device: torch.device) -> None:
+    model = tiny_unilm.tiny_model(end=3.0, attn_implementation=attention).to(device)
+    inputs = tiny_unilm.batch(tiny_unilm.sources(40, 20), "left")
+    inputs["decoder_input_ids"] = torch.tensor([[tiny_unilm.PAD, 20, 21], [tiny_unilm.PAD, 30, 31]])
+    for _ in range(2):
+        check(model, to(device, inputs), {"num_beams": 4, "max_new_tokens": 14, "min_new_tokens": 12})
+    assert captures() == 2, reasons()
+
+
+def test_unilm_up_to_its_last_position(device: torch.device) -> None:
+    """With one more the model says that it has no more, should the search get there."""
+    model = tiny_unilm.tiny_model(end=-100.0, max_position_embeddings=60).to(device)
+    inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 30)))
+    check(model, inputs, {"num_beams": 2, "max_new_tokens": 16})
+    assert captures() == 1, reasons()
+    with pytest.raises(ValueError, match="but the model has 60"):
+        run(model, inputs, {"num_beams": 2, "max_new_tokens": 17})
+    assert reasons() == {"more positions than the model has": 1}
 
 
 class Counting(LogitsProcessor):

@@ -20,10 +20,19 @@ class StaticKV:
         reader: how attention reads them.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, places: Places, prefix_room: int, has_suffix: bool) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        places: Places,
+        prefix_room: int,
+        has_suffix: bool,
+        window: int | None = None,
+    ) -> None:
         """
         Args:
             keys, values: [any, heads, any, dim]: as those that will be stored.
+            window: a query sees so many positions, its own included; None for all.
         """
         self._places = places
         self.prefix_room = prefix_room
@@ -31,7 +40,12 @@ class StaticKV:
         self.ends = torch.zeros_like(self.starts)
         self._prefix = tuple(_zeros(part, places.batch, prefix_room) for part in (keys, values))
         self._suffix = tuple(_zeros(part, places.rows, places.capacity) for part in (keys, values) if has_suffix)
-        self.reader = StepReader(self.starts, self.ends, places.filled if has_suffix else None)
+        self.reader = StepReader(self.starts, self.ends, places if has_suffix else None, window)
+
+    @property
+    def width(self) -> int:
+        """Positions that a step stores."""
+        return self._places.width
 
     @property
     def has_suffix(self) -> bool:
@@ -71,8 +85,9 @@ class StaticKV:
             old[:, :, : new.shape[2]] = new
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores K and V of the step, [rows, heads, 1, dim], and returns what stands for all of them."""
-        kv_write(keys.squeeze(2), values.squeeze(2), *self._suffix, self._places.position)
+        """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""
+        for number, position in enumerate(self._places.positions):
+            kv_write(keys[:, :, number], values[:, :, number], *self._suffix, position)
         return self.read()
 
     def read(self) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.places import Places
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops.triton.decode_attention import decode_attention
 
 
@@ -19,13 +21,14 @@ class StepReader:
         looks: the host may look at a mask, and wait for it.
     """
 
-    def __init__(self, starts: Tensor, ends: Tensor, filled: Tensor | None) -> None:
+    def __init__(self, starts: Tensor, ends: Tensor, places: Places | None, window: int | None = None) -> None:
         """
         Args:
             starts, ends: [batch], int32: prefix positions that count are those in [start, end).
-            filled: one int64: suffix positions that count; None for a layer without a suffix.
+            places: where the step is in the suffix; None for a layer without a suffix.
+            window: a query sees so many positions, its own included; None for all.
         """
-        self._starts, self._ends, self._filled = starts, ends, filled
+        self._starts, self._ends, self._places, self._window = starts, ends, places, window
         self.looks = False
         self._says_nothing_new: bool | None = None
 
@@ -38,10 +41,11 @@ class StepReader:
         mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """Attention of one query per row, as `torch.nn.functional.scaled_dot_product_attention` has it.
+        """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.
 
         Args:
-            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim].
+            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim]. Of a step that stores several
+                positions: [rows, heads, positions, dim].
             prefix, suffix: K and V: [batch, kv heads, N, dim] and [rows, kv heads, capacity, dim].
             ancestry: [rows, capacity], int32, or None.
             mask: broadcastable to [*query.shape[:3], N + capacity]: bool (True counts), or added to the scores.
@@ -50,16 +54,20 @@ class StepReader:
             [*query.shape[:3], dim of the values].
         """
         rows, heads, queries, dim = query.shape
+        bias = self._bias(query, prefix[0], suffix[0], mask)
+        if bias is None and self._width > 1:
+            bias = self._places.order(heads, prefix[0].shape[2])
         context = decode_attention(
             query.reshape(rows, heads * queries, dim),
             *prefix,
             *suffix,
             starts=self._starts,
             ends=self._ends,
-            suffix_length=self._filled,
+            suffix_length=None if self._places is None else self._places.filled,
             ancestry=ancestry,
-            bias=self._bias(query, prefix[0], suffix[0], mask),
+            bias=bias,
             scale=scale,
+            window=self._window,
         )
         return context.view(rows, heads, queries, -1)
 
@@ -72,20 +80,34 @@ class StepReader:
             scores: [rows, heads, queries, prefix + capacity].
         """
         counts = self._counts(prefix, scores.shape[-1] - prefix)
+        self._check(scores.shape[2])
         counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
-        return scores.masked_fill_(~counts[:, None, None], torch.finfo(scores.dtype).min)
+        return scores.masked_fill_(~counts[:, None], torch.finfo(scores.dtype).min)
+
+    @property
+    def _width(self) -> int:
+        return 1 if self._places is None else self._places.width
+
+    def _check(self, queries: int) -> None:
+        """With one position per step, queries are heads of a group. With several there is one for each."""
+        if self._width not in (1, queries):
+            raise CannotBeCaptured(f"{queries} queries in a step that stores {self._width} positions")
 
     def _counts(self, prefix: int, capacity: int) -> Tensor:
-        """[batch, prefix + capacity], bool: the positions that count."""
-        place = torch.arange(prefix, device=self._starts.device)
+        """[batch, width, prefix + capacity], bool: the positions that count for each position of the step."""
+        device = self._starts.device
+        place = torch.arange(prefix + capacity, device=device)
         counts = (place >= self._starts.unsqueeze(1)) & (place < self._ends.unsqueeze(1))
-        if capacity and self._filled is not None:
-            written = torch.arange(capacity, device=self._starts.device) < self._filled
-            counts = torch.cat([counts, written.expand(len(counts), capacity)], dim=1)
-        return counts
+        if self._places is None:
+            return counts.unsqueeze(1)
+        # Its own place, and all of the suffix in front of it.
+        own = torch.stack(self._places.positions).unsqueeze(1) + prefix
+        seen = counts.unsqueeze(1) | ((place >= prefix) & (place <= own))
+        return seen if self._window is None else seen & (place > own - self._window)
 
     def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """[rows or 1, heads or 1, N + capacity]: what is added to the scores; None where the lengths say it all."""
+        """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if the lengths say it all."""
+        self._check(query.shape[2])
         if self.looks:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
             capacity = 0 if suffix is None else suffix.shape[2]
@@ -101,16 +123,27 @@ class StepReader:
         return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
 
     def _equals_lengths(self, mask: Tensor, prefix: Tensor, capacity: int) -> bool:
-        if mask.dtype != torch.bool:
-            return False
+        visible = _visible(mask)
         batch, _, length, _ = prefix.shape
         counts = self._counts(length, capacity)
-        if mask.shape[-1] != counts.shape[1] or (mask.dim() == 4 and mask.shape[0] % batch and mask.shape[0] != 1):
+        if visible is None or mask.shape[-1] != counts.shape[2]:
             return False
+        if visible.dim() != 4:
+            visible = visible.expand(batch, 1, 1, -1)
+        if visible.shape[0] != 1 and visible.shape[0] % batch:
+            return False
+        if self._width > 1 and visible.shape[2] != self._width:
+            return False
+        visible = visible.expand(max(visible.shape[0], batch), *visible.shape[1:])
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
         real = self._ends > self._starts
-        rows = (
-            mask.expand(max(mask.shape[0], batch), *mask.shape[1:]) if mask.dim() == 4 else mask.expand(batch, 1, 1, -1)
-        )
-        by_input = rows.reshape(batch, -1, counts.shape[1])
-        return bool(torch.where(real.view(-1, 1, 1), by_input == counts.unsqueeze(1), True).all())
+        by_input = visible.unflatten(0, (batch, -1)).flatten(1, 2)  # [batch, rows and heads, queries, positions]
+        return bool(torch.where(real.view(-1, 1, 1, 1), by_input == counts.unsqueeze(1), True).all())
+
+
+def _visible(mask: Tensor) -> Tensor | None:
+    """What a mask lets through, bool; None for one that changes scores in other ways than taking them out."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None

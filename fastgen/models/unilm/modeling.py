@@ -15,7 +15,7 @@ FastGen's hooks keep it once per input.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,15 +48,17 @@ class UniLMEmbeddings(nn.Module):
         embedded = self.embed(input_ids, positions, self.source_type_id, end=input_ids.shape[1])
         return BaseModelOutput(last_hidden_state=embedded)
 
-    def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, segment: int, end: int | None) -> Tensor:
         """[rows, T] tokens at [rows, T] positions, all before `end` and of one segment -> [rows, T, hidden].
+
+        Without an `end` it is known that the positions are not too many.
 
         Raises:
             ValueError: a position is beyond the model's last.
         """
         known = self.position_embeddings.num_embeddings
         # The positions themselves are looked at only where they may be too many: that waits for the device.
-        if end > known and int(positions.max()) >= known:
+        if end is not None and end > known and int(positions.max()) >= known:
             raise ValueError(
                 f"source and target have {int(positions.max()) + 1} positions together, but the model has {known}: "
                 "shorten the source, generate less, or load with a larger max_position_embeddings"
@@ -172,6 +174,8 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     config_class = UniLMConfig
     main_input_name = "input_ids"
     _supports_sdpa = True
+    # What FastGen's captured step has to know: a step stores the last token and the [MASK], and crops the latter.
+    step_positions: ClassVar[int] = 2
     _no_split_modules = ["UniLMEmbeddings", "UniLMLayer"]
     _tied_weights_keys = {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -260,7 +264,10 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         hidden = self._embed_target(target, attention_mask, stored)
         if not stored:
             hidden = torch.cat([source, hidden], dim=1)
-        mask = prefix_attention_mask(attention_mask, hidden.shape[1], stored + hidden.shape[1], hidden.dtype)
+        keys = stored + hidden.shape[1]
+        if isinstance(stored, Tensor):  # a captured step: a cache of a fixed size, and its length on the device
+            keys = cache.layers[0].get_max_length()
+        mask = prefix_attention_mask(attention_mask, hidden.shape[1], keys, hidden.dtype, stored)
 
         # Kept only if they are wanted: of a long source they are large.
         states: list[Tensor] | None = [hidden] if output_hidden_states else None
@@ -281,7 +288,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         )
         return output.to_tuple() if return_dict is False else output
 
-    def _embed_target(self, target: Tensor, source_mask: Tensor, stored: int) -> Tensor:
+    def _embed_target(self, target: Tensor, source_mask: Tensor, stored: int | Tensor) -> Tensor:
         """The tokens of the target that are new, and a [MASK] behind them: [rows, T + 1, hidden].
 
         Its positions go on from the last token of the source; padding between the two takes none.
@@ -289,10 +296,14 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         length = source_mask.shape[1]
         before = max(stored - length, 0)
         tokens = F.pad(target, (0, 1), value=self.config.mask_token_id)
-        steps = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        steps = torch.arange(tokens.shape[1], device=tokens.device) + before
         positions = source_mask.long().sum(dim=1, keepdim=True) + steps
-        end = length + before + tokens.shape[1]
+        end = None if isinstance(stored, Tensor) else length + before + tokens.shape[1]
         return self.bert["embeddings"].embed(tokens, positions, self.config.target_type_id, end)
+
+    @staticmethod
+    def create_masks_for_generate(**unused: Any) -> None:
+        """None: `generate` would make causal ones for a cache of a fixed size, and `forward` makes its own."""
 
     def get_encoder(self, modality: str | None = None) -> Any:
         """What `generate` calls once per source: its embedding."""
@@ -317,21 +328,24 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             init.zeros_(module.bias)
 
 
-def prefix_attention_mask(source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+def prefix_attention_mask(
+    source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype, first: int | Tensor
+) -> Tensor:
     """What is added to the scores: source tokens see the source, and target tokens that and the target up to them.
 
     Args:
         source_mask: [rows, N], 0 where the source is padded.
-        queries: the last so many of the positions ask.
+        queries: so many positions ask.
         keys: positions in all, those of the source first.
         dtype: of the scores.
+        first: where those that ask begin.
 
     Returns:
         [rows, 1, queries, keys]: 0 where a position is visible, the lowest number of `dtype` elsewhere.
     """
     length = source_mask.shape[1]
     key = torch.arange(keys, device=source_mask.device)
-    query = key[keys - queries :].unsqueeze(1)
+    query = key[:queries].unsqueeze(1) + first
     visible = (key < length) | (key <= query)
     tokens = F.pad(source_mask.bool(), (0, keys - length), value=True)
     hidden = (visible & tokens[:, None, None, :]).logical_not_()

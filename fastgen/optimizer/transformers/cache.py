@@ -30,6 +30,7 @@ class SharedLayer(CacheLayerMixin):
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
         self.kv = LayerKV(room, window)
         self.is_sliding = window is not None
+        self.window = window
         # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
         self.translate: Callable[[torch.Tensor], torch.Tensor] = lambda index: index
 

@@ -42,10 +42,17 @@ def at_end(request: pytest.FixtureRequest) -> bool:
     return request.param == "end"
 
 
-def make(device: torch.device, batch: int = BATCH, capacity: int = CAPACITY, has_suffix: bool = True):
-    places = Places(batch, COPIES, capacity, device)
+def make(
+    device: torch.device,
+    batch: int = BATCH,
+    capacity: int = CAPACITY,
+    has_suffix: bool = True,
+    width: int = 1,
+    window: int | None = None,
+):
+    places = Places(batch, COPIES, capacity, device, width)
     example = torch.zeros(1, KV_HEADS, 1, DIM, device=device)
-    return places, StaticKV(example, example, places, ROOM, has_suffix)
+    return places, StaticKV(example, example, places, ROOM, has_suffix, window)
 
 
 def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...]:
@@ -92,6 +99,73 @@ def test_a_call_leaves_nothing_to_the_next(device):
         rows = inputs * COPIES
         history.append(keys[:rows], values[:rows])
         torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
+        places.advance(torch.arange(BATCH * COPIES, device=device))
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+def test_a_step_of_two_positions(device, spelled_out):
+    """The first sees what was there and itself, and stays. The second sees that one too, and is gone afterwards."""
+    places, kv = make(device, capacity=CAPACITY + 1, width=2)
+    given = prompt(device)
+    kv.load(*given, at_end=True)
+    places.begin()
+    history = History(BATCH, *given[:2])
+    for number in range(CAPACITY):
+        keys, values = torch.randn(2, BATCH * COPIES, KV_HEADS, 2, DIM, device=device)
+        query = torch.randn(BATCH * COPIES, HEADS, 2, DIM, device=device)
+        stored = kv.write(keys, values)
+        if spelled_out:
+            full_keys, full_values = (part[:, :, None].expand(-1, -1, 2, -1, -1) for part in stored)
+            shape = (BATCH * COPIES, HEADS, ROOM + CAPACITY + 1, DIM)
+            scores = query @ full_keys.reshape(shape).transpose(2, 3) * DIM**-0.5
+            found = scores.softmax(dim=-1) @ full_values.reshape(shape)
+        else:
+            found = F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
+        for place in range(2):
+            history.append(keys[:, :, place : place + 1], values[:, :, place : place + 1])
+            wanted = history.attend(query[:, :, place : place + 1])
+            torch.testing.assert_close(found[:, :, place : place + 1], wanted, rtol=1e-5, atol=1e-5)
+        history.rows = [row[:-1] for row in history.rows]
+        parents = torch.tensor([1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4], device=device)
+        places.advance(parents)
+        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_mask_that_is_added(device, lowest):
+    """One of zeros and the lowest number says what a mask of booleans says; with another number it says more."""
+    places, kv = make(device, width=2)
+    kv.load(*prompt(device), at_end=False)
+    places.begin()
+    seen = kv.reader._counts(ROOM, CAPACITY).repeat_interleave(COPIES, dim=0).unsqueeze(1)
+    mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
+    args = torch.zeros(1, HEADS, 2, DIM, device=device), torch.zeros(BATCH, 1, ROOM, 1), torch.zeros(1, 1, CAPACITY, 1)
+    kv.reader.looks = True
+    assert kv.reader._bias(*args, mask) is None
+    mask[1, 0, 0, STARTS[0]] = -0.5
+    assert kv.reader._bias(*args, mask) is not None
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 20])
+def test_a_sliding_window(device, window):
+    places, kv = make(device, window=window)
+    given = prompt(device)
+    kv.load(*given, at_end=True)
+    places.begin()
+    history = History(BATCH, *given[:2])
+    for number in range(CAPACITY):
+        query, keys, values, found = step(kv, BATCH * COPIES, device)
+        spelled_out = kv.reader.leave_out(torch.zeros(BATCH * COPIES, 1, 1, ROOM + CAPACITY, device=device), ROOM)
+        history.append(keys, values)
+        # Positions behind the last one of the prompt that counts are padding, which takes up a place in the window.
+        behind = [PREFIX - ENDS[row // COPIES] for row in range(BATCH * COPIES)]
+        for row, left_out in enumerate(behind):
+            both = torch.cat(history.rows[row], dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
+            seen = min(window, number + 1) + max(window - number - 1 - left_out, 0)
+            keys, values = both[:, :, -seen:]
+            wanted = F.scaled_dot_product_attention(query[row], keys, values)
+            torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)
+            assert int((spelled_out[row] == 0).sum()) == keys.shape[1]
         places.advance(torch.arange(BATCH * COPIES, device=device))
 
 

@@ -42,9 +42,14 @@ class StepLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.kv.has_suffix:
             raise CannotBeCaptured("the model computes the keys of the encoder's output in every step")
-        if key_states.shape[2] != 1:
+        if key_states.shape[2] != self.kv.width:
             raise CannotBeCaptured(f"the model stores {key_states.shape[2]} positions in a step")
         return self.kv.write(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to do: the next step writes over what this one has stored besides its first position."""
+        if self.kv.has_suffix and -tokens_to_remove != self.kv.width - 1:
+            raise CannotBeCaptured("the model crops its cache")
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return self.kv.length, 0

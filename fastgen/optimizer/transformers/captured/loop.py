@@ -23,7 +23,7 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, Declined
 from fastgen.optimizer.transformers.captured import kept, processors
-from fastgen.optimizer.transformers.captured.models import is_served
+from fastgen.optimizer.transformers.captured.models import is_served, positions_of_step
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Prompt, Shape
 from fastgen.optimizer.transformers.state import SavedState
 
@@ -249,21 +249,26 @@ class _Decoding:
         tokens = self._input_ids[:: self._copies]
         inputs, length = tokens.shape
         own, cross = layers_of(self._call.store.cache)
-        if any(layer.is_sliding for layer in (*own, *(cross or ()))):
-            raise Declined("a sliding window")
+        self._windows = [layer.window for layer in own]
         own_kv = [layer.kv.prefix() for layer in own]
-        if any(keys.shape[2] != length for keys, _ in own_kv):
-            raise Declined("a prompt of which the cache has more or less than the tokens")
+        stored = own[0].kv.length
         masks = {name: self._model_kwargs[name] for name in _MASKS if self._model_kwargs.get(name) is not None}
         masks = {name: mask[:: self._copies] for name, mask in masks.items()}
-        cross_kv = cross_span = None
-        if cross is not None:
+        own_mask, cross_kv, cross_span = masks.get(self._own_mask), None, None
+        if cross and any(layer.kv.length for layer in cross):
             cross_kv = [layer.kv.prefix() for layer in cross]
             cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
-        span = _span(masks.get(self._own_mask), inputs, length, tokens.device)
+        elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
+            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))
+            own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
+        if stored != (length if own_mask is None else own_mask.shape[1]):
+            raise Declined("a prompt of which the cache has more or less than the tokens")
+        span = _span(own_mask, inputs, stored, tokens.device)
+        self._check_positions(span)
         return Prompt(
             tokens=tokens,
             new_tokens=self._config.max_length - length,
+            stored=stored,
             own=own_kv,
             cross=cross_kv,
             span=span,
@@ -271,6 +276,15 @@ class _Decoding:
             tensors=masks | self._next_inputs(tokens, masks, span),
             logits=self._call.prefilled.logits[:, -1],
         )
+
+    def _check_positions(self, span: tuple[Tensor, Tensor]) -> None:
+        """Such a model says so when it has no position left, which it cannot in a captured step."""
+        config = self._model.config
+        if getattr(config, "target_follows_source", False):
+            starts, ends = span
+            new_tokens = self._config.max_length - self._input_ids.shape[1]
+            if int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
+                raise Declined("more positions than the model has")
 
     @property
     def _own_mask(self) -> str:
@@ -303,16 +317,25 @@ class _Decoding:
         room = _power_of_two(prompt.new_tokens)
         length = prompt.tokens.shape[1]
         encoded = self._model_kwargs.get("encoder_outputs")
+        source_in_front = encoded is not None and prompt.cross is None
+        encoder_room = None if encoded is None else encoded[0].shape[1]
+        if encoder_room is not None and not (source_in_front and length > 1):
+            encoder_room = _round_up(encoder_room, _PREFIX)
+        prompt_room = _round_up(length, _PREFIX) if self._may_pad() else length
+        stored_room = encoder_room + length - 1 if source_in_front else prompt_room
         captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
         return Shape(
             batch=next((n for n in _BATCHES if n >= prompt.inputs), _round_up(prompt.inputs, 16)),
             copies=self._copies,
-            prompt_room=_round_up(length, _PREFIX) if self._may_pad() else length,
+            prompt_room=prompt_room,
             room=room,
+            stored_room=stored_room,
             capacity=min(room, _MOST_FIRST_ROOM),
-            cross_room=None if prompt.cross is None else _round_up(prompt.cross[0][0].shape[2], _PREFIX),
-            cross_width=None if encoded is None else encoded[0].shape[2],
-            cross_class=None if encoded is None else type(encoded),
+            width=positions_of_step(self._model),
+            encoder_room=encoder_room,
+            encoder_width=None if encoded is None else encoded[0].shape[2],
+            encoder_class=None if encoded is None else type(encoded),
+            source_in_front=source_in_front,
             search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
             eos=self._eos,
             processors=None if None in captured else tuple(captured),
@@ -325,11 +348,14 @@ class _Decoding:
                 )
             ),
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
+            # A window that everything fits into is none.
+            windows=tuple(window if window and stored_room + room > window else None for window in self._windows),
         )
 
     def _may_pad(self) -> bool:
         """Whether a prompt may be put behind padding: its mask says so, and its positions are given."""
-        return self._prompt.cross is None and {"attention_mask", "position_ids"} <= self._prompt.tensors.keys()
+        is_alone = not self._model.config.is_encoder_decoder
+        return is_alone and {"attention_mask", "position_ids"} <= self._prompt.tensors.keys()
 
 
 def _eos(criteria: Any) -> tuple[int, ...]:

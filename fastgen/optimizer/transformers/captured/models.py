@@ -27,4 +27,13 @@ def is_served(model: Any) -> bool:
     Whether it can be captured is found out by trying.
     """
     kind = type(model)
-    return getattr(model, "_can_compile_fullgraph", False) or f"{kind.__module__}.{kind.__qualname__}" in _OTHERS
+    return (
+        getattr(model, "_can_compile_fullgraph", False)
+        or hasattr(kind, "step_positions")
+        or f"{kind.__module__}.{kind.__qualname__}" in _OTHERS
+    )
+
+
+def positions_of_step(model: Any) -> int:
+    """How many positions a step of the model stores; all but the first are dropped again. FastGen's own models say."""
+    return getattr(type(model), "step_positions", 1)

@@ -41,31 +41,39 @@ class Shape:
     Attributes:
         batch, copies: inputs there is room for, and sequences of each.
         prompt_room, room: positions of the sequences' buffers for the prompt, and for what is generated.
-        capacity: positions of the suffix of K and V.
-        cross_room, cross_width, cross_class: positions and width of the encoder's output, and the class that it comes
-            in; None for a model without an encoder.
+        stored_room, capacity: positions of K and V of self-attention for what the first pass has stored, and for what
+            is generated.
+        width: positions that a step stores.
+        encoder_room, encoder_width, encoder_class: positions and width of the encoder's output, and the class that it
+            comes in; None for a model without an encoder.
+        source_in_front: K and V of the encoder's output are those of self-attention, in front of the sequences'.
         search: the class of the search and its options.
         eos: tokens that end a sequence.
         processors: signatures of the captured processors; None if the host runs the processors.
         tensors: names of the model's inputs that are in buffers.
         constants: the others, by name.
         kv: shapes and dtypes of K and V of each layer.
+        windows: the sliding window of each layer; None for one that sees everything.
     """
 
     batch: int
     copies: int
     prompt_room: int
     room: int
+    stored_room: int
     capacity: int
-    cross_room: int | None
-    cross_width: int | None
-    cross_class: type | None
+    width: int
+    encoder_room: int | None
+    encoder_width: int | None
+    encoder_class: type | None
+    source_in_front: bool
     search: tuple[str, Hashable]
     eos: tuple[int, ...]
     processors: tuple[Hashable, ...] | None
     tensors: tuple[str, ...]
     constants: tuple[tuple[str, Hashable], ...]
     kv: Hashable
+    windows: tuple[int | None, ...]
 
     @property
     def rows(self) -> int:
@@ -79,7 +87,9 @@ class Prompt:
     Attributes:
         tokens: [inputs, N], int64.
         new_tokens: to generate, at the most.
-        own, cross: K and V of each layer, [inputs, heads, N, dim] and [inputs, heads, encoder positions, dim].
+        stored: positions of self-attention that the first pass has left.
+        own, cross: K and V of each layer, [inputs, heads, stored, dim] and [inputs, heads, encoder positions, dim]. A
+            layer with a sliding window may have the last of the stored positions only.
         span, cross_span: [inputs] starts and ends of the positions that count.
         tensors: the model's inputs of the first step, [inputs, ...], by name.
         logits: [inputs * copies, vocabulary]: of the last position of the prompt.
@@ -87,6 +97,7 @@ class Prompt:
 
     tokens: Tensor
     new_tokens: int
+    stored: int
     own: list[tuple[Tensor, Tensor]]
     cross: list[tuple[Tensor, Tensor]] | None
     span: tuple[Tensor, Tensor]
@@ -116,26 +127,29 @@ class CapturedStep:
         self.shape = shape
         self.processors = processors
         self._device = device = prompt.tokens.device
-        self._places = Places(shape.batch, shape.copies, shape.capacity, device)
-        self._own = [StaticKV(*kv, self._places, shape.prompt_room, has_suffix=True) for kv in prompt.own]
+        self._places = Places(shape.batch, shape.copies, shape.capacity + shape.width - 1, device, shape.width)
+        self._own = [
+            StaticKV(*kv, self._places, shape.stored_room, has_suffix=True, window=window)
+            for kv, window in zip(prompt.own, shape.windows, strict=True)
+        ]
         self._cross = None
-        if prompt.cross is not None and shape.cross_room is not None:
-            self._cross = [StaticKV(*kv, self._places, shape.cross_room, has_suffix=False) for kv in prompt.cross]
+        if prompt.cross is not None and shape.encoder_room is not None:
+            self._cross = [StaticKV(*kv, self._places, shape.encoder_room, has_suffix=False) for kv in prompt.cross]
         kind, option = shape.search
         sizes = (shape.batch, shape.copies, shape.prompt_room, shape.room, device, shape.eos)
         self.search: BeamSearch | RowSearch = (
             BeamSearch(*sizes, early_stopping=option) if kind == "beams" else RowSearch(*sizes, samples=bool(option))
         )
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        seen = BoundedNumber.of(self._seen, shape.prompt_room, shape.prompt_room + shape.capacity)
+        seen = BoundedNumber.of(self._seen, shape.stored_room, shape.stored_room + shape.capacity)
         self._cache = cache_of(self._own, self._cross, seen)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in shape.tensors}
         self._constants: dict[str, Any] = dict(shape.constants)
-        if shape.cross_class is not None:
+        if shape.encoder_class is not None:
             # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
             nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
-            states = nothing.expand(shape.rows, shape.cross_room, shape.cross_width)
-            self._constants["encoder_outputs"] = shape.cross_class(last_hidden_state=states)
+            states = nothing.expand(shape.rows, shape.encoder_room, shape.encoder_width)
+            self._constants["encoder_outputs"] = shape.encoder_class(last_hidden_state=states)
         # What the host's processors get and give.
         self._scores = torch.zeros(shape.rows, prompt.logits.shape[-1], dtype=torch.float32, device=device)
         self._flag = graph.LateFlag(device, _LATE if processors is not None else 0)
@@ -152,9 +166,9 @@ class CapturedStep:
         shape = self.shape
         width = 1
         if self._grows(name):
-            width = shape.prompt_room + shape.capacity
+            width = shape.stored_room + shape.capacity
         elif name == "attention_mask":
-            width = shape.cross_room or 0
+            width = shape.encoder_room or 0
         return torch.zeros(shape.rows, width, dtype=first.dtype, device=first.device)
 
     # ---- a call
@@ -165,16 +179,17 @@ class CapturedStep:
         Args:
             fill, options: those of the search's `begin`.
         """
-        at_end = self.shape.prompt_room
         for kv, stored in zip(self._own, prompt.own, strict=True):
-            kv.load(*stored, *prompt.span, at_end=True)
+            dropped = prompt.stored - stored[0].shape[2]
+            span = ((place - dropped).clamp(min=0) for place in prompt.span)
+            kv.load(*stored, *span, at_end=not self.shape.source_in_front)
         for kv, stored in zip(self._cross or (), prompt.cross or (), strict=True):
             kv.load(*stored, *prompt.cross_span, at_end=False)
         for name, buffer in self._inputs.items():
             self._fill(name, buffer, prompt.tensors[name])
         self._places.begin()
-        self._start = at_end - prompt.tokens.shape[1]
-        self._seen.fill_(at_end)
+        self._start = self.shape.prompt_room - prompt.tokens.shape[1]
+        self._seen.fill_(self.shape.stored_room)
         self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, **options)
         self._flag.reset()
 
@@ -183,7 +198,7 @@ class CapturedStep:
         given = given.repeat_interleave(self.shape.copies, dim=0)
         buffer.zero_()
         if self._grows(name):
-            end = self.shape.prompt_room
+            end = self.shape.stored_room
             buffer[:rows, end - given.shape[1] : end] = given
             buffer[:, end] = 1  # that of the first step
         else:
@@ -191,7 +206,7 @@ class CapturedStep:
 
     def _grows(self, name: str) -> bool:
         """Whether an input of the model is a mask of the sequences, and not of what the encoder has read."""
-        return name == ("attention_mask" if self.shape.cross_room is None else "decoder_attention_mask")
+        return name == ("attention_mask" if self.shape.encoder_room is None else "decoder_attention_mask")
 
     def _extend(self, mask: Tensor) -> None:
         """The position of the next step counts; those behind it do not: models count the ones."""
