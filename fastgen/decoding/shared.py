@@ -10,7 +10,7 @@ sinks stay the model's own code. Whatever else touches a `SharedKV` gets the ful
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,7 @@ class _Parts:
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
         folded: heads are folded into rows: [rows * heads, length, dim].
         transposed: the last two dimensions are swapped.
+        gathered: the suffix row by row, once somebody has asked for it: for all views of the tensor.
     """
 
     prefix: Tensor
@@ -80,6 +81,7 @@ class _Parts:
     ungrouped: bool = False
     folded: bool = False
     transposed: bool = False
+    gathered: list[Tensor] = field(default_factory=list, compare=False)
 
     @property
     def rows(self) -> int:
@@ -91,7 +93,9 @@ class _Parts:
             self.settle()
         if self.suffix is None or self.ancestry is None:
             return self.suffix
-        return descend(self.suffix, self.ancestry)
+        if not self.gathered:
+            self.gathered.append(descend(self.suffix, self.ancestry))
+        return self.gathered[0]
 
     @property
     def kv_heads(self) -> int:
@@ -299,6 +303,16 @@ def _expand(tensor: Any, *sizes: Any) -> SharedKV:
     return tensor
 
 
+def _cat(tensors: Any, dim: int = 0) -> Any:
+    """Further positions behind all that a captured step has stored: kept apart, or all would be copied."""
+    _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
+    parts = _parts_of(tensors[0])
+    _require(parts.reader is not None and not (parts.transposed or parts.folded or parts.ungrouped))
+    from fastgen.decoding.captured.streams import StreamKV
+
+    return StreamKV.of(tensors[0], [tensors[1]], None)
+
+
 # ---- products: what attention does with K and V
 
 
@@ -387,6 +401,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.view: _reshape,
     Tensor.__getitem__: _index,
     Tensor.expand: _expand,
+    torch.cat: _cat,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,

@@ -146,6 +146,26 @@ def test_sliding_windows(name: str, device: torch.device) -> None:
     assert captures() == 4, reasons()
 
 
+PROPHETNET = {
+    "beams": {**BEAMS, "no_repeat_ngram_size": 3},
+    "greedy": GREEDY,
+    "a prompt": {**BEAMS, "decoder_input_ids": torch.tensor([[1, 20, 21], [1, 30, 31], [1, 40, 41]])},
+}
+
+
+@pytest.mark.parametrize("options", PROPHETNET.values(), ids=PROPHETNET)
+def test_prophetnet(options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams with a column of their own, and buckets of distances in buffers longer than what is in them."""
+    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 16)
+    model, inputs = build(BY_NAME["prophetnet"], device)
+    options = {**options, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
+    if "decoder_input_ids" in options:
+        options["decoder_input_ids"] = options["decoder_input_ids"].to(device)
+    for _ in range(2):
+        check(model, inputs, options)
+    assert captures() == 2, reasons()
+
+
 UNILM = {
     "beams": {"num_beams": 4, "no_repeat_ngram_size": 3},
     "greedy": {},

@@ -106,7 +106,7 @@ class StepReader:
         return seen if self._window is None else seen & (place > own - self._window)
 
     def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if the lengths say it all."""
+        """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if lengths say it all."""
         self._check(query.shape[2])
         if self.looks:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.

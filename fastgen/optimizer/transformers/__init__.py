@@ -142,6 +142,24 @@ def patches() -> list[Patch]:
             _check_processor({"min_length", "eos_token_id"}),
         ),
         Patch(
+            "transformers.models.prophetnet.modeling_prophetnet",
+            "ProphetNetPositionalEmbeddings.forward",
+            f"{adapters}.captured.prophetnet:embed_positions",
+            _check_parameters("past_key_values"),
+        ),
+        Patch(
+            "transformers.models.prophetnet.modeling_prophetnet",
+            "ProphetNetNgramSelfAttention.forward",
+            f"{adapters}.captured.prophetnet:attend",
+            _check_parameters(
+                "hidden_states",
+                "past_key_values",
+                "position_ids",
+                "main_relative_position_buckets",
+                "predict_relative_position_buckets",
+            ),
+        ),
+        Patch(
             processors,
             "MinNewTokensLengthLogitsProcessor.__call__",
             f"{adapters}.logits:min_new_tokens",

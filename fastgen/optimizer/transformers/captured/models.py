@@ -16,6 +16,7 @@ _OTHERS = frozenset(
         ("m2m_100.modeling_m2m_100", "M2M100ForConditionalGeneration"),
         ("mvp.modeling_mvp", "MvpForConditionalGeneration"),
         ("plbart.modeling_plbart", "PLBartForConditionalGeneration"),
+        ("prophetnet.modeling_prophetnet", "ProphetNetForConditionalGeneration"),  # with the hooks of prophetnet.py
         ("xglm.modeling_xglm", "XGLMForCausalLM"),
     )
 )

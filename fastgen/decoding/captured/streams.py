@@ -1,0 +1,140 @@
+"""K or V of several streams in a captured step: what they have in common, and further positions of each.
+
+ProphetNet computes the main stream and streams that predict one of the next tokens each. All read the K and V of the
+main stream, and each of them its own. The model puts the two parts together, once per stream, and all streams on top of
+each other. That would copy what is stored in every step, times the number of streams; here it stays what it is, and the
+products are computed on the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.shared import METADATA, CannotBeCaptured, SharedKV
+
+
+class StreamKV(Tensor):
+    """[rows, streams, heads, length + own length, dim], or with heads in front of streams, or of one stream without it.
+
+    Attributes:
+        shared: [rows, heads, length, dim]: of all streams.
+        own: [rows, heads, own length, dim] of each stream, which follows.
+        place: the dimension of the streams, 1 or 2; None for one stream without it.
+    """
+
+    shared: SharedKV
+    own: list[Tensor]
+    place: int | None
+
+    @staticmethod
+    def of(shared: SharedKV, own: Sequence[Tensor], place: int | None) -> StreamKV:
+        rows, heads, length, width = shared.shape
+        shape = [rows, heads, length + own[0].shape[2], width]
+        if place is not None:
+            shape.insert(place, len(own))
+        made = Tensor._make_wrapper_subclass(StreamKV, shape, dtype=shared.dtype, device=shared.device)
+        made.shared, made.own, made.place = shared, list(own), place
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        rule = _RULES.get(func)
+        result = NotImplemented if rule is None or kwargs else rule(*args)
+        if result is not NotImplemented:
+            return result
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise CannotBeCaptured(_WANTED)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise CannotBeCaptured(_WANTED)
+
+
+_WANTED = "the model's attention wants all keys and values as one tensor"
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, StreamKV) and value.place is None
+
+
+def _join(streams: Any, place: int) -> Any:
+    """Streams of the same K or V on top of each other."""
+    parts = list(streams)
+    if not all(isinstance(part, StreamKV) and part.shared is parts[0].shared for part in parts):
+        return NotImplemented
+    return StreamKV.of(parts[0].shared, [own for part in parts for own in part.own], place)
+
+
+def _stack(streams: Any, dim: int = 0) -> Any:
+    return _join(streams, dim) if dim in (1, 2) and all(map(_is_stream, streams)) else NotImplemented
+
+
+def _cat(streams: Any, dim: int = 0) -> Any:
+    alike = all(isinstance(part, StreamKV) and part.place == dim for part in streams)
+    return _join(streams, dim) if alike else NotImplemented
+
+
+def _unsqueeze(streams: StreamKV, dim: int) -> Any:
+    return StreamKV.of(streams.shared, streams.own, dim) if streams.place is None and dim in (1, 2) else NotImplemented
+
+
+def _transpose(streams: StreamKV, first: int, second: int) -> Any:
+    if streams.place is None or {first, second} != {1, 2}:
+        return NotImplemented
+    return StreamKV.of(streams.shared, streams.own, 3 - streams.place)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    """An einsum that spells the scores of queries, or the context of weights, [rows, streams, heads, queries, any]."""
+    if len(operands) == 1:
+        operands = tuple(operands[0])
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    if len(operands) != 2 or not isinstance(operands[1], StreamKV) or operands[1].place != 1:
+        return NotImplemented
+    if not len(left) == len(right) == len(output) == 5 or not left[:3] == right[:3] == output[:3]:
+        return NotImplemented
+    if len(set(left + right)) != 6 or left[3] != output[3]:
+        return NotImplemented
+    if left[4] == right[4] and output[4] == right[3]:
+        return _scores(*operands)
+    return _context(*operands) if left[4] == right[3] and output[4] == right[4] else NotImplemented
+
+
+def _scores(query: Tensor, keys: StreamKV) -> Tensor:
+    """[rows, streams, heads, queries, dim] -> [rows, streams, heads, queries, length + own length]."""
+    common = torch.matmul(_one_after_another(query), keys.shared.transpose(-1, -2))
+    own = torch.matmul(query, torch.stack(keys.own, 1).transpose(-1, -2))
+    return torch.cat([_apart(common, query), own], dim=-1)
+
+
+def _context(weights: Tensor, values: StreamKV) -> Tensor:
+    """[rows, streams, heads, queries, length + own length] -> [rows, streams, heads, queries, dim]."""
+    length = values.shared.shape[2]
+    common = torch.matmul(_one_after_another(weights[..., :length]), values.shared)
+    own = torch.matmul(weights[..., length:], torch.stack(values.own, 1))
+    return _apart(common, weights) + own
+
+
+def _one_after_another(streams: Tensor) -> Tensor:
+    """[rows, streams, heads, queries, any] -> [rows, heads, streams * queries, any]."""
+    return streams.transpose(1, 2).flatten(2, 3)
+
+
+def _apart(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(2, (like.shape[1], like.shape[3])).transpose(1, 2)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    Tensor.unsqueeze: _unsqueeze,
+    Tensor.transpose: _transpose,
+    torch.einsum: _einsum,
+}

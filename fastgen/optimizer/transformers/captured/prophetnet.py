@@ -1,0 +1,60 @@
+"""Where a captured step of Transformers' ProphetNet is.
+
+The model makes its position a number of the host's, and finds how far the keys are away by how many there are. In a
+captured step the position is on the device, and the keys are as many as there is room for. These two hooks give the
+model the position, and the buckets of the distances, for which its own attention has arguments. Outside a captured step
+they do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
+
+from fastgen.decoding.captured.number import BoundedNumber
+
+
+def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ..., past_key_values, ...)`."""
+    cache = kwargs.get("past_key_values")
+    length = cache.get_seq_length() if cache is not None else None
+    if not isinstance(length, BoundedNumber):
+        return wrapped(*args, **kwargs)
+    # Counted from 1.
+    position_ids = (length + (1 + module.padding_idx)).view(1, 1)
+    return module._forward(position_ids), position_ids
+
+
+def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `ProphetNetNgramSelfAttention.forward`, whose arguments the decoder passes by name."""
+    cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    length = cache.get_seq_length() if cache is not None else None
+    if isinstance(length, BoundedNumber):
+        rows = kwargs["hidden_states"].shape[0]
+        keys = cache.get_mask_sizes(1, module.layer_idx)[0]
+        kwargs = {**kwargs, **_buckets(module, position_ids, rows, keys)}
+    return wrapped(*args, **kwargs)
+
+
+def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[str, Tensor]:
+    """Of the distances to `keys` positions, [rows, 1, keys], and for predicting streams to one more, their own.
+
+    That of a position behind the step's is the one of its own, as it is that of the predicting streams' own position.
+    All layers have the same; they go with the tensor that all layers get.
+    """
+    found = getattr(position_ids, "_fastgen_buckets", None)
+    if found is None:
+        places = torch.arange(keys + 1, device=position_ids.device) - position_ids
+        main, predicting = (
+            compute_relative_buckets(module.num_buckets, module.relative_max_distance, distances, False)
+            for distances in (places[:, :keys] + 1, places)
+        )
+        found = {
+            "main_relative_position_buckets": main.expand(rows, 1, -1),
+            "predict_relative_position_buckets": predicting.expand(rows, 1, -1),
+        }
+        position_ids._fastgen_buckets = found  # type: ignore[attr-defined]
+    return found
