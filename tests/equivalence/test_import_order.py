@@ -108,7 +108,8 @@ import fastgen
 {first}
 {CALL}
 call(no_repeat_ngram_size=2, min_new_tokens=2)
-states = {{name: state for name, state in fastgen.status().patches.items() if name.startswith("transformers.generation.")}}
+patches = fastgen.status().patches
+states = {{name: state for name, state in patches.items() if name.startswith("transformers.generation.")}}
 assert set(states.values()) == {{"applied"}}, states
 assert counts()["accelerated"] == 1, fastgen.stats()
 assert fastgen.stats()["transformers.no_repeat_ngram"]["accelerated"] > 0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import transformers
 import transformers.generation.utils  # the targets
+import transformers.models.prophetnet.modeling_prophetnet
 
 import fastgen
 
 
 def test_every_patch_is_applied() -> None:
-    import transformers.models.prophetnet.modeling_prophetnet  # noqa: F401  patches of models wait for them
-
     patches = {name: state for name, state in fastgen.status().patches.items() if name.startswith("transformers.")}
     assert len(patches) >= 5
     assert set(patches.values()) == {"applied"}
