@@ -35,24 +35,38 @@ def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
                 raise SystemExit(f"memcheck: wrong result for {rows} x {length}, n = {n}, {score_type}, {token_type}")
 
 
-def check_triton(device: str) -> None:
-    """Each kernel once or twice, at sizes that fill no block."""
-    batch, copies, heads, dim, prefix, suffix = 3, 3, 2, 80, 37, 7
+def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The cache and what reads it: with tensor cores and asynchronous loads in half precision, without in float32."""
+    batch, copies, heads, dim, prefix, suffix = 3, 3, 2, 80, 137, 7
     rows = batch * copies
-    caches = [torch.randn(rows, heads, suffix, dim, device=device) for _ in range(4)]
-    new, last = torch.randn(rows, heads, dim, device=device), torch.tensor([suffix - 1], device=device)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    caches = [tensor(rows, heads, suffix, dim) for _ in range(4)]
+    new, last = tensor(rows, heads, dim), torch.tensor([suffix - 1], device=device)
     kv_write.kv_write(new, new, *caches[:2], last)
     kv_write.reference(new, new, *caches[2:], last)
-    same(caches[1][:, :, -1], caches[3][:, :, -1], "kv_write")
-    shared = torch.randn(batch, heads, prefix, dim, device=device)
+    same(caches[1][:, :, -1], caches[3][:, :, -1], "kv_write", 0.0)
+    shared = tensor(batch, heads, prefix, dim)
     options = {
         "suffix_length": last + 1,
         "ancestry": torch.arange(rows, device=device).int().unsqueeze(1).repeat(1, suffix),
         "starts": torch.tensor([0, 5, prefix], device=device),
+        "bias": tensor(1, heads, prefix + suffix),
     }
     for splits in (1, 3):
         found = decode_attention.decode_attention(new, shared, shared, *caches[:2], **options, splits=splits)
-        same(found, decode_attention.reference(new, shared, shared, *caches[:2], **options), "decode_attention")
+        wanted = decode_attention.reference(new, shared, shared, *caches[:2], **options)
+        same(found, wanted, f"decode_attention in {dtype}", tolerance)
+
+
+def check_triton(device: str) -> None:
+    """Each kernel once or twice, at sizes that fill no block."""
+    check_attention(device, torch.float32, 1e-4)
+    check_attention(device, torch.float16, 1e-2)
+    batch, copies = 3, 3
+    rows = batch * copies
     scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, copies, device=device)
     found = beam_step.best_candidates(scores, running, 2 * copies).scores
     same(found, beam_step.reference(scores, running, 2 * copies).scores, "best_candidates")
@@ -61,8 +75,8 @@ def check_triton(device: str) -> None:
         same(norm.layer_norm(x), torch.nn.functional.layer_norm(x, (width,)), "layer_norm")
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
-    if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4):
+def same(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float = 1e-4) -> None:
+    if not torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
         raise SystemExit(f"memcheck: wrong result of {name}")
 
 
