@@ -26,7 +26,7 @@ class Status:
         strict: whether a fallback raises.
         versions: of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing.
         patches: {target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}.
-        operators: {operator: which backend serves it}, and what captures decoding steps.
+        operators: {operator: which backend serves it}, what captures decoding steps, and whether memory is kept.
         notes: anything the user should know, such as an untested version.
     """
 
@@ -50,6 +50,7 @@ class Status:
 
 def collect(patches: PatchSet) -> Status:
     """The status of this process. Imports torch, for the operators; never a toolkit."""
+    from fastgen.decoding import host_memory
     from fastgen.decoding.captured import graph
 
     versions = {"fastgen": __version__, "python": platform.python_version()}
@@ -59,7 +60,7 @@ def collect(patches: PatchSet) -> Status:
         strict=settings.current().strict,
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
-        operators={**ops.backends(), "captured_step": graph.backend()},
+        operators={**ops.backends(), "captured_step": graph.backend(), "host_memory": host_memory.backend()},
         notes=[*(note for name in _TESTED for note in _notes(name, versions[name])), *_weights(), *_samples()],
     )
 

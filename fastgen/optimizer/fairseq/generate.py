@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching
+from fastgen.decoding import host_memory
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Declined
@@ -36,7 +37,20 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
     if reason is not None:
         counters.count_fallback(ENTRY_POINT, reason)
         return _original(wrapped, args, kwargs)
-    random_state = RandomState(next(generator.model.parameters()).device)
+    device = next(generator.model.parameters()).device
+    with host_memory.kept(device):
+        return _accelerated(wrapped, generator, args, kwargs, arguments, RandomState(device))
+
+
+def _accelerated(
+    wrapped: Any,
+    generator: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: dict[str, Any],
+    random_state: RandomState,
+) -> Any:
+    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
     try:
         with contextlib.ExitStack() as context:
             context.enter_context(Call.entered(_open(generator, arguments)))
@@ -71,7 +85,7 @@ def _repeat(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], failure
         Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
     """
     result = _original(wrapped, args, kwargs)
-    counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+    counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
     return result
 
 

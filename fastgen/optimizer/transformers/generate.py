@@ -10,6 +10,7 @@ import torch
 import wrapt
 
 from fastgen import counters, patching
+from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
 from fastgen.optimizer.transformers.prefill import model_unsupported
@@ -34,6 +35,12 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         counters.count_fallback(ENTRY_POINT, reason)
         with patching.suspended():  # an assistant's own calls are part of this one
             return wrapped(*args, **kwargs)
+    with host_memory.kept(model.device):
+        return _accelerated(wrapped, model, arguments)
+
+
+def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any]) -> Any:
+    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
     attempt = _Attempt(model, arguments)
     cache_is_the_users = arguments.get("past_key_values") is not None
     runs_user_code = any(True for _ in _user_objects(arguments))
@@ -133,7 +140,7 @@ class _Attempt:
             arguments["streamer"] = self._streamer
         with patching.suspended():
             result = wrapped(**arguments)
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+        counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
         return result
 
 

@@ -1,0 +1,121 @@
+"""Memory of the host that is used again, instead of given back to the system, while a model generates on the CPU.
+
+Every forward pass frees and allocates blocks of the same sizes. The C library of Linux gives a large block back to the
+system when it is freed, and gets a new one of it the next time; the kernel then finds, clears and maps every page of
+4 KiB when it is touched first, which takes longer than a layer takes to fill it. `kept` tells the library to keep what
+is freed, for as long as a call of `generate` lasts, and gives back at its end what the process did not hold before.
+
+That is a matter of two numbers of the library's `malloc` (`mallopt(3)`), which hold for the process. Afterwards they
+are those that the library itself arrives at once a block of 32 MiB has been freed, as every program with large tensors
+does. Where the user has set one of them, they are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from fastgen import settings
+
+# Parameters of mallopt, and what they are afterwards: the most that they get to by themselves.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _MMAP_MAX: 2**16}
+_NEVER = -1
+# What the user may have set them with.
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+# A call that leaves less behind than this is not worth looking for what can be given back.
+_MIN_TRIMMED = 2**26
+
+_lock = threading.Lock()
+_users = 0
+_held_before = 0
+
+
+@contextlib.contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Inside this, memory of the host that is freed is used again; at the end the system gets back what is free.
+
+    With `Settings.packed_weights == "keep"`, free memory stays with the process: a call that follows will use it.
+
+    Args:
+        device: of the model. Nothing is done unless it is a CPU.
+    """
+    # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
+    if device.type != "cpu" or threading.current_thread() is not threading.main_thread() or unavailable() is not None:
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def backend() -> str:
+    """Whether memory is kept in this process, for `fastgen.status()`."""
+    return unavailable() or "kept by the C library during a call"
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why memory is not kept in this process; None where it is."""
+    if _library() is None:
+        return "left as it is: only with the C library of GNU"
+    if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return "left as it is: malloc is tuned by environment variables"
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The C library, if it is one whose `malloc` is known."""
+    try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return None
+        library = ctypes.CDLL(None)
+        library.mallopt, library.malloc_trim  # noqa: B018 (raises where they are not there)
+    except (AttributeError, ValueError, OSError):
+        return None
+    return library
+
+
+def _enter() -> None:
+    global _users, _held_before
+    library = _library()
+    assert library is not None
+    with _lock:
+        _users += 1
+        if _users > 1:
+            return
+        _held_before = _resident()
+        library.mallopt(_MMAP_MAX, 0)
+        library.mallopt(_TRIM_THRESHOLD, _NEVER)
+
+
+def _leave() -> None:
+    global _users
+    library = _library()
+    assert library is not None
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        for parameter, value in _AFTERWARDS.items():
+            library.mallopt(parameter, value)
+        if settings.current().packed_weights != "keep" and _resident() - _held_before > _MIN_TRIMMED:
+            library.malloc_trim(ctypes.c_size_t(0))
+
+
+def _resident() -> int:
+    """Bytes of the process that are in memory."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,122 @@
+"""Memory that is kept while a model generates: blocks are used again, and given back at the end."""
+
+import contextlib
+import resource
+import threading
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import host_memory
+
+BLOCK = 2**26
+PAGE = resource.getpagesize()
+
+glibc = pytest.mark.skipif(host_memory.unavailable() is not None, reason=str(host_memory.unavailable()))
+
+
+def page_faults(repetitions: int) -> int:
+    """Faults of filling a new block so often."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(repetitions):
+        torch.empty(BLOCK, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is asked of the C library, as (function, argument, ...)."""
+    made = []
+
+    class Library:
+        def mallopt(self, parameter, value):
+            made.append(("mallopt", parameter, value))
+
+        def malloc_trim(self, pad):
+            made.append(("malloc_trim", pad.value))
+
+    monkeypatch.setattr(host_memory, "_library", Library)
+    monkeypatch.setattr(host_memory, "unavailable", lambda: None)
+    return made
+
+
+@glibc
+def test_blocks_are_used_again():
+    with host_memory.kept(torch.device("cpu")):
+        # What lies between two blocks, and how they are aligned, may take a few until one fits.
+        assert page_faults(24) < 8 * BLOCK // PAGE
+
+
+@glibc
+@pytest.mark.parametrize("packed_weights", ["call", "keep"])
+def test_what_is_free_is_given_back_unless_it_is_kept(packed_weights):
+    with settings.changed(packed_weights=packed_weights):
+        before = host_memory._resident()
+        with host_memory.kept(torch.device("cpu")):
+            block = torch.ones(4 * BLOCK, dtype=torch.uint8)
+            above = torch.ones(2**18, dtype=torch.uint8)  # what lies above a free block keeps it from the system
+            del block
+            assert host_memory._resident() - before > 3 * BLOCK
+        left = host_memory._resident() - before
+    assert (left > 3 * BLOCK) is (packed_weights == "keep")
+    assert above.all()
+    with host_memory.kept(torch.device("cpu")):  # leaves nothing behind for the tests that follow
+        host_memory._library().malloc_trim(0)
+
+
+def test_nested_calls_leave_with_the_last(calls):
+    cpu = torch.device("cpu")
+    with host_memory.kept(cpu):
+        entered = list(calls)
+        with contextlib.suppress(KeyError), host_memory.kept(cpu):
+            raise KeyError
+        assert calls == entered and entered
+    left = dict(call[1:] for call in calls[len(entered) :] if call[0] == "mallopt")
+    assert left == host_memory._AFTERWARDS and host_memory._users == 0
+
+
+def test_an_error_ends_it(calls):
+    with pytest.raises(KeyError), host_memory.kept(torch.device("cpu")):
+        raise KeyError
+    assert host_memory._users == 0 and calls
+
+
+def test_other_devices_and_threads_are_left_alone(calls):
+    with host_memory.kept(torch.device("meta")):
+        pass
+
+    def in_a_thread():
+        with host_memory.kept(torch.device("cpu")):
+            pass
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert not calls
+
+
+@pytest.mark.parametrize("name, value", [("MALLOC_MMAP_MAX_", "10"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")])
+def test_settings_of_the_user_stay(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(host_memory, "_library", object)
+    assert "environment" in (host_memory.unavailable.__wrapped__() or "")
+
+
+def test_another_c_library(monkeypatch):
+    monkeypatch.setattr(host_memory.os, "confstr", lambda name: None)
+    assert host_memory._library.__wrapped__() is None
+
+
+def test_generate_keeps_it(calls):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, bos_token_id=1, eos_token_id=2))
+    tokens = torch.randint(5, 40, (2, 3))
+    model.eval().generate(tokens, max_new_tokens=2, num_beams=2)
+    assert calls[0] == ("mallopt", host_memory._MMAP_MAX, 0) and host_memory._users == 0
+    calls.clear()
+    with fastgen.disabled():
+        model.generate(tokens, max_new_tokens=2)
+    assert not calls
