@@ -214,6 +214,11 @@ class LayerKV:
         """Forgets what is stored, and frees its memory."""
         self._prefix = self._suffix = self._handles = None
 
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Has these in the place of what was stored, [rows, heads, positions, dim]. Nothing is added to them."""
+        self.release()
+        self._prefix, self._is_short, self._descends = (keys, values), False, False
+
     def settle(self) -> None:
         """The suffix row by row: something else than the attention operator needs it, and will again."""
         if not self._descends:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def strict(counted: None) -> None:
     """A fallback fails the test."""
     fastgen.enable(strict=True)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Letters and pairs of letters, so that a string may end within a token and begin in any of several."""
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijkl"
+    texts = ["<pad>", "<s>", "</s>", "<unk>", *letters, *(one + two for one in letters for two in letters)]
+    made = Tokenizer(models.WordLevel({text: token for token, text in enumerate(texts)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
 
 
 class SharedPrefixes:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import fastgen
 from fastgen.decoding.captured import graph
@@ -33,6 +41,7 @@ BEAMS = {**NEW, "num_beams": 3}
 GREEDY = {**NEW, "num_beams": 1}
 
 every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+two = pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +267,94 @@ def test_what_the_users_processor_raises_is_passed_on(family: Family, device: to
     check(model, inputs, BEAMS)
 
 
+class Stopping(StoppingCriteria):
+    """A criterion of the user's, with state: ends what has a token that depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert scores is None
+        self.lengths.append(input_ids.shape[1])
+        return (input_ids[:, -1] + len(self.lengths)) % 7 == 0
+
+
+def criteria(encoder_decoder: bool = False) -> dict[str, Any]:
+    """What each call gets: objects of its own."""
+    return {
+        "the user's": Stopping(),
+        "a function": lambda ids, scores: (ids[:, -1] % 9 == 1) & (ids.shape[1] > 8),
+        "a length": MaxLengthCriteria(9 if encoder_decoder else 53),
+        "no time": MaxTimeCriteria(0.0),
+        "much time": MaxTimeCriteria(1000.0),
+    }
+
+
+@two
+@pytest.mark.parametrize("name", criteria())
+def test_stopping_criteria(family: Family, name: str, device: torch.device) -> None:
+    """The host runs them in every step, as often as the library does, and on the same continuations."""
+    model, inputs = build(family, device)
+    processors = {"logits_processor": LogitsProcessorList([Counting()])} if name == "the user's" else {}
+    for decoding in (BEAMS, {**GREEDY, "eos_token_id": None}):
+        seen = []
+        for disabled in (True, False, False):
+            criterion = criteria(family.encoder_decoder)[name]
+            options = {**decoding, "stopping_criteria": StoppingCriteriaList([criterion]), **copy.deepcopy(processors)}
+            with fastgen.disabled() if disabled else contextlib.nullcontext():
+                seen.append((run(model, inputs, options), getattr(criterion, "lengths", None)))
+        assert_same(*seen[:2])
+        assert_same(seen[0], seen[2])
+    assert captures() == 4, reasons()
+
+
+@two
+def test_stop_strings(family: Family, device: torch.device, tokenizer: Any) -> None:
+    model, inputs = build(family, device)
+    for decoding in (BEAMS, GREEDY):
+        check(model, inputs, {**decoding, "stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
+    assert captures() == 2, reasons()
+
+
+def test_what_the_users_criterion_raises_is_passed_on(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+
+    class Fails(Stopping):
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            super().__call__(*args, **kwargs)
+            return torch.tensor([len(self.lengths) > 5 and 1 / 0])
+
+    criterion = Fails()
+    with pytest.raises(ZeroDivisionError):
+        run(model, inputs, {**BEAMS, "min_new_tokens": 12, "stopping_criteria": StoppingCriteriaList([criterion])})
+    assert len(criterion.lengths) == 6  # once, not once more on another way
+
+
+RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
+
+
+@pytest.mark.parametrize("name", [*RETURNED, "unilm"])
+def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache as the library leaves it, also when the step was exchanged, and when steps ran past the end."""
+    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    if name == "unilm":
+        model = tiny_unilm.tiny_model(end=3.0).to(device)
+        inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37)))
+    else:
+        model, inputs = build(BY_NAME[name], device)
+    calls = [
+        {**BEAMS, "min_new_tokens": 10, "num_return_sequences": 2},
+        {**BEAMS, "eos_token_id": list(range(11, 31)), "min_new_tokens": 6, "early_stopping": True, "num_beams": 4},
+        {**BEAMS, "eos_token_id": None},
+    ]
+    if name != "mistral-short-window":  # with one sequence, the library does not read more than the window
+        calls.append({**GREEDY, "min_new_tokens": 10})
+    for options in calls:
+        found = check(model, inputs, {**options, "return_dict_in_generate": True})
+        assert found.past_key_values.get_seq_length() > 0
+    assert captures() == len(calls), reasons()
+
+
 @every
 def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
@@ -408,10 +505,9 @@ def test_samples_follow_the_seed(device: torch.device) -> None:
 
 
 DECLINED = {
-    "return_dict_in_generate": {"return_dict_in_generate": True},
+    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
     "beam search with sampling": {"do_sample": True},
     "only a few tokens to generate": {"max_new_tokens": 4},
-    "the stopping criterion MaxTimeCriteria": {"max_time": 100.0},
 }
 
 
@@ -425,11 +521,25 @@ def test_declined(family: Family, reason: str, options: dict[str, Any], device: 
     assert reasons() == {reason: 1} and captures() == 0
 
 
-def test_a_criterion_of_the_users(device: torch.device) -> None:
+def test_a_criterion_that_fills_up(device: torch.device) -> None:
+    """The library looks for the attribute, and pads what has ended then."""
     model, inputs = build(BY_NAME["gpt2"], device)
-    criteria = StoppingCriteriaList([lambda input_ids, scores: torch.ones(len(input_ids), dtype=torch.bool)])
+
+    class Ends(EosTokenCriteria):
+        pass
+
+    criteria = StoppingCriteriaList([Ends(torch.tensor(11, device=device))])
     check(model, inputs, {**GREEDY, "stopping_criteria": criteria})
-    assert reasons() == {"the stopping criterion function": 1}
+    assert reasons() == {"the stopping criterion Ends": 1}
+
+
+def test_a_criterion_for_a_larger_length(device: torch.device) -> None:
+    """It takes the place of the library's."""
+    model, inputs = build(BY_NAME["bart"], device)
+    options = {**GREEDY, "min_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(35)])}
+    found = check(model, inputs, options)
+    assert found.shape[1] == 35
+    assert reasons() == {"a criterion for a larger length than max_length": 1}
 
 
 def test_a_mask_with_holes(device: torch.device) -> None:

@@ -495,19 +495,6 @@ def test_double_precision(family: Family, decoding: dict[str, Any]) -> None:
 # ---- with a tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """Letters and pairs of letters, so that a string may end within a token and begin in any of several."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    letters = "abcdefghijkl"
-    texts = ["<pad>", "<s>", "</s>", "<unk>", *letters, *(one + two for one in letters for two in letters)]
-    made = Tokenizer(models.WordLevel({text: token for token, text in enumerate(texts)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
-
-
 @any_decoding
 @every
 def test_stop_strings(family: Family, decoding: dict[str, Any], tokenizer: Any) -> None:

@@ -63,7 +63,8 @@ class BeamSearch(SequenceBuffers):
         self.running_indices = torch.zeros(batch, beams, room, dtype=torch.int32, device=device)
         self.indices = torch.zeros_like(self.running_indices)
         self.finished = torch.zeros(batch, beams, dtype=torch.bool, device=device)
-        self.parents = torch.arange(batch * beams, device=device)
+        self._own_rows = torch.arange(batch * beams, device=device)
+        self.parents = self._own_rows.clone()
         self._improvable = torch.ones(batch, 1, dtype=torch.bool, device=device)
 
         self._steps = torch.arange(room, device=device)
@@ -94,7 +95,7 @@ class BeamSearch(SequenceBuffers):
         self.running_indices.fill_(-1)
         self.indices.fill_(-1)
         self.finished.fill_(False)
-        self.parents.copy_(torch.arange(self.parents.shape[0], device=self.parents.device))
+        self.parents.copy_(self._own_rows)
         self._improvable.copy_(self._is_real)
         # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
         penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.room + 2)]
@@ -106,16 +107,23 @@ class BeamSearch(SequenceBuffers):
         """[rows, prompt_room + room]: the running sequences, for processors."""
         return self.running_sequences.flatten(0, 1)
 
-    def choose(self, scores: Tensor, normalise: bool) -> None:
-        """The step's choice: the best continuations are taken.
+    def propose(self, scores: Tensor, normalise: bool) -> Candidates:
+        return best_candidates(scores, self.running_scores, self.candidates, normalise=normalise)
+
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        self.advance(Candidates(*proposal), stops)
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        candidates = Candidates(*(part[:inputs] for part in proposal))
+        sequences = _pick(self.running_sequences[:inputs, :, start:end], candidates.beams)
+        return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
+
+    def advance(self, candidates: Candidates, stops: Tensor | None = None) -> None:
+        """Takes the best continuations of every input, best first, `self.candidates` of them. Changes all in place.
 
         Args:
-            scores: [rows, vocabulary], logits, or with `normalise=False` log-probabilities.
+            stops: [batch * self.candidates], bool: candidates that are finished whatever their token is.
         """
-        self.advance(best_candidates(scores, self.running_scores, self.candidates, normalise=normalise))
-
-    def advance(self, candidates: Candidates) -> None:
-        """Takes the best continuations of every input, best first, `self.candidates` of them. Changes all in place."""
         new_length = self.length + 1
         step = self.length - self.prompt_room
         at_end = new_length >= self.limit
@@ -127,6 +135,8 @@ class BeamSearch(SequenceBuffers):
         indices = _pick(self.running_indices, candidates.beams)
         indices = torch.where(self._steps == step, rows.unsqueeze(2), indices)
         ends = self.ends(candidates.tokens) | at_end
+        if stops is not None:
+            ends = ends | stops.view_as(ends)
 
         # Those that go on.
         open_scores = candidates.scores + ends.float() * _NEVER
@@ -169,11 +179,11 @@ class BeamSearch(SequenceBuffers):
             (self.finished, finished),
             (self._improvable, improvable),
             (self.tokens, tokens),
-            (self.parents, parents),
             (self.length, new_length),
         )
         for old, new in changes:
             old.copy_(torch.where(self.done, old, new))
+        self.parents.copy_(torch.where(self.done, self._own_rows, parents))
         self.done.logical_or_(over)
 
     def results(self, inputs: int, count: int) -> Tensor:
@@ -181,9 +191,15 @@ class BeamSearch(SequenceBuffers):
 
         As long as the longest of them, those that are shorter filled. Waits for the device.
         """
-        written = (self.indices[:inputs, :count] >= 0).sum(dim=2).max()
-        start, end = int(self.start), self.prompt_room + int(written)
+        start, end = int(self.start), self.prompt_room + self._written(inputs, count)
         return self.sequences[:inputs, :count, start:end].flatten(0, 1).clone()
+
+    def result_indices(self, inputs: int, count: int) -> Tensor:
+        """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind."""
+        return self.indices[:inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
+
+    def _written(self, inputs: int, count: int) -> int:
+        return int((self.indices[:inputs, :count] >= 0).sum(dim=2).max())
 
     def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
         penalty = self._penalties.index_select(0, steps.clamp(0, self._penalties.shape[0] - 1).reshape(1))

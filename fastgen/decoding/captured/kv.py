@@ -8,6 +8,7 @@ from torch import Tensor
 from fastgen.decoding.captured.places import Places
 from fastgen.decoding.captured.reader import StepReader
 from fastgen.decoding.shared import SharedKV
+from fastgen.ops.attention import descend
 from fastgen.ops.triton.kv_write import kv_write
 
 
@@ -98,6 +99,23 @@ class StaticKV:
             SharedKV.of(prefix, own, self._places.copies, ancestry, reader=self.reader)
             for prefix, own in zip(self._prefix, suffix, strict=True)
         )
+
+    def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> tuple[Tensor, Tensor]:
+        """What is stored of the first `inputs` inputs as ordinary tensors, [rows, heads, length + new, dim].
+
+        Args:
+            length, at_end: positions of the prefix that `load` was given, and where it put them.
+            new: positions of the suffix.
+        """
+        first = self.prefix_room - length if at_end else 0
+        copies = self._places.copies
+        found = [part[:inputs, :, first : first + length].repeat_interleave(copies, dim=0) for part in self._prefix]
+        if self._suffix:
+            ancestry = self._places.ancestry
+            for place, part in enumerate(self._suffix):
+                own = part[:, :, :new] if ancestry is None else descend(part[:, :, :new], ancestry[:, :new])
+                found[place] = torch.cat([found[place], own[: inputs * copies]], dim=2)
+        return found[0], found[1]
 
     @property
     def nbytes(self) -> int:

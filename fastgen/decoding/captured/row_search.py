@@ -61,8 +61,8 @@ class RowSearch(SequenceBuffers):
         """[rows, prompt_room + room]: the sequences, for processors."""
         return self.sequences.flatten(0, 1)
 
-    def choose(self, scores: Tensor, normalise: bool) -> None:
-        """The step's choice from [rows, vocabulary]: the largest, or one that is drawn.
+    def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
+        """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
 
         With exponentially distributed e, the index with the largest p / e has the probabilities p: that is what
         `torch.multinomial` does as well, after looking at the probabilities on the host.
@@ -72,15 +72,30 @@ class RowSearch(SequenceBuffers):
             # One score that is not a number spoils its whole row.
             self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & self.unfinished).any())
             scores = probabilities / torch.empty_like(probabilities).exponential_()
-        self.advance(scores.argmax(dim=-1))
+        return (self._filled(scores.argmax(dim=-1)),)
 
-    def advance(self, tokens: Tensor) -> None:
-        """Takes the next token of every row, [rows]. Changes all in place."""
-        if self._has_eos:
-            tokens = torch.where(self.unfinished, tokens, self._fill)
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        self.advance(*proposal, stops=stops)
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        rows = inputs * self._copies
+        return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
+
+    def _filled(self, tokens: Tensor) -> Tensor:
+        return torch.where(self.unfinished, tokens, self._fill) if self._has_eos else tokens
+
+    def advance(self, tokens: Tensor, stops: Tensor | None = None) -> None:
+        """Takes the next token of every row, [rows]. Changes all in place.
+
+        Args:
+            stops: [rows], bool: sequences that end whatever their token is.
+        """
+        tokens = self._filled(tokens)
         new_length = self.length + 1
         written = torch.where(self._places == self.length, tokens.view(self._batch, -1, 1), self.sequences)
         unfinished = self.unfinished & ~self.ends(tokens)
+        if stops is not None:
+            unfinished = unfinished & ~stops
         over = ~unfinished.any() | (new_length >= self.limit)
         for old, new in (
             (self.sequences, written),

@@ -45,6 +45,37 @@ class SequenceBuffers:
         """Which tokens end a sequence, in the shape of `tokens`."""
         return (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
 
+    def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
+        """The continuations of a step that it is decided on next (`take`).
+
+        Args:
+            scores: [rows, vocabulary], logits, or with `normalise=False` what was made of them.
+        """
+        raise NotImplementedError
+
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        """Goes on with the continuations that were proposed. Changes all in place.
+
+        Args:
+            stops: one bool per continuation: this one ends, whatever its token is.
+        """
+        raise NotImplementedError
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        """The sequences that are proposed for the first `inputs` inputs, for the host.
+
+        Args:
+            start, end: of the sequences up to now in their buffers, as the host knows them.
+
+        Returns:
+            [inputs * continuations of each, end - start + 1]
+        """
+        raise NotImplementedError
+
+    def choose(self, scores: Tensor, normalise: bool) -> None:
+        """A step's choice from the scores, which are those of `propose`."""
+        self.take(self.propose(scores, normalise))
+
     def take_over(self, other: SequenceBuffers) -> None:
         """Goes on where `other`, a search of the same kind and size, is."""
         for name, buffer in vars(self).items():

@@ -138,6 +138,12 @@ class StoreInCache:
             for layer in part.layers:
                 layer.kv.release()
 
+    def hold(self, *stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Has what the captured step has stored, for who takes the cache over: of self- and of cross-attention."""
+        for part, layers in zip(_parts(self.cache), stored, strict=False):
+            for layer, kv in zip(part.layers, layers, strict=False):
+                layer.kv.hold(*kv)
+
     def restore(self) -> None:
         """The library's own layers again, as they were before the call."""
         for part, layers, replicate in self._saved:

@@ -6,17 +6,27 @@ first pass that has been made already.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
 from transformers.modeling_outputs import ModelOutput
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import counters, patching, settings
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators
@@ -24,7 +34,7 @@ from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call, Declined
 from fastgen.optimizer.transformers.captured import kept, processors
 from fastgen.optimizer.transformers.captured.models import is_served, positions_of_step
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Prompt, Shape
+from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Prompt, Shape
 from fastgen.optimizer.transformers.state import SavedState
 
 ENTRY_POINT = "transformers.captured_step"
@@ -41,6 +51,15 @@ _FIRST_ROOM, _MOST_FIRST_ROOM = 64, 256
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _POSITIONS = ("position_ids", "decoder_position_ids")
 _LAST = ("token_type_ids",)
+# By whether beams are searched, and whether the model has an encoder.
+_OUTPUTS = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateEncoderDecoderOutput,
+    (True, False): GenerateBeamDecoderOnlyOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+# What may be returned of every step.
+_RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,13 +81,13 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return wrapped(*args, **kwargs)
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
         with graph.turn, torch.inference_mode(False), torch.no_grad():
-            sequences = _Decoding(call, arguments, model_kwargs).run()
+            result = _Decoding(call, arguments, model_kwargs).run()
     except (Declined, CannotBeCaptured) as reason:
         counters.count_left_out(ENTRY_POINT, str(reason))
         return wrapped(*args, **kwargs)
     call.prefilled = None
     counters.count_accelerated(ENTRY_POINT)
-    return sequences
+    return result
 
 
 def _is_for(device: torch.device) -> bool:
@@ -93,8 +112,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise Declined(f"a model in {call.model.dtype}")
     if arguments.get("streamer") is not None:
         raise Declined("a streamer")
-    if config.return_dict_in_generate:
-        raise Declined("return_dict_in_generate")
+    for name in _RECORDS if config.return_dict_in_generate else ():
+        if getattr(config, name):
+            raise Declined(name)
     if call.cache_is_the_users:
         raise Declined("a cache that is passed in")
     if config.num_beams < 1:
@@ -102,8 +122,12 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     if config.num_beams > 1 and config.do_sample:
         raise Declined("beam search with sampling")
     for criterion in arguments["stopping_criteria"]:
-        if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
+        # With such an attribute the library fills up the sequences that any criterion has ended.
+        if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise Declined(f"the stopping criterion {type(criterion).__name__}")
+    lengths = [criterion.max_length for criterion in arguments["stopping_criteria"] if _limits_length(criterion)]
+    if min(lengths, default=config.max_length + 1) > config.max_length:
+        raise Declined("a criterion for a larger length than max_length")
     if config.max_length - input_ids.shape[1] < MIN_STEPS:
         raise Declined("only a few tokens to generate")
     for name, value in model_kwargs.items():
@@ -116,7 +140,9 @@ def _is_known(name: str, value: Any) -> bool:
         return name in (*_MASKS, *_POSITIONS, *_LAST) and value.dim() == 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
-    return name == "past_key_values" or value is None or isinstance(value, (bool, int, float, str))
+    # The tokenizer is that of `stop_strings`.
+    nothing_more = value is None or isinstance(value, (bool, int, float, str, PreTrainedTokenizerBase))
+    return name == "past_key_values" or nothing_more
 
 
 class _Decoding:
@@ -134,16 +160,20 @@ class _Decoding:
         self._raised: Exception | None = None
         self._has_released = False
         self._eos = _eos(arguments["stopping_criteria"])
+        self._criteria = [
+            criterion for criterion in arguments["stopping_criteria"] if not _is_in_search(criterion, self._config)
+        ]
+        self._host = Host(self._process, self._stops)
         self._prompt = self._make_prompt()
         self._shape = self._make_shape()
 
-    def run(self) -> Tensor:
-        """The sequences, as the library's loop returns them, on the step that fits.
+    def run(self) -> Any:
+        """What the library's loop returns, on the step that fits.
 
         Raises:
             Declined, CannotBeCaptured: it does not work; nothing has been changed then.
         """
-        random_state, state = RandomState(self._model.device), SavedState(self._processors)
+        random_state, state = RandomState(self._model.device), SavedState((*self._processors, *self._criteria))
         try:
             step = self._decode(self._step())
         except Exception as error:
@@ -155,15 +185,40 @@ class _Decoding:
                 kept.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             raise CannotBeCaptured(_describe(error)) from error
-        sequences = step.search.results(self._prompt.inputs, self._returned)
+        result = self._result(step)
         if step.is_captured:
             kept.give_back(self._model, step)
-        return sequences
+        return result
+
+    def _result(self, step: CapturedStep) -> Any:
+        search, count = step.search, (self._prompt.inputs, self._returned)
+        sequences = search.results(*count)
+        if not self._config.return_dict_in_generate:
+            return sequences
+        store = self._call.store
+        store.hold(*step.stored())
+        searches, encodes = isinstance(search, BeamSearch), self._model.config.is_encoder_decoder
+        indices = {"beam_indices": search.result_indices(*count)} if isinstance(search, BeamSearch) else {}
+        return _OUTPUTS[searches, encodes](sequences=sequences, past_key_values=store.cache, **indices)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """The processors on the host; what they raise is not the step's failure."""
-        try:
+        """The processors on the host."""
+        with self._users():
             return self._processors(tokens, scores)
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        """The stopping criteria on the host."""
+        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        with self._users():
+            for criterion in self._criteria:
+                done = done | criterion(tokens, None)
+        return done
+
+    @contextlib.contextmanager
+    def _users(self) -> Iterator[None]:
+        """What the user's code raises is not the step's failure."""
+        try:
+            yield
         except Exception as error:
             self._raised = error
             raise
@@ -173,22 +228,21 @@ class _Decoding:
         prompt, config = self._prompt, self._config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
-        step.choose_first(prompt.logits, self._process)
-        rows = prompt.inputs * self._copies
+        step.choose_first(prompt.logits, self._host)
         done = 1
         while not step.is_over() and done < prompt.new_tokens:
             if done > step.shape.capacity:
                 step = self._larger(step)
-            self._start(step, rows, done)
+            self._start(step, done)
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.shape.capacity + 1:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
         return step
 
-    def _start(self, step: CapturedStep, rows: int, done: int) -> None:
+    def _start(self, step: CapturedStep, done: int) -> None:
         """The next step. What keeps it from being captured now will do so in the next call, too."""
         try:
-            step.start(self._model, rows, done, self._process)
+            step.start(self._model, done, self._host)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -339,6 +393,7 @@ class _Decoding:
             search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
             eos=self._eos,
             processors=None if None in captured else tuple(captured),
+            has_criteria=bool(self._criteria),
             tensors=tuple(sorted(prompt.tensors)),
             constants=tuple(
                 sorted(
@@ -356,6 +411,17 @@ class _Decoding:
         """Whether a prompt may be put behind padding: its mask says so, and its positions are given."""
         is_alone = not self._model.config.is_encoder_decoder
         return is_alone and {"attention_mask", "position_ids"} <= self._prompt.tensors.keys()
+
+
+def _is_in_search(criterion: Any, config: Any) -> bool:
+    """Whether the search stops there by itself."""
+    if _limits_length(criterion):
+        return criterion.max_length == config.max_length
+    return type(criterion) is EosTokenCriteria
+
+
+def _limits_length(criterion: Any) -> bool:
+    return type(criterion) is MaxLengthCriteria
 
 
 def _eos(criteria: Any) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +32,28 @@ _LATE = 2
 # Inputs of the model that go up by one in every step.
 _POSITIONS = ("position_ids", "decoder_position_ids")
 
-# (tokens [rows, length], scores [rows, vocabulary]) -> scores
-HostProcessors = Callable[[Tensor, Tensor], Tensor]
+
+class Host(NamedTuple):
+    """What of a step the host does.
+
+    Attributes:
+        process: (tokens [rows, length], scores [rows, vocabulary]) -> scores: the processors.
+        stops: (tokens [continuations, length]) -> [continuations], bool: the stopping criteria.
+    """
+
+    process: Callable[[Tensor, Tensor], Tensor]
+    stops: Callable[[Tensor], Tensor]
+
+
+class Scores(NamedTuple):
+    """What a search chooses from: the arguments of its `propose`."""
+
+    scores: Tensor
+    normalise: bool
+
+
+# A part of a step that the host does: called with the number of tokens that have been generated.
+HostPart = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class Shape:
         search: the class of the search and its options.
         eos: tokens that end a sequence.
         processors: signatures of the captured processors; None if the host runs the processors.
+        has_criteria: there are stopping criteria, which the host runs, besides the search's own.
         tensors: names of the model's inputs that are in buffers.
         constants: the others, by name.
         kv: shapes and dtypes of K and V of each layer.
@@ -70,6 +93,7 @@ class Shape:
     search: tuple[str, Hashable]
     eos: tuple[int, ...]
     processors: tuple[Hashable, ...] | None
+    has_criteria: bool
     tensors: tuple[str, ...]
     constants: tuple[tuple[str, Hashable], ...]
     kv: Hashable
@@ -150,10 +174,16 @@ class CapturedStep:
             nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
             states = nothing.expand(shape.rows, shape.encoder_room, shape.encoder_width)
             self._constants["encoder_outputs"] = shape.encoder_class(last_hidden_state=states)
-        # What the host's processors get and give.
+        # What the host's processors and criteria get and give.
         self._scores = torch.zeros(shape.rows, prompt.logits.shape[-1], dtype=torch.float32, device=device)
-        self._flag = graph.LateFlag(device, _LATE if processors is not None else 0)
+        self._proposal: tuple[Tensor, ...] = ()
+        self._stops: Tensor | None = None
+        waits = processors is None or shape.has_criteria
+        self._flag = graph.LateFlag(device, 0 if waits else _LATE)
         self._start = 0  # where the sequences begin in their buffers
+        # Of the call: its inputs, and the positions that the first pass has stored in each layer.
+        self._present = 0
+        self._lengths: tuple[list[int], list[int]] = ([], [])
         self._graphs: list[graph.Graph] = []
         self._warm_ups = 0
 
@@ -187,6 +217,8 @@ class CapturedStep:
             kv.load(*stored, *prompt.cross_span, at_end=False)
         for name, buffer in self._inputs.items():
             self._fill(name, buffer, prompt.tensors[name])
+        self._present = prompt.inputs
+        self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross or ()]
         self._places.begin()
         self._start = self.shape.prompt_room - prompt.tokens.shape[1]
         self._seen.fill_(self.shape.stored_room)
@@ -213,69 +245,83 @@ class CapturedStep:
         columns = torch.arange(mask.shape[1], device=mask.device)
         mask.masked_fill_(columns == self._seen, 1)
 
-    def choose_first(self, logits: Tensor, host_processors: HostProcessors) -> None:
+    def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the logits of the prompt, [inputs * copies, vocabulary]."""
         all_rows = logits.new_zeros(self._scores.shape)
         all_rows[: logits.shape[0]] = logits
-        if self.processors is None:
-            self._scores.copy_(self._normalised(all_rows))
-            self._process_on_host(logits.shape[0], 0, host_processors)
-            self.search.choose(self._scores, normalise=False)
-        else:
-            self._choose(all_rows)
-        self._flag.send(self.search.done)
+        self._run(self._parts(lambda: all_rows, self._send), 0, host)
 
     def is_over(self) -> bool:
         """To be called after each token: whether the search is known to be over."""
         return self._flag.is_set()
 
-    def start(self, model: Any, rows: int, done: int, host_processors: HostProcessors) -> None:
+    def start(self, model: Any, done: int, host: Host) -> None:
         """Starts the step that gives the next token. The first ones run as they are; then one is captured.
 
         Args:
-            rows: of the inputs that are there.
             done: tokens that have been generated.
-            host_processors: for a step whose processors the host runs.
 
         Raises:
             CannotBeCaptured: it does something that a captured step cannot do.
         """
-        if not self.is_captured and self._warm_ups < _WARM_UPS:
-            self._warm_up(model, rows, done, host_processors)
-            return
         if not self.is_captured:
-            self._graphs = [self._capture(part) for part in self._parts(model)]
-        self._run([made.replay for made in self._graphs], rows, done, host_processors)
+            parts = self._parts(lambda: self._logits(model), self._advance)
+            if self._warm_ups < _WARM_UPS:
+                self._warm_up(parts, done, host)
+                return
+            self._graphs = [self._capture(part) for part in parts]
+        self._run([made.replay for made in self._graphs], done, host)
 
-    def _warm_up(self, model: Any, rows: int, done: int, host_processors: HostProcessors) -> None:
+    def _warm_up(self, parts: list[Callable[[], None]], done: int, host: Host) -> None:
         """A step that is not captured. In the first one the host looks at what may not be looked at later."""
         is_first = self._warm_ups == 0
         self._warm_ups += 1
         readers = [kv.reader for kv in (*self._own, *(self._cross or ()))]
         for reader in readers:
             reader.looks = is_first
-        self._run(self._parts(model), rows, done, host_processors)
+        self._run(parts, done, host)
         for reader in readers:
             reader.looks = False
-        if is_first and bool(self._logits_seen[:rows].isnan().any()):
+        if is_first and bool(self._logits_seen[: self._present * self.shape.copies].isnan().any()):
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
-    def _parts(self, model: Any) -> list[Callable[[], None]]:
-        """The step; in two halves where the host runs the processors between them."""
+    def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Callable[[], None]]:
+        """From the logits to the chosen tokens, and what ends the step; cut where the host does something."""
+        parts: list[Callable[[], None]] = []
+        scores = partial(self._processed, logits)
         if self.processors is None:
-            return [lambda: self._forward_half(model), self._choose_half]
-        return [lambda: self._whole(model)]
+            parts.append(partial(self._put_scores, logits))
+            scores = partial(Scores, self._scores, normalise=False)
+        if self.shape.has_criteria:
+            parts += [partial(self._put_proposal, scores), partial(self._take, end)]
+        else:
+            parts.append(partial(self._choose, scores, end))
+        return parts
 
-    def _run(self, parts: list[Callable[[], None]], rows: int, done: int, host_processors: HostProcessors) -> None:
-        parts[0]()
-        if len(parts) == 2:
-            self._process_on_host(rows, done, host_processors)
-            parts[1]()
+    def _host_parts(self, host: Host) -> list[HostPart]:
+        """What the host does between the parts."""
+        parts: list[HostPart] = []
+        if self.processors is None:
+            parts.append(partial(self._process_on_host, host))
+        if self.shape.has_criteria:
+            parts.append(partial(self._stop_on_host, host))
+        return parts
 
-    def _process_on_host(self, rows: int, done: int, host_processors: HostProcessors) -> None:
-        search = self.search
+    def _run(self, parts: list[Callable[[], None]], done: int, host: Host) -> None:
+        for part, on_host in zip_longest(parts, self._host_parts(host)):
+            part()
+            if on_host is not None:
+                on_host(done)
+
+    def _process_on_host(self, host: Host, done: int) -> None:
+        search, rows = self.search, self._present * self.shape.copies
         sequences = search.running_tokens[:rows, self._start : search.prompt_room + done]
-        self._scores[:rows] = host_processors(sequences, self._scores[:rows])
+        self._scores[:rows] = host.process(sequences, self._scores[:rows])
+
+    def _stop_on_host(self, host: Host, done: int) -> None:
+        end = self.search.prompt_room + done
+        stops = host.stops(self.search.proposed(self._proposal, self._present, self._start, end))
+        self._stops[: stops.shape[0]] = stops
 
     def _capture(self, part: Callable[[], None]) -> graph.Graph:
         made = graph.Graph(self._device)
@@ -288,11 +334,24 @@ class CapturedStep:
             raise CannotBeCaptured(f"the step cannot be captured: {type(error).__name__}: {reason}") from error
         return made
 
+    def stored(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """K and V of self- and of cross-attention, layer by layer, [rows of the inputs, heads, positions, dim].
+
+        Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
+        """
+        new = int(self.search.length) - self.shape.prompt_room - 1
+        own, cross = self._lengths
+        at_end = not self.shape.source_in_front
+        return (
+            [kv.materialize(self._present, length, new, at_end) for kv, length in zip(self._own, own, strict=True)],
+            [kv.materialize(self._present, length) for kv, length in zip(self._cross or (), cross, strict=True)],
+        )
+
     def take_over(self, other: CapturedStep) -> None:
         """Goes on where `other` is, a step of the same shape with less capacity."""
         self._places.take_over(other._places)
         self._seen.copy_(other._seen)
-        self._start = other._start
+        self._start, self._present, self._lengths = other._start, other._present, other._lengths
         for kv, old in zip((*self._own, *(self._cross or ())), (*other._own, *(other._cross or ())), strict=True):
             kv.take_over(old)
         for name, buffer in self._inputs.items():
@@ -306,17 +365,6 @@ class CapturedStep:
 
     # ---- what is captured
 
-    def _whole(self, model: Any) -> None:
-        self._choose(self._logits(model))
-        self._advance()
-
-    def _forward_half(self, model: Any) -> None:
-        self._scores.copy_(self._normalised(self._logits(model)))
-
-    def _choose_half(self) -> None:
-        self.search.choose(self._scores, normalise=False)
-        self._advance()
-
     def _advance(self) -> None:
         """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
         self._places.advance(self.search.parents)
@@ -326,6 +374,9 @@ class CapturedStep:
                 buffer.add_(1)
             elif self._grows(name):
                 self._extend(buffer)
+        self._send()
+
+    def _send(self) -> None:
         self._flag.send(self.search.done)
 
     def _logits(self, model: Any) -> Tensor:
@@ -346,11 +397,12 @@ class CapturedStep:
         logits = logits.float()
         return torch.log_softmax(logits, dim=-1) if isinstance(self.search, BeamSearch) else logits
 
-    def _choose(self, logits: Tensor) -> None:
+    def _processed(self, logits: Callable[[], Tensor]) -> Scores:
+        """What the search chooses from, after the captured processors."""
         if not self.processors:
-            self.search.choose(logits, normalise=True)
-            return
+            return Scores(logits(), normalise=True)
         search = self.search
+        scores = self._normalised(logits())
         tokens = StepTokens(
             tokens=search.running_tokens,
             start=search.start,
@@ -358,7 +410,25 @@ class CapturedStep:
             prompt=search.prompt,
             limit=search.limit - search.start,
         )
-        scores = self._normalised(logits)
         for processor in self.processors:
             scores = processor(scores, tokens)
-        search.choose(scores, normalise=False)
+        return Scores(scores, normalise=False)
+
+    def _put_scores(self, logits: Callable[[], Tensor]) -> None:
+        self._scores.copy_(self._normalised(logits()))
+
+    def _choose(self, scores: Callable[[], Scores], end: Callable[[], None]) -> None:
+        self.search.choose(*scores())
+        end()
+
+    def _put_proposal(self, scores: Callable[[], Scores]) -> None:
+        proposal = self.search.propose(*scores())
+        if not self._proposal:  # for the first token, or in a warm-up: neither is captured
+            self._proposal = tuple(torch.empty_like(part) for part in proposal)
+            self._stops = torch.zeros(proposal[0].numel(), dtype=torch.bool, device=self._device)
+        for buffer, part in zip(self._proposal, proposal, strict=True):
+            buffer.copy_(part)
+
+    def _take(self, end: Callable[[], None]) -> None:
+        self.search.take(self._proposal, self._stops)
+        end()
