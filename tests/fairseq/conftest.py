@@ -12,6 +12,7 @@ import pytest
 import fastgen
 from fastgen import settings
 from fastgen.decoding import kv
+from fastgen.optimizer.fairseq import scores
 
 try:
     VERSION: str | None = metadata.version("fairseq")
@@ -33,8 +34,10 @@ def pytest_report_header() -> str:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
 
-    A prefix is shared however few bytes it has: that of a tiny model would never be worth it.
+    A prefix is shared however few bytes it has, and a step's scores count as many: those of a tiny model would never be
+    worth it.
     """
+    monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     before = settings.current()

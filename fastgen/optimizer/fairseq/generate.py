@@ -19,6 +19,7 @@ from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Declined
 from fastgen.optimizer.fairseq.prefill import Prefill, prefix_to_run
+from fastgen.optimizer.fairseq.scores import without_nan
 from fastgen.optimizer.fairseq.support import attentions_of, unsupported
 
 # Allocated at first for the positions to come, at the most; more when that is full.
@@ -134,7 +135,10 @@ def _reorder(call: Call, incremental_states: list[Any], new_order: Tensor) -> No
 def forward_decoder(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `EnsembleModel.forward_decoder(tokens, encoder_outs, incremental_states, temperature)`."""
     call = Call.current(ensemble)
-    return wrapped(*args, **kwargs) if call is None else _decode(call, wrapped, *args, **kwargs)
+    if call is None:
+        return wrapped(*args, **kwargs)
+    log_probs, weights = _decode(call, wrapped, *args, **kwargs)
+    return without_nan(log_probs), weights
 
 
 def _decode(

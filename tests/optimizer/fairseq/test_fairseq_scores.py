@@ -1,0 +1,74 @@
+"""Log-probabilities that know that there is no NaN among them."""
+
+import math
+
+import pytest
+import torch
+
+from fastgen.optimizer.fairseq.scores import MIN_SCORES, LogProbabilities, without_nan
+
+ROWS = 4
+
+
+@pytest.fixture
+def scores():
+    return torch.randn(ROWS, MIN_SCORES // ROWS).log_softmax(dim=-1)
+
+
+def as_the_loop_does(log_probs):
+    """What FairSeq's loop does to the log-probabilities of a step."""
+    log_probs[log_probs != log_probs] = torch.tensor(-math.inf).to(log_probs)
+    log_probs[:, 1] = -math.inf
+    log_probs[:, 3] -= 0.5
+    return log_probs
+
+
+@pytest.mark.parametrize("place", [None, (0, 0), (1, 7), (ROWS - 1, -1)])
+def test_the_loop_gets_what_it_would_have_got(scores, place):
+    if place is not None:
+        scores[place] = math.nan
+    expected = as_the_loop_does(scores.clone())
+    known = without_nan(scores)
+    assert (type(known) is LogProbabilities) is (place is None)
+    found = as_the_loop_does(known)
+    assert found.as_subclass(torch.Tensor).equal(expected) and not expected.isnan().any()
+    assert type(found.view(2, -1)) is torch.Tensor
+
+
+def test_nan_that_is_written_later_is_found(scores):
+    known = without_nan(scores)
+    known[2, 5] = math.nan
+    assert (known != known).nonzero().tolist() == [[2, 5]]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_infinite_values(scores, value):
+    scores[0, 0], scores[1, 1] = value, -math.inf
+    expected = as_the_loop_does(scores.clone())
+    assert as_the_loop_does(without_nan(scores)).as_subclass(torch.Tensor).equal(expected)
+
+
+def test_the_mask_is_a_mask(scores):
+    mask = without_nan(scores) != scores.as_subclass(LogProbabilities)
+    assert type(mask) is torch.Tensor and not mask.any()
+    known = without_nan(scores)
+    mask = known != known
+    assert mask.shape == scores.shape and mask.dtype is torch.bool and not mask.any() and (~mask).all()
+    assert torch.where(mask, 1, 0).sum() == 0 and (mask | mask).sum() == 0
+    other = torch.zeros(scores.shape)
+    other[mask] = 1.0
+    assert not other.any()
+    known[mask | (scores == scores)] = 2.0
+    assert (known == 2.0).all()
+
+
+def test_writing_by_the_mask_writes_nothing(scores):
+    known, before = without_nan(scores), scores.clone()
+    known[known != known] = 1.0
+    assert known.equal(before) and known._version == known._version_without_nan
+
+
+def test_small_ones_and_other_types_are_left_alone():
+    assert type(without_nan(torch.zeros(2, 3))) is torch.Tensor
+    assert type(without_nan(torch.zeros(MIN_SCORES, dtype=torch.long))) is torch.Tensor
+    assert type(without_nan(torch.zeros(MIN_SCORES, device="meta"))) is torch.Tensor
