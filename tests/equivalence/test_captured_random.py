@@ -34,6 +34,8 @@ SESSIONS = [
     ("opt qwen2", "large", 0),
     ("bloom", "small", 0),
     ("pegasus gpt-neox", "small", 0),
+    ("prophetnet m2m100", "small", 0),
+    ("mistral-long-window led", "small", 0),
 ]
 
 
