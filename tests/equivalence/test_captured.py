@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -402,6 +404,103 @@ def test_other_weights(device: torch.device) -> None:
     assert device.type == "cuda" or Graph.made == made + 1
 
 
+class _Adapter(torch.nn.Module):
+    """A layer with changes to it that are switched on and off, as adapters are: by attributes that are no tensors."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.active, self.scaling = layer, ["first"], {"first": 1.0, "second": -2.0}
+        self.changes = torch.nn.ParameterDict({name: torch.randn_like(layer.weight) for name in self.scaling})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + sum(self.scaling[name] * (x @ self.changes[name].T) for name in self.active)
+
+
+def test_other_settings_of_modules(device: torch.device) -> None:
+    """A graph has frozen them: none is replayed with others."""
+    model, inputs = build(BY_NAME["llama"], device)
+    layer = model.model.layers[0]
+    layer.mlp.down_proj = adapter = _Adapter(layer.mlp.down_proj).to(device).eval()
+    options = {**GREEDY, "min_new_tokens": 24}
+    found = [check(model, inputs, options).tolist()]
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        found.append(check(model, inputs, options).tolist())
+
+    change(adapter, "active", ["second"])
+    change(adapter, "active", [])
+    adapter.active.append("first")
+    change(adapter, "scaling", {"first": 5.0, "second": 1.0})
+    change(layer.self_attn, "scaling", 9.0)
+    assert all(one != other for one, other in itertools.pairwise(found))
+    made = Graph.made
+    check(model, inputs, options)
+    assert captures() == 6 and Graph.made == made, reasons()
+
+
+def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+    one = {name: value[:1] for name, value in inputs.items()}
+    check(model, one, BEAMS)
+    (step,) = kept._of(model).steps.values()
+    monkeypatch.setattr(kept, "_most_bytes", lambda device: step.nbytes * 1.5)
+    check(model, one, {**BEAMS, "num_beams": 2})  # there is no room for both
+    (other,) = kept._of(model).steps.values()
+    assert other is not step
+    check(model, inputs, BEAMS)  # nor for this one alone
+    assert not kept._of(model).steps and captures() == 3
+
+
+def test_memory_of_kept_steps_is_the_original_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out because of them does not end a call."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    check(model, inputs, BEAMS)
+    forward, failed = type(model).forward, []
+
+    def needs_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kept._models:
+            failed.append(None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args, **kwargs)
+
+    functools.update_wrapper(needs_memory, forward)
+    monkeypatch.setattr(type(model), "forward", needs_memory)
+    found = run(model, inputs, BEAMS)
+    assert len(failed) == 1
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"out of memory: captured steps were kept": 1}
+    with fastgen.disabled():
+        assert_same(found, run(model, inputs, BEAMS))
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])
+def test_experts_are_those_of_the_librarys_loop(
+    options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, it has another implementation for steps than for the first pass; not in beam search."""
+    model, inputs = build(KNOWN["mixtral"], device)
+    active: list[bool] = [False]
+    seen = set()
+    forward = type(model).forward
+
+    @contextlib.contextmanager
+    def optimize(self: Any) -> Any:
+        active.append(True)
+        yield
+        active.pop()
+
+    def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add(active[-1])
+        return forward(self, *args, **kwargs)
+
+    functools.update_wrapper(watching, forward)
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", optimize)
+    monkeypatch.setattr(type(model), "forward", watching)
+    run(model, inputs, {**options, "min_new_tokens": 12})
+    assert captures() == 1, reasons()
+    assert seen == ({False, True} if options is GREEDY else {False})
+
+
 def test_a_limited_number_of_steps_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MOST", 2)
     models = [build(BY_NAME[name], device) for name in ("gpt2", "bart", "llama")]
@@ -463,6 +562,24 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
         less = {key: value[:1] for key, value in inputs.items()}
         check(model, less, {**BEAMS, "num_beams": 2, "max_new_tokens": 8})
     assert captures() == len(names), reasons()
+
+
+def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:
+    """A processor may leave a call of another model to a thread, and wait for it."""
+    (model, inputs), (other, its_inputs) = (build(BY_NAME[name], device) for name in ("gpt2", "llama"))
+    threads: list[threading.Thread] = []
+
+    class Waiting(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            work = threading.Thread(target=other.generate, kwargs={**its_inputs, **GREEDY}, daemon=True)
+            work.start()
+            work.join(timeout=60)
+            assert not work.is_alive(), "it waits for the call that waits for it"
+            threads.append(work)
+            return scores
+
+    check(model, inputs, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Waiting()])})
+    assert threads and captures() > len(threads) // 2
 
 
 # ---- sampling

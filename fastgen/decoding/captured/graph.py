@@ -17,6 +17,22 @@ from fastgen.ops import triton as operators
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
 turn = threading.RLock()
 
+
+@contextlib.contextmanager
+def stepped_aside(device: torch.device) -> Iterator[None]:
+    """For code of others, between two graphs of a call that has its turn: other threads may have theirs meanwhile.
+
+    That code may wait for such a thread. Nothing that the call needs is in the pool between its graphs.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
+
+
 # The first architecture that Triton supports.
 _LEAST_CAPABILITY = (8, 0)
 

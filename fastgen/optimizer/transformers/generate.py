@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,8 +119,11 @@ class _Attempt:
 
     def may_be_ours(self, error: Exception) -> bool:
         """Whether the original code might not have raised `error`, which ended an accelerated call."""
-        if isinstance(error, (counters.FallbackError, torch.OutOfMemoryError)):
-            return False  # the original code needs more memory, not less
+        if isinstance(error, counters.FallbackError):
+            return False
+        if isinstance(error, torch.OutOfMemoryError):
+            # The original code needs more memory, not less; but it does not keep the steps of other calls.
+            return _drop_captured_steps()
         return not _raised_by(error, list(_user_objects(self._original)))
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:
@@ -140,7 +144,10 @@ class _Attempt:
             arguments["streamer"] = self._streamer
         with patching.suspended():
             result = wrapped(**arguments)
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
+        if isinstance(failure, torch.OutOfMemoryError):
+            counters.count_left_out(ENTRY_POINT, "out of memory: captured steps were kept")
+        else:
+            counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
         return result
 
 
@@ -167,6 +174,12 @@ class _Streamer(wrapt.ObjectProxy):
 
     def rewind(self) -> None:
         self._self_skip = self._self_done
+
+
+def _drop_captured_steps() -> bool:
+    """Frees what earlier calls have left for later ones; False if there was nothing."""
+    steps = sys.modules.get("fastgen.optimizer.transformers.captured.kept")
+    return steps is not None and steps.drop_all()
 
 
 def _user_objects(arguments: dict[str, Any]) -> Iterator[Any]:

@@ -7,12 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Shape
 
-# Of all models together. Each has the K/V of a whole batch.
+# Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
+# device's memory. What is kept is missing elsewhere.
 MOST = 8
+MOST_OF_MEMORY = 0.25
 
 
 class _OfModel:
@@ -41,11 +46,19 @@ def take(model: Any, shape: Shape, make: Callable[[], CapturedStep]) -> Captured
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
-    """Keeps a captured step for the next call of its shape; the one that was not used for longest goes for it."""
-    kept = _of(model)
+    """Keeps a captured step for the next call of its shape; those that were not used for longest go for it.
+
+    One that alone takes more than is kept is not.
+    """
+    kept = _models.pop(model, None)
+    if kept is None:  # all were dropped meanwhile
+        return
     kept.steps[step.shape] = step
-    _models[model] = _models.pop(model)  # the last one that was used
-    while sum(len(other.steps) for other in _models.values()) > MOST:
+    _models[model] = kept  # the last one that was used
+    most = _most_bytes(step.device)
+    while (steps := [x for other in _models.values() for x in other.steps.values()]) and (
+        len(steps) > MOST or sum(x.nbytes for x in steps) > most
+    ):
         oldest = next(other for other in list(_models.values()) if other.steps)
         oldest.steps.popitem(last=False)
 
@@ -55,9 +68,17 @@ def refuse(model: Any, shape: Shape, reason: str) -> None:
     _of(model).refused[shape] = reason
 
 
-def drop_all() -> None:
-    """Frees the steps that are not in use."""
+def drop_all() -> bool:
+    """Frees the steps that are not in use; says whether there were any."""
+    found = any(kept.steps for kept in _models.values())
     _models.clear()
+    return found
+
+
+def _most_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
 
 
 def _of(model: Any) -> _OfModel:
@@ -70,13 +91,48 @@ def _of(model: Any) -> _OfModel:
 
 
 def _state(model: Any) -> Hashable:
-    """What a graph has frozen of a model: its modules, and where its parameters and buffers are.
+    """What a graph has frozen of a model: its modules and their settings, and where its parameters and buffers are.
 
-    What is written into them is not frozen: a replay reads it.
+    What is written into parameters and buffers is not frozen: a replay reads it.
     """
-    modules = tuple((id(module), type(module), _forward(module)) for module in model.modules())
-    tensors = tuple((t.data_ptr(), t.dtype, tuple(t.shape)) for t in (*model.parameters(), *model.buffers()))
-    return modules, tensors
+    modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
+    tensors = tuple(_place(t) for t in (*model.parameters(), *model.buffers()))
+    return modules, tensors, _settings(model.config)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+# What torch keeps in modules, but for the hooks; and what needs no copy.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"} | {"forward"}
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+
+
+def _settings(owner: Any) -> Hashable:
+    """What a forward pass reads of an object besides modules, parameters and buffers, by name.
+
+    Adapters are switched on and off in this way, scales are set, and implementations chosen.
+    """
+    return tuple(
+        (name, value if type(value) in _ATOMS else _frozen(value))
+        for name, value in vars(owner).items()
+        if name not in _OF_TORCH
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of numbers, words and tensors' places, also in collections; of anything else that it is there."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, dict):
+        return tuple((str(key), _frozen(part)) for key, part in value.items()) if value else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_frozen, value))
+    return _place(value) if isinstance(value, Tensor) else kind
 
 
 def _forward(module: Any) -> Any:

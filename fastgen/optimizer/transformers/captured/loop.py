@@ -80,7 +80,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if not call.accelerated:
             return wrapped(*args, **kwargs)
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
-        with graph.turn, torch.inference_mode(False), torch.no_grad():
+        # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
+        experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
+        with graph.turn, experts, torch.inference_mode(False), torch.no_grad():
             result = _Decoding(call, arguments, model_kwargs).run()
     except (Declined, CannotBeCaptured) as reason:
         counters.count_left_out(ENTRY_POINT, str(reason))
@@ -216,9 +218,10 @@ class _Decoding:
 
     @contextlib.contextmanager
     def _users(self) -> Iterator[None]:
-        """What the user's code raises is not the step's failure."""
+        """What the user's code raises is not the step's failure; what it waits for must not wait for this call."""
         try:
-            yield
+            with graph.stepped_aside(self._model.device):
+                yield
         except Exception as error:
             self._raised = error
             raise

@@ -150,7 +150,7 @@ class CapturedStep:
         """
         self.shape = shape
         self.processors = processors
-        self._device = device = prompt.tokens.device
+        self.device = device = prompt.tokens.device
         self._places = Places(shape.batch, shape.copies, shape.capacity + shape.width - 1, device, shape.width)
         self._own = [
             StaticKV(*kv, self._places, shape.stored_room, has_suffix=True, window=window)
@@ -190,6 +190,11 @@ class CapturedStep:
     @property
     def is_captured(self) -> bool:
         return bool(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of K and V; the rest is small."""
+        return sum(kv.nbytes for kv in (*self._own, *(self._cross or ())))
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width that leaves room for the positions to come."""
@@ -270,6 +275,7 @@ class CapturedStep:
                 self._warm_up(parts, done, host)
                 return
             self._graphs = [self._capture(part) for part in parts]
+            del self._logits_seen  # it would keep its place in the memory that all graphs share
         self._run([made.replay for made in self._graphs], done, host)
 
     def _warm_up(self, parts: list[Callable[[], None]], done: int, host: Host) -> None:
@@ -286,7 +292,10 @@ class CapturedStep:
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
     def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Callable[[], None]]:
-        """From the logits to the chosen tokens, and what ends the step; cut where the host does something."""
+        """From the logits to the chosen tokens, and what ends the step; cut where the host does something.
+
+        What runs before the capture is what is captured, so that nothing is done for the first time in there.
+        """
         parts: list[Callable[[], None]] = []
         scores = partial(self._processed, logits)
         if self.processors is None:
@@ -296,7 +305,7 @@ class CapturedStep:
             parts += [partial(self._put_proposal, scores), partial(self._take, end)]
         else:
             parts.append(partial(self._choose, scores, end))
-        return parts
+        return [graph.capturable(part) for part in parts]
 
     def _host_parts(self, host: Host) -> list[HostPart]:
         """What the host does between the parts."""
@@ -324,9 +333,9 @@ class CapturedStep:
         self._stops[: stops.shape[0]] = stops
 
     def _capture(self, part: Callable[[], None]) -> graph.Graph:
-        made = graph.Graph(self._device)
+        made = graph.Graph(self.device)
         try:
-            made.capture(graph.capturable(part))
+            made.capture(part)
         except CannotBeCaptured:
             raise
         except Exception as error:  # whatever it is, the call can go on with steps that are not captured
@@ -425,7 +434,7 @@ class CapturedStep:
         proposal = self.search.propose(*scores())
         if not self._proposal:  # for the first token, or in a warm-up: neither is captured
             self._proposal = tuple(torch.empty_like(part) for part in proposal)
-            self._stops = torch.zeros(proposal[0].numel(), dtype=torch.bool, device=self._device)
+            self._stops = torch.zeros(proposal[0].numel(), dtype=torch.bool, device=self.device)
         for buffer, part in zip(self._proposal, proposal, strict=True):
             buffer.copy_(part)
 
