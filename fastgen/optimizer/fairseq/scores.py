@@ -6,6 +6,7 @@ of its size. There are hardly ever any, which the sum tells in a fraction of the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,39 +21,38 @@ _NOT_EQUAL = (Tensor.__ne__, Tensor.ne, torch.ne)
 
 
 class LogProbabilities(Tensor):
-    """Log-probabilities without NaN, as long as nobody writes into them: `x != x` is the mask that holds nowhere."""
+    """Log-probabilities without NaN, as long as nobody writes into them: `x != x` holds nowhere.
 
-    _version_without_nan: int
+    What is computed from them are ordinary tensors, and so is the mask. Writing where that holds is what is left out.
+    """
+
+    _version_without_nan = -1
+    _nowhere: tuple[Tensor, int] | None = None  # the mask, and its version
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _NOT_EQUAL and args[0] is args[1] and args[0]._version == args[0]._version_without_nan:
-                return torch.zeros((), dtype=torch.bool).expand(args[0].shape).as_subclass(_Nowhere)
-            if func is Tensor.__setitem__ and type(args[1]) is _Nowhere:
+            if func in _NOT_EQUAL and len(args) == 2 and args[0] is args[1] and not kwargs:
+                return args[0]._is_not_itself()
+            if func is Tensor.__setitem__ and isinstance(args[0], cls) and args[0]._knows_as_nowhere(args[1]):
                 return None
-            return func(*_plain(args), **_plain(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
+    def _is_not_itself(self) -> Tensor:
+        if self._version != self._version_without_nan:
+            return self.ne(self)
+        mask = torch.zeros(self.shape, dtype=torch.bool)
+        self._nowhere = mask, mask._version
+        return mask
 
-class _Nowhere(Tensor):
-    """A mask that is false everywhere. Whatever is done with it, but for writing where it holds, is done as ever."""
+    def _knows_as_nowhere(self, mask: Any) -> bool:
+        return self._nowhere is not None and mask is self._nowhere[0] and mask._version == self._nowhere[1]
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, LogProbabilities) for kind in types):
-            return NotImplemented  # theirs
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*_plain(args), **_plain(kwargs or {}))
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (LogProbabilities, _Nowhere)):
-        return value.as_subclass(Tensor)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_plain(part) for part in value)
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return value
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def without_nan(log_probs: Tensor) -> Tensor:
@@ -63,6 +63,8 @@ def without_nan(log_probs: Tensor) -> Tensor:
     """
     if type(log_probs) is not Tensor or log_probs.device.type != "cpu" or log_probs.numel() < MIN_SCORES:
         return log_probs
+    if torch.is_inference_mode_enabled() or log_probs.is_inference():
+        return log_probs  # has no version to tell whether it was written into
     if not log_probs.dtype.is_floating_point or log_probs.sum().isnan():
         return log_probs
     made = log_probs.as_subclass(LogProbabilities)

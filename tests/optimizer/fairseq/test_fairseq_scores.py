@@ -1,6 +1,8 @@
 """Log-probabilities that know that there is no NaN among them."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -72,3 +74,51 @@ def test_small_ones_and_other_types_are_left_alone():
     assert type(without_nan(torch.zeros(2, 3))) is torch.Tensor
     assert type(without_nan(torch.zeros(MIN_SCORES, dtype=torch.long))) is torch.Tensor
     assert type(without_nan(torch.zeros(MIN_SCORES, device="meta"))) is torch.Tensor
+
+
+def test_in_inference_mode_there_is_no_version_to_tell():
+    expected = as_the_loop_does(torch.zeros(2, MIN_SCORES))
+    with torch.inference_mode():
+        scores = torch.zeros(2, MIN_SCORES)
+        assert as_the_loop_does(without_nan(scores)).equal(expected)
+    assert type(without_nan(scores)) is torch.Tensor
+    scores = torch.zeros(2, MIN_SCORES)
+    with torch.inference_mode():
+        assert as_the_loop_does(without_nan(scores)).equal(expected)
+
+
+def test_a_mask_that_is_written_into_holds_there(scores):
+    known = without_nan(scores)
+    mask = known != known
+    mask[0, 0] = True
+    mask |= torch.arange(scores.shape[1]) == 7
+    known[mask] = 2.0
+    assert (known == 2.0).nonzero().tolist() == [[0, 0], *([row, 7] for row in range(ROWS))]
+
+
+def test_other_ways_to_compare(scores):
+    known, mask = without_nan(scores), torch.ones(scores.shape, dtype=torch.bool)
+    torch.ne(known, known, out=mask)
+    assert not mask.any()
+    assert torch.ne(known, other=0.0).equal(scores != 0) and torch.ne(input=known, other=scores).equal(mask)
+
+
+def test_its_shape_can_be_changed_in_place(scores):
+    known, shape = without_nan(scores), scores.shape
+    known.unsqueeze_(0)
+    assert known.shape == (1, *shape) and (known != known).shape == (1, *shape)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda known: pickle.loads(pickle.dumps(known)), torch.clone])
+def test_copies_are_ordinary(scores, copied):
+    made = copied(without_nan(scores))
+    assert type(made) is torch.Tensor and made.equal(scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(scores, dtype):
+    scores = (1e4 * scores).to(dtype)  # the sum is infinite in half precision
+    known = without_nan(scores)
+    assert type(known) is LogProbabilities and not (known != known).any()
+    scores[1, 2] = math.nan
+    assert type(without_nan(scores)) is torch.Tensor
