@@ -29,12 +29,11 @@ _AFTERWARDS = {_MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _MMAP_MAX: 2**16}
 _NEVER = -1
 # What the user may have set them with.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-# A call that leaves less behind than this is not worth looking for what can be given back.
+# Calls that leave less behind than this are not worth looking for what can be given back.
 _MIN_TRIMMED = 2**26
 
-_lock = threading.Lock()
-_users = 0
-_held_before = 0
+_inside = False
+_left_behind = 0  # bytes, by the calls since the last one that looked
 
 
 @contextlib.contextmanager
@@ -46,15 +45,25 @@ def kept(device: torch.device) -> Iterator[None]:
     Args:
         device: of the model. Nothing is done unless it is a CPU.
     """
+    global _inside
     # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
-    if device.type != "cpu" or threading.current_thread() is not threading.main_thread() or unavailable() is not None:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    library = _library()
+    if device.type != "cpu" or _inside or not in_main_thread or unavailable() is not None or library is None:
         yield
         return
-    _enter()
-    try:
+    held_before = _resident()
+    try:  # which an interrupt leaves by its end, wherever it comes
+        _inside = True
+        library.mallopt(_MMAP_MAX, 0)
+        library.mallopt(_TRIM_THRESHOLD, _NEVER)
         yield
     finally:
-        _leave()
+        _inside = False
+        for parameter, value in _AFTERWARDS.items():
+            library.mallopt(parameter, value)
+        if settings.current().packed_weights != "keep":
+            _give_back(library, held_before)
 
 
 def backend() -> str:
@@ -66,7 +75,7 @@ def backend() -> str:
 def unavailable() -> str | None:
     """Why memory is not kept in this process; None where it is."""
     if _library() is None:
-        return "left as it is: only with the C library of GNU"
+        return "left as it is: only with the C library of GNU, and /proc"
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return "left as it is: malloc is tuned by environment variables"
     return None
@@ -74,9 +83,9 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The C library, if it is one whose `malloc` is known."""
+    """The C library, if it is one whose `malloc` is known, and what the process holds can be told."""
     try:
-        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc") or not _resident():
             return None
         library = ctypes.CDLL(None)
         library.mallopt, library.malloc_trim  # noqa: B018 (raises where they are not there)
@@ -85,31 +94,12 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _enter() -> None:
-    global _users, _held_before
-    library = _library()
-    assert library is not None
-    with _lock:
-        _users += 1
-        if _users > 1:
-            return
-        _held_before = _resident()
-        library.mallopt(_MMAP_MAX, 0)
-        library.mallopt(_TRIM_THRESHOLD, _NEVER)
-
-
-def _leave() -> None:
-    global _users
-    library = _library()
-    assert library is not None
-    with _lock:
-        _users -= 1
-        if _users:
-            return
-        for parameter, value in _AFTERWARDS.items():
-            library.mallopt(parameter, value)
-        if settings.current().packed_weights != "keep" and _resident() - _held_before > _MIN_TRIMMED:
-            library.malloc_trim(ctypes.c_size_t(0))
+def _give_back(library: ctypes.CDLL, held_before: int) -> None:
+    global _left_behind
+    _left_behind += max(_resident() - held_before, 0)
+    if _left_behind > _MIN_TRIMMED:
+        _left_behind = 0
+        library.malloc_trim(ctypes.c_size_t(0))
 
 
 def _resident() -> int:

@@ -1,7 +1,7 @@
 """Memory that is kept while a model generates: blocks are used again, and given back at the end."""
 
 import contextlib
-import resource
+import signal
 import threading
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 import fastgen
 from fastgen import settings
 from fastgen.decoding import host_memory
+
+resource = pytest.importorskip("resource")
 
 BLOCK = 2**26
 PAGE = resource.getpagesize()
@@ -38,6 +40,7 @@ def calls(monkeypatch):
             made.append(("malloc_trim", pad.value))
 
     monkeypatch.setattr(host_memory, "_library", Library)
+    monkeypatch.setattr(host_memory, "_left_behind", 0)
     monkeypatch.setattr(host_memory, "unavailable", lambda: None)
     return made
 
@@ -74,13 +77,69 @@ def test_nested_calls_leave_with_the_last(calls):
             raise KeyError
         assert calls == entered and entered
     left = dict(call[1:] for call in calls[len(entered) :] if call[0] == "mallopt")
-    assert left == host_memory._AFTERWARDS and host_memory._users == 0
+    assert left == host_memory._AFTERWARDS and not host_memory._inside
 
 
 def test_an_error_ends_it(calls):
     with pytest.raises(KeyError), host_memory.kept(torch.device("cpu")):
         raise KeyError
-    assert host_memory._users == 0 and calls
+    assert not host_memory._inside and calls
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_ends_it(calls, monkeypatch, at):
+    """Also one that comes while the library is told."""
+    mallopt = host_memory._library.mallopt
+
+    def interrupted(library, parameter, value):
+        mallopt(library, parameter, value)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(host_memory._library, "mallopt", interrupted)
+    cpu = torch.device("cpu")
+    with pytest.raises(KeyboardInterrupt), host_memory.kept(cpu):
+        pass
+    with host_memory.kept(cpu):  # puts right what the end of the other did not come to
+        pass
+    left = {parameter: value for name, parameter, value in calls if name == "mallopt"}
+    assert left == host_memory._AFTERWARDS and not host_memory._inside
+
+
+def test_a_call_from_a_signal_handler(calls, monkeypatch):
+    """It comes at any time, as here while the outer call finds out what the process holds."""
+
+    def handler(*_):
+        with host_memory.kept(torch.device("cpu")):
+            pass
+
+    def resident():
+        if not calls:
+            monkeypatch.setattr(host_memory, "_resident", lambda: 0)
+            signal.raise_signal(signal.SIGUSR1)
+        return 0
+
+    monkeypatch.setattr(host_memory, "_resident", resident)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with host_memory.kept(torch.device("cpu")):
+            assert host_memory._inside
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not host_memory._inside
+
+
+def test_calls_that_leave_a_little_behind_add_up(calls, monkeypatch):
+    held = [0]
+    monkeypatch.setattr(host_memory, "_resident", lambda: held[0])
+    trims = []
+    for _ in range(6):
+        calls.clear()
+        with host_memory.kept(torch.device("cpu")):
+            held[0] += host_memory._MIN_TRIMMED // 2
+        held[0] -= 100  # what others free does not count
+        trims.append(("malloc_trim", 0) in calls)
+    assert trims == [False, False, True] * 2
 
 
 def test_other_devices_and_threads_are_left_alone(calls):
@@ -104,7 +163,12 @@ def test_settings_of_the_user_stay(monkeypatch, name, value):
     assert "environment" in (host_memory.unavailable.__wrapped__() or "")
 
 
+@glibc
 def test_another_c_library(monkeypatch):
+    assert host_memory._library.__wrapped__() is not None
+    monkeypatch.setattr(host_memory, "_resident", lambda: 0)  # no /proc
+    assert host_memory._library.__wrapped__() is None
+    monkeypatch.undo()
     monkeypatch.setattr(host_memory.os, "confstr", lambda name: None)
     assert host_memory._library.__wrapped__() is None
 
@@ -115,7 +179,7 @@ def test_generate_keeps_it(calls):
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, bos_token_id=1, eos_token_id=2))
     tokens = torch.randint(5, 40, (2, 3))
     model.eval().generate(tokens, max_new_tokens=2, num_beams=2)
-    assert calls[0] == ("mallopt", host_memory._MMAP_MAX, 0) and host_memory._users == 0
+    assert calls[0] == ("mallopt", host_memory._MMAP_MAX, 0) and not host_memory._inside
     calls.clear()
     with fastgen.disabled():
         model.generate(tokens, max_new_tokens=2)
