@@ -175,7 +175,8 @@ class CapturedStep:
             states = nothing.expand(shape.rows, shape.encoder_room, shape.encoder_width)
             self._constants["encoder_outputs"] = shape.encoder_class(last_hidden_state=states)
         # What the host's processors and criteria get and give.
-        self._scores = torch.zeros(shape.rows, prompt.logits.shape[-1], dtype=torch.float32, device=device)
+        scores_of_host = (shape.rows, prompt.logits.shape[-1]) if processors is None else (0,)
+        self._scores = torch.zeros(scores_of_host, dtype=torch.float32, device=device)
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
         waits = processors is None or shape.has_criteria
@@ -252,7 +253,7 @@ class CapturedStep:
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the logits of the prompt, [inputs * copies, vocabulary]."""
-        all_rows = logits.new_zeros(self._scores.shape)
+        all_rows = logits.new_zeros(self.shape.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
         self._run(self._parts(lambda: all_rows, self._send), 0, host)
 
@@ -403,8 +404,9 @@ class CapturedStep:
 
     def _normalised(self, logits: Tensor) -> Tensor:
         """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""
-        logits = logits.float()
-        return torch.log_softmax(logits, dim=-1) if isinstance(self.search, BeamSearch) else logits
+        if isinstance(self.search, BeamSearch):
+            return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        return logits.float()
 
     def _processed(self, logits: Callable[[], Tensor]) -> Scores:
         """What the search chooses from, after the captured processors."""
