@@ -213,3 +213,14 @@ def test_half_precision_runs():
     generator = generator_for([models.SEQ2SEQ["post-norm"](seed=0).bfloat16()], beam_size=2)
     assert len(generator.generate([], models.sources(3, 50))) == 3
     assert accelerated() == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["plain", "no repeated 2-gram"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_in_inference_mode(pool, members, options):
+    with torch.inference_mode():
+        check(
+            lambda: generator_for([pool("post-norm", i) for i in range(members)], beam_size=3, **options),
+            models.sources(4),
+        )
+    assert accelerated() == 1
