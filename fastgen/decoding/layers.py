@@ -1,8 +1,9 @@
 """Layers of a model in a faster form, for as long as it generates.
 
-Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, and linear layers have a
-`forward` of their own, which packs the weight once that pays and multiplies with the packed one where that is faster
-(`fastgen.ops.linear`), or, if the user asks for it, with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
+Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, RMS norms are one kernel in
+the captured step of a GPU (`fastgen.decoding.norms`), and linear layers have a `forward` of their own, which packs the
+weight once that pays and multiplies with the packed one where that is faster (`fastgen.ops.linear`), or, if the user
+asks for it, with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
 Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of its own or replaced by
 somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they
 run around `forward`.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fastgen import counters, patching, settings
+from fastgen.decoding import norms
 from fastgen.ops import linear, quantized_linear
 from fastgen.ops.quantized_linear import QuantizedWeight
 
@@ -178,6 +180,21 @@ class _Function(Replacement):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._function(x) if self.active and _serves(x) else self._plain(x)
+
+
+class _Norm(Replacement):
+    """An RMS norm that is one kernel in a captured step."""
+
+    __slots__ = ("_form",)
+
+    def __init__(self, module: nn.Module, form: norms.Form) -> None:
+        super().__init__(module)
+        self._form = form
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.active and norms.serves(x, self._module.weight) and patching.is_active():
+            return norms.normalise(x, self._module, self._form)
+        return self._plain(x)
 
 
 class _Packed(NamedTuple):
@@ -369,6 +386,9 @@ class FastLayers:
         function = self._functions.get(type(module))
         if function is not None:
             return _Function(module, function)
+        form = norms.form_of(module)
+        if form is not None:
+            return _Norm(module, form)
         transposed = self._kind(module)
         if transposed is None or settings.current().packed_weights == "never":
             return None

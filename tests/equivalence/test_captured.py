@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import fastgen
+from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.reader import StepReader
 from fastgen.ops import triton as operators
@@ -557,11 +558,15 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
         monkeypatch.setattr(graph, "Graph", CalledGraph)
         monkeypatch.setattr(operators, "is_interpreted", lambda: True)
         names = ["t5"]  # the interpreter is slow
+    normalised: list[str] = []
+    normalise = norms.normalise
+    monkeypatch.setattr(norms, "normalise", lambda x, *layer: normalised.append(name) or normalise(x, *layer))
     for name in names:
         model, inputs = build(BY_NAME[name], device)
         less = {key: value[:1] for key, value in inputs.items()}
         check(model, less, {**BEAMS, "num_beams": 2, "max_new_tokens": 8})
     assert captures() == len(names), reasons()
+    assert set(normalised) == {"t5", "llama"} & set(names)
 
 
 def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:

@@ -10,7 +10,7 @@ its tensors (`available`), and its reference elsewhere. The kernels are in the m
 
 Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
 graph, and its replays read lengths, positions and tables as they are then. The captured step is made of them
-(`fastgen.decoding.captured`); `norm` is not used yet.
+(`fastgen.decoding.captured`); of `norm`, it uses the RMS norm alone (`fastgen.decoding.norms`): torch has a layer norm.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ def norm(
     x, residual, weight, bias, out, summed, x_row, residual_row, out_row, summed_row, width, eps, offset,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    ROUND_SCALED: tl.constexpr,
 ):  # fmt: skip
     """One row, in one block where it fits, so that it is read once; in several, and read anew, where it does not.
 
@@ -28,7 +29,7 @@ def norm(
             mean = tl.sum(value, 0) / width
         distance = tl.where(inside, value - mean, 0.0)
         scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / width + eps)
-        _store(out, weight, bias, row, out_row, i, inside, distance * scale, offset, HAS_WEIGHT, HAS_BIAS, RMS)
+        _store(out, weight, bias, row, out_row, i, inside, distance * scale, offset, HAS_WEIGHT, HAS_BIAS, ROUND_SCALED)
     else:
         count = 0.0
         mean = 0.0
@@ -62,7 +63,18 @@ def norm(
             else:
                 value = _load(x, residual, row, x_row, residual_row, at, inside, HAS_RESIDUAL, ROUND_FIRST)
             _store(
-                out, weight, bias, row, out_row, at, inside, (value - mean) * scale, offset, HAS_WEIGHT, HAS_BIAS, RMS
+                out,
+                weight,
+                bias,
+                row,
+                out_row,
+                at,
+                inside,
+                (value - mean) * scale,
+                offset,
+                HAS_WEIGHT,
+                HAS_BIAS,
+                ROUND_SCALED,
             )
 
 
@@ -81,8 +93,10 @@ def _load(
 @triton.jit
 def _store(
     out, weight, bias, row, out_row, i, inside, value, offset,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_SCALED: tl.constexpr,
 ):  # fmt: skip
+    if ROUND_SCALED:
+        value = value.to(out.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         value *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32) + offset
     if HAS_BIAS:

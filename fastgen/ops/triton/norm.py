@@ -40,7 +40,7 @@ def layer_norm(
     Raises:
         ValueError: shapes do not fit.
     """
-    return _norm(x, weight, bias, eps, residual, out, summed, rms=False, offset=0.0)
+    return _norm(x, weight, bias, eps, residual, out, summed, rms=False, offset=0.0, rounds_scaled=False)
 
 
 def rms_norm(
@@ -50,6 +50,7 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
     offset: float = 0.0,
+    rounds_scaled: bool = False,
     out: Tensor | None = None,
     summed: Tensor | None = None,
 ) -> Tensor:
@@ -57,8 +58,10 @@ def rms_norm(
 
     Args:
         offset: what is added to the weight: 1 for models (Gemma) that store its difference from one.
+        rounds_scaled: whether the row is rounded to the type of `x` before it is multiplied by the weight, as in T5 and
+            Llama, and not only after.
     """
-    return _norm(x, weight, None, eps, residual, out, summed, rms=True, offset=offset)
+    return _norm(x, weight, None, eps, residual, out, summed, rms=True, offset=offset, rounds_scaled=rounds_scaled)
 
 
 def reference(
@@ -70,6 +73,7 @@ def reference(
     *,
     rms: bool,
     offset: float = 0.0,
+    rounds_scaled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Both operators in plain torch, for any device and type; returns the result and `x + residual`."""
     summed = x if residual is None else x + residual
@@ -77,6 +81,8 @@ def reference(
     if not rms:
         value = value - value.mean(-1, keepdim=True)
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    if rounds_scaled:
+        value = value.to(x.dtype).to(value.dtype)
     if weight is not None:
         value = value * (weight.to(value.dtype) + offset)
     if bias is not None:
@@ -95,6 +101,7 @@ def _norm(
     *,
     rms: bool,
     offset: float,
+    rounds_scaled: bool,
 ) -> Tensor:
     width = x.shape[-1]
     for other in (residual, out, summed):
@@ -109,7 +116,7 @@ def _norm(
         rows is None and tensor is not None for rows, tensor in zip(rows_of, (x, residual, out, summed), strict=True)
     )
     if scattered or x.dtype not in package.KERNEL_TYPES or not package.available(*given):
-        result, total = reference(x, weight, bias, eps, residual, rms=rms, offset=offset)
+        result, total = reference(x, weight, bias, eps, residual, rms=rms, offset=offset, rounds_scaled=rounds_scaled)
         if summed is not None:
             summed.copy_(total)
         return result if out is None else out.copy_(result)
@@ -135,6 +142,7 @@ def _norm(
         HAS_BIAS=bias is not None,
         STORE_SUM=summed is not None,
         ROUND_FIRST=x.dtype != torch.float32,
+        ROUND_SCALED=rounds_scaled and x.dtype != torch.float32,
         # A step has few rows, so a row is the work of many threads: 16 numbers each, and 512 threads at most.
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip

@@ -56,10 +56,10 @@ def write(dtype, heads, dim):
     return run
 
 
-def normalise(operator, dtype, width):
+def normalise(operator, dtype, width, **options):
     def run():
         x, vector = torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype)
-        operator(x, vector, residual=torch.empty_like(x), summed=torch.empty_like(x))
+        operator(x, vector, residual=torch.empty_like(x), summed=torch.empty_like(x), **options)
 
     return run
 
@@ -90,6 +90,7 @@ CASES = {
     "layer norm, 1024": normalise(layer_norm, torch.float16, 1024),
     "layer norm, 40,000": normalise(layer_norm, torch.float32, 40000),
     "rms norm, 16384": normalise(rms_norm, torch.bfloat16, 16384),
+    "rms norm, llama": normalise(rms_norm, torch.bfloat16, 4096, rounds_scaled=True),
     "beam step, bart-large": candidates(torch.float16, 4, 50265, 8),
     "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
     "on a small GPU: attention, bart-large": attention(torch.float16, 4, 16, 1, 64),

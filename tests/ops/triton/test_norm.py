@@ -93,6 +93,22 @@ def test_reference(case, device):
     check(case | {"dtype": torch.float64}, device)
 
 
+@pytest.mark.parametrize("width", [64, 20000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_before_the_weight(width, dtype, device, kernels):
+    if dtype is torch.bfloat16 and package.is_interpreted():
+        pytest.skip("the interpreter does not round to bfloat16: it cuts off")
+    x, weight = torch.randn(3, width, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
+    scaled = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)).to(dtype)
+    found = rms_norm(x, weight, 1e-5, rounds_scaled=True)
+    wanted = scaled * weight
+    # The mean is added up in another order, which may move a number to the next one before it is rounded.
+    assert (found == wanted).float().mean() > (0.99 if dtype is not torch.float32 else 0)
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-5)
+    if dtype is torch.float16:
+        assert not torch.equal(rms_norm(x, weight, 1e-5), wanted)
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_rows_that_are_not_next_to_each_other(rms, device, kernels):
     x = torch.randn(4, 3, 10, device=device)[:, 1, :7]

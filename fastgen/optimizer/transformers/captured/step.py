@@ -21,6 +21,7 @@ from fastgen.decoding.captured.kv import StaticKV
 from fastgen.decoding.captured.number import BoundedNumber, Ranges
 from fastgen.decoding.captured.places import Places
 from fastgen.decoding.captured.row_search import RowSearch
+from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.cache import cache_of
 from fastgen.optimizer.transformers.captured.processors import CapturedProcessor, StepTokens
@@ -398,7 +399,7 @@ class CapturedStep:
             **self._inputs,
             **self._constants,
         )
-        with Ranges():
+        with Ranges(), fused():
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
 

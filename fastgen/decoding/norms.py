@@ -1,0 +1,114 @@
+"""RMS norm layers as one kernel, inside a captured step.
+
+Models spell an RMS norm out: six operations, of which each is a kernel of its own that takes longer to start than to
+run on the few rows of a step. Which of its forms a layer computes cannot be told from its class, of which every model
+has one, so it is found out by running it: on made-up numbers and a made-up weight, its results must be those of one
+form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.ops import triton
+from fastgen.ops.triton.norm import reference, rms_norm
+
+
+class Form(NamedTuple):
+    """What an RMS norm layer computes.
+
+    Attributes:
+        eps: the name of the attribute that is added to the mean of the squares.
+        rounds_scaled, offset: as of `fastgen.ops.triton.norm.rms_norm`.
+    """
+
+    eps: str
+    rounds_scaled: bool
+    offset: float
+
+
+_inside: ContextVar[bool] = ContextVar("fastgen_fused_norms", default=False)
+_forms: weakref.WeakKeyDictionary[type[nn.Module], dict[torch.dtype, Form | None]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def fused() -> Iterator[None]:
+    """Inside this, RMS norms run as one kernel: a step that is captured starts it for nothing."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def serves(x: Any, weight: Tensor) -> bool:
+    """Whether the kernel takes a layer's input and weight here and now."""
+    return (
+        _inside.get()
+        and type(x) is Tensor
+        and x.dtype is weight.dtype
+        and x.device == weight.device
+        and x.shape[-1:] == weight.shape
+        and x.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def normalise(x: Tensor, module: nn.Module, form: Form) -> Tensor:
+    """What `module(x)` gives, for a module of this form."""
+    eps = getattr(module, form.eps)
+    return rms_norm(x, module.weight, eps, offset=form.offset, rounds_scaled=form.rounds_scaled)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Which RMS norm a layer computes; None if it is none, or no kernel is there for its weight."""
+    weight, eps = module._parameters.get("weight"), _only_number(module)
+    if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0 or eps is None:
+        return None
+    if len(module._parameters) > 1 or module._buffers or module._modules or "forward" in vars(module):
+        return None
+    if weight.dtype not in triton.KERNEL_TYPES or not triton.available(weight):
+        return None
+    forms = _forms.setdefault(type(module), {})
+    if weight.dtype not in forms:
+        forms[weight.dtype] = _probed(module, eps)
+    return forms[weight.dtype]
+
+
+def _only_number(module: nn.Module) -> str | None:
+    names = [name for name, value in vars(module).items() if type(value) is float]
+    return names[0] if len(names) == 1 else None
+
+
+@torch.no_grad()
+def _probed(module: nn.Module, eps: str) -> Form | None:
+    """The form whose results are those of the layer, to the last bit in half precision."""
+    layer = copy.deepcopy(module)
+    width, like = layer.weight.numel(), {"dtype": torch.float32, "device": layer.weight.device}
+    numbers = torch.arange(4 * width, **like).mul(12.9898).sin().view(4, width)  # as good as random, and no draw
+    layer.weight.copy_(numbers[0])
+    # Rows of ordinary size, and one so small that eps counts.
+    x = (numbers[1:] * torch.tensor([[1.0], [30.0], [1e-3]], **like)).to(layer.weight.dtype)
+    try:
+        expected = type(layer).forward(layer, x)
+    except Exception:  # it wants something else than a norm does: it is none
+        return None
+    if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
+        return None
+    for form in (Form(eps, True, 0.0), Form(eps, False, 0.0), Form(eps, False, 1.0)):
+        found, _ = reference(
+            x, layer.weight, None, getattr(layer, eps), rms=True, offset=form.offset, rounds_scaled=form.rounds_scaled
+        )
+        close = x.dtype is torch.float32 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        if close or torch.equal(found, expected):
+            return form
+    return None

@@ -1,0 +1,135 @@
+"""RMS norms are known by what they compute, and are one kernel inside a captured step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from fastgen.decoding import norms
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops import triton
+
+HALF = [torch.float16, torch.bfloat16]
+WIDTH = 24
+
+
+@pytest.fixture(autouse=True)
+def there_are_kernels(monkeypatch):
+    """Their references serve where there are none."""
+    found = SimpleNamespace(available=lambda *tensors: True, KERNEL_TYPES=triton.KERNEL_TYPES)
+    monkeypatch.setattr(norms, "triton", found)
+    norms._forms.clear()
+
+
+class Half(LlamaRMSNorm):
+    """It does something else besides."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / 2
+
+
+class Shifted(LlamaRMSNorm):
+    """As if the small number were another one."""
+
+    def forward(self, hidden_states):
+        self.variance_epsilon, own = self.variance_epsilon * 1.5, self.variance_epsilon
+        result = super().forward(hidden_states)
+        self.variance_epsilon = own
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(
+    "kind, form",
+    [
+        (LlamaRMSNorm, ("variance_epsilon", True, 0.0)),
+        (T5LayerNorm, ("variance_epsilon", True, 0.0)),
+        (Olmo2RMSNorm, ("variance_epsilon", False, 0.0)),
+        (GemmaRMSNorm, ("eps", False, 1.0)),
+        (CohereLayerNorm, None),
+        (Half, None),
+        (Shifted, None),
+        (nn.LayerNorm, None),
+        (lambda width: nn.LayerNorm(width, bias=False), None),
+        (lambda width: nn.PReLU(width), None),
+        (lambda width: nn.Linear(width, width), None),
+    ],
+)
+def test_the_form_of_a_layer(kind, form, dtype):
+    layer = kind(WIDTH).to(dtype)
+    random = torch.random.get_rng_state()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    found = norms.form_of(layer)
+    if form is not None and dtype is torch.float32:
+        form = (form[0], True, form[2]) if not form[2] else form  # where nothing is rounded they are one
+    assert found == form
+    assert torch.random.get_rng_state().equal(random)
+    assert all(value.equal(before[name]) for name, value in layer.state_dict().items())
+    if found is not None:
+        with torch.no_grad():
+            layer.weight.normal_()
+            x = torch.randn(2, 3, WIDTH, dtype=dtype)
+            torch.testing.assert_close(
+                norms.normalise(x, layer, found), layer(x), rtol=0 if dtype in HALF else 1e-6, atol=1e-6
+            )
+
+
+def test_layers_of_one_class_have_numbers_of_their_own():
+    one, other = LlamaRMSNorm(WIDTH, eps=1e-6), LlamaRMSNorm(WIDTH, eps=1.0)
+    assert norms.form_of(one) == norms.form_of(other)
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        for layer in (one, other):
+            torch.testing.assert_close(norms.normalise(x, layer, norms.form_of(layer)), layer(x))
+
+
+def changed(name, value):
+    layer = LlamaRMSNorm(WIDTH)
+    setattr(layer, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        changed("other", 0.5),
+        changed("variance_epsilon", 1),
+        changed("child", nn.Linear(2, 2)),
+        changed("bias", nn.Parameter(torch.zeros(WIDTH))),
+        changed("forward", lambda x: x),
+        changed("weight", nn.Parameter(torch.ones(1, WIDTH))),
+        LlamaRMSNorm(WIDTH).double(),
+    ],
+)
+def test_layers_that_are_more_are_left_alone(layer):
+    assert norms.form_of(layer) is None
+
+
+def test_only_inside_a_step(monkeypatch):
+    calls = []
+    monkeypatch.setattr(norms, "rms_norm", lambda x, *more, **options: calls.append(1) or x)
+    model = nn.Sequential(LlamaRMSNorm(WIDTH))
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad(), FastLayers.of(model):
+        model(x)
+        assert not calls
+        with norms.fused():
+            model(x)
+            assert len(calls) == 1
+            model(x.half())  # not of the weight's type
+            with torch.enable_grad():
+                model(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x)
+        model(x)
+    with torch.no_grad(), norms.fused():
+        model(x)
+    assert len(calls) == 1 and "forward" not in vars(model[0])
