@@ -191,10 +191,11 @@ class _Norm(Replacement):
         super().__init__(module)
         self._form = form
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.active and norms.serves(x, self._module.weight) and patching.is_active():
-            return norms.normalise(x, self._module, self._form)
-        return self._plain(x)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        alone = len(arguments) == 1 and not named  # with a gate beside its input it is more than a norm
+        if alone and self.active and norms.serves(arguments[0], self._module.weight) and patching.is_active():
+            return norms.normalise(arguments[0], self._module, self._form)
+        return self._plain(*arguments, **named)
 
 
 class _Packed(NamedTuple):

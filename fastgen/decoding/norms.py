@@ -3,15 +3,14 @@
 Models spell an RMS norm out: six operations, of which each is a kernel of its own that takes longer to start than to
 run on the few rows of a step. Which of its forms a layer computes cannot be told from its class, of which every model
 has one, so it is found out by running it: on made-up numbers and a made-up weight, its results must be those of one
-form.
+form. That holds for the layers of a class that have the same width and the same attributes: some have a size of groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -36,7 +35,10 @@ class Form(NamedTuple):
 
 
 _inside: ContextVar[bool] = ContextVar("fastgen_fused_norms", default=False)
-_forms: weakref.WeakKeyDictionary[type[nn.Module], dict[torch.dtype, Form | None]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, Form | None]] = weakref.WeakKeyDictionary()
+# What a layer may have besides its weight: what running it cannot change, and what may be compared.
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextlib.contextmanager
@@ -52,7 +54,8 @@ def fused() -> Iterator[None]:
 def serves(x: Any, weight: Tensor) -> bool:
     """Whether the kernel takes a layer's input and weight here and now."""
     return (
-        _inside.get()
+        not torch.compiler.is_compiling()
+        and _inside.get()
         and type(x) is Tensor
         and x.dtype is weight.dtype
         and x.device == weight.device
@@ -71,34 +74,39 @@ def normalise(x: Tensor, module: nn.Module, form: Form) -> Tensor:
 
 def form_of(module: nn.Module) -> Form | None:
     """Which RMS norm a layer computes; None if it is none, or no kernel is there for its weight."""
-    weight, eps = module._parameters.get("weight"), _only_number(module)
-    if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0 or eps is None:
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0:
         return None
     if len(module._parameters) > 1 or module._buffers or module._modules or "forward" in vars(module):
         return None
     if weight.dtype not in triton.KERNEL_TYPES or not triton.available(weight):
         return None
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    numbers = [name for name, value in attributes.items() if type(value) is float]
+    if len(numbers) != 1 or not _PLAIN_TYPES.issuperset(map(type, attributes.values())):
+        return None
     forms = _forms.setdefault(type(module), {})
-    if weight.dtype not in forms:
-        forms[weight.dtype] = _probed(module, eps)
-    return forms[weight.dtype]
-
-
-def _only_number(module: nn.Module) -> str | None:
-    names = [name for name, value in vars(module).items() if type(value) is float]
-    return names[0] if len(names) == 1 else None
+    key = weight.dtype, weight.numel(), module.training, *attributes.items()
+    if key not in forms:
+        forms[key] = _probed(module, attributes, numbers[0])
+    return forms[key]
 
 
 @torch.no_grad()
-def _probed(module: nn.Module, eps: str) -> Form | None:
+def _probed(module: nn.Module, attributes: dict[str, Any], eps: str) -> Form | None:
     """The form whose results are those of the layer, to the last bit in half precision."""
-    layer = copy.deepcopy(module)
-    width, like = layer.weight.numel(), {"dtype": torch.float32, "device": layer.weight.device}
+    width, like = module.weight.numel(), {"dtype": torch.float32, "device": module.weight.device}
     numbers = torch.arange(4 * width, **like).mul(12.9898).sin().view(4, width)  # as good as random, and no draw
-    layer.weight.copy_(numbers[0])
-    # Rows of ordinary size, and one so small that eps counts.
-    x = (numbers[1:] * torch.tensor([[1.0], [30.0], [1e-3]], **like)).to(layer.weight.dtype)
+    numbers[1:] *= torch.tensor([[1.0], [30.0], [0.1]], **like)
+    numbers = numbers.to(module.weight.dtype)
+    weight, x = numbers[0], numbers[None, 1:]  # [1, 3, width], as in a model
     try:
+        # Not a copy: what hooks hold would be copied too.
+        layer = type(module).__new__(type(module))
+        nn.Module.__init__(layer)
+        vars(layer).update(attributes, training=module.training)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        setattr(layer, eps, 0.01)  # one that counts, most of all in the last row; its own may be too small to be seen
         expected = type(layer).forward(layer, x)
     except Exception:  # it wants something else than a norm does: it is none
         return None

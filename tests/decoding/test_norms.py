@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -46,6 +48,23 @@ class Shifted(LlamaRMSNorm):
         return result
 
 
+class Crosswise(LlamaRMSNorm):
+    """Over another dimension, which is the last where there are two."""
+
+    def forward(self, hidden_states):
+        squares = hidden_states.float().square().mean(1, keepdim=True)
+        return self.weight * (hidden_states.float() * (squares + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
+
+
+class Floored(LlamaRMSNorm):
+    """Its small number is a lower limit."""
+
+    def forward(self, hidden_states):
+        squares = hidden_states.float().square().mean(-1, keepdim=True)
+        scaled = hidden_states.float() * squares.clamp(min=self.variance_epsilon).rsqrt()
+        return self.weight * scaled.to(hidden_states.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(
     "kind, form",
@@ -57,6 +76,8 @@ class Shifted(LlamaRMSNorm):
         (CohereLayerNorm, None),
         (Half, None),
         (Shifted, None),
+        (Crosswise, None),
+        (lambda width: Floored(width, eps=1e-12), None),
         (nn.LayerNorm, None),
         (lambda width: nn.LayerNorm(width, bias=False), None),
         (lambda width: nn.PReLU(width), None),
@@ -91,6 +112,41 @@ def test_layers_of_one_class_have_numbers_of_their_own():
             torch.testing.assert_close(norms.normalise(x, layer, norms.form_of(layer)), layer(x))
 
 
+def test_layers_of_one_class_may_compute_different_things():
+    norm = ("variance_epsilon", True, 0.0)
+    assert norms.form_of(MambaRMSNormGated(WIDTH, group_size=WIDTH)) == norm
+    assert norms.form_of(MambaRMSNormGated(WIDTH, group_size=8)) is None
+    assert norms.form_of(MambaRMSNormGated(2 * WIDTH, group_size=WIDTH)) is None
+
+
+def test_a_layer_that_also_takes_a_gate():
+    model = nn.Sequential(MambaRMSNormGated(WIDTH, group_size=WIDTH))
+    layer, x, gate = model[0], torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    with torch.no_grad():
+        expected = layer(x), layer(x, gate)
+        with FastLayers.of(model), norms.fused():
+            assert "forward" in vars(layer)
+            for found, wanted in zip((layer(x), layer(x, gate)), expected, strict=True):
+                torch.testing.assert_close(found, wanted)
+            assert layer(hidden_states=x).equal(expected[0]) and layer(x, gate=gate).equal(expected[1])
+
+
+class Watcher:
+    """It cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def see(self, *call):
+        pass
+
+
+def test_what_hooks_hold_is_not_copied():
+    layer = LlamaRMSNorm(WIDTH)
+    layer.register_forward_hook(Watcher().see)
+    assert norms.form_of(layer) == ("variance_epsilon", True, 0.0)
+
+
 def changed(name, value):
     layer = LlamaRMSNorm(WIDTH)
     setattr(layer, name, value)
@@ -102,6 +158,7 @@ def changed(name, value):
     [
         changed("other", 0.5),
         changed("variance_epsilon", 1),
+        changed("seen", []),
         changed("child", nn.Linear(2, 2)),
         changed("bias", nn.Parameter(torch.zeros(WIDTH))),
         changed("forward", lambda x: x),
@@ -128,6 +185,9 @@ def test_only_inside_a_step(monkeypatch):
             with torch.enable_grad():
                 model(x)
             with torch.autocast("cpu", torch.bfloat16):
+                model(x)
+            with monkeypatch.context() as compiling:  # it would have to break the graph
+                compiling.setattr(torch.compiler, "is_compiling", lambda: True)
                 model(x)
         model(x)
     with torch.no_grad(), norms.fused():

@@ -115,6 +115,7 @@ def _norm(
     scattered = any(
         rows is None and tensor is not None for rows, tensor in zip(rows_of, (x, residual, out, summed), strict=True)
     )
+    scattered |= any(vector is not None and width > 1 and vector.stride(0) != 1 for vector in (weight, bias))
     if scattered or x.dtype not in package.KERNEL_TYPES or not package.available(*given):
         result, total = reference(x, weight, bias, eps, residual, rms=rms, offset=offset, rounds_scaled=rounds_scaled)
         if summed is not None:

@@ -109,6 +109,11 @@ def test_rounding_before_the_weight(width, dtype, device, kernels):
         assert not torch.equal(rms_norm(x, weight, 1e-5), wanted)
 
 
+def test_a_weight_that_is_a_column(device, kernels):
+    x, weight = torch.randn(3, 10, device=device), torch.randn(10, 2, device=device)[:, 0]
+    torch.testing.assert_close(rms_norm(x, weight), rms_norm(x, weight.contiguous()))
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_rows_that_are_not_next_to_each_other(rms, device, kernels):
     x = torch.randn(4, 3, 10, device=device)[:, 1, :7]
