@@ -98,9 +98,10 @@ def test_the_form_of_a_layer(kind, form, dtype):
         with torch.no_grad():
             layer.weight.normal_()
             x = torch.randn(2, 3, WIDTH, dtype=dtype)
-            torch.testing.assert_close(
-                norms.normalise(x, layer, found), layer(x), rtol=0 if dtype in HALF else 1e-6, atol=1e-6
-            )
+            # The interpreter does not round to bfloat16: it cuts off.
+            cuts = dtype is torch.bfloat16 and triton.is_interpreted()
+            rtol = 2e-2 if cuts else 2e-3 if dtype in HALF else 1e-6
+            torch.testing.assert_close(norms.normalise(x, layer, found), layer(x), rtol=rtol, atol=1e-6)
 
 
 def test_layers_of_one_class_have_numbers_of_their_own():
