@@ -11,7 +11,6 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -29,6 +28,22 @@ def there_are_kernels(monkeypatch):
     found = SimpleNamespace(available=lambda *tensors: True, KERNEL_TYPES=triton.KERNEL_TYPES)
     monkeypatch.setattr(norms, "triton", found)
     norms._forms.clear()
+
+
+class Gated(nn.Module):
+    """As Mamba 2 has them: a gate may be passed, and the mean is that of a group."""
+
+    def __init__(self, width, group_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 1e-6
+        self.group_size = group_size
+
+    def forward(self, hidden_states, gate=None):
+        x = hidden_states.float() if gate is None else hidden_states.float() * nn.functional.silu(gate.float())
+        groups = x.unflatten(-1, (-1, self.group_size))
+        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * groups.flatten(-2).to(hidden_states.dtype)
 
 
 class Half(LlamaRMSNorm):
@@ -115,13 +130,13 @@ def test_layers_of_one_class_have_numbers_of_their_own():
 
 def test_layers_of_one_class_may_compute_different_things():
     norm = ("variance_epsilon", True, 0.0)
-    assert norms.form_of(MambaRMSNormGated(WIDTH, group_size=WIDTH)) == norm
-    assert norms.form_of(MambaRMSNormGated(WIDTH, group_size=8)) is None
-    assert norms.form_of(MambaRMSNormGated(2 * WIDTH, group_size=WIDTH)) is None
+    assert norms.form_of(Gated(WIDTH, group_size=WIDTH)) == norm
+    assert norms.form_of(Gated(WIDTH, group_size=8)) is None
+    assert norms.form_of(Gated(2 * WIDTH, group_size=WIDTH)) is None
 
 
 def test_a_layer_that_also_takes_a_gate():
-    model = nn.Sequential(MambaRMSNormGated(WIDTH, group_size=WIDTH))
+    model = nn.Sequential(Gated(WIDTH, group_size=WIDTH))
     layer, x, gate = model[0], torch.randn(2, WIDTH), torch.randn(2, WIDTH)
     with torch.no_grad():
         expected = layer(x), layer(x, gate)
