@@ -8,6 +8,8 @@ FAIRSEQ ?= fairseq==0.12.2
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
+# As many processes as there are cores share out the files of tests; on a GPU one has it for itself.
+SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test lint format test-versions bench bench-quick gpu-check wheel clean
@@ -21,7 +23,7 @@ demo: setup ## generate for 500 real sources, unpatched and patched, and compare
 	$(BIN)/python examples/demo.py
 
 test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -72,7 +74,7 @@ VERSION_TESTS := $(TRANSFORMERS_VERSIONS:%=test-version-%)
 test-versions: $(VERSION_TESTS) ## run the equivalence grid against other releases of transformers
 
 $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
-	.venvs/$*/bin/python -m pytest tests/equivalence $(PYTEST_ARGS)
+	.venvs/$*/bin/python -m pytest tests/equivalence $(SHARED_OUT) $(PYTEST_ARGS)
 
 # Transformers 5.4 cannot make some of its own configurations under the stricter checks of later hub clients.
 .venvs/5.4.%/.dependencies: HUB := 'huggingface_hub<1.9'

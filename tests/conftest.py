@@ -19,6 +19,11 @@ settings.load_profile("fastgen")
 if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes that share out the tests leave each other a core, and so does what they start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 # What tests measure while others run is nothing to remember.
 os.environ.setdefault("FASTGEN_CACHE", "")
 

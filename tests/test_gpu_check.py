@@ -165,7 +165,7 @@ class TestProcesses:
             f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
             "child.wait()"
         )
-        done = processes.run("deaf", python(code), 3)
+        done = processes.run("deaf", python(code), 6)
         assert done.timed_out and done.status == -9
         pid = int((tmp_path / "pid").read_text())
         for _ in range(50):

@@ -181,10 +181,13 @@ def measure(case: Case, device: torch.device, bytes_per_second: float) -> Row:
         if not error <= case.tolerance:
             raise RuntimeError(f"{case.name}: off by {error:.2e}")
         reference_time = seconds_of([other], device) * 1e6
-    turns = max(1, min(16, _LEAST_BYTES // max(case.bytes, 1))) if device.type == "cuda" else 1
-    calls = [call] + [case.make()[0] for _ in range(turns - 1)]
-    # A graph of one short kernel would be timed with the start of the graph.
-    seconds = seconds_of(calls * max(1, 64 // len(calls)), device)
+    calls = [call]
+    if device.type == "cuda":
+        turns = max(1, min(16, _LEAST_BYTES // max(case.bytes, 1)))
+        calls += [case.make()[0] for _ in range(turns - 1)]
+        # A graph of one short kernel would be timed with the start of the graph.
+        calls *= max(1, 64 // len(calls))
+    seconds = seconds_of(calls, device)
     return Row(case.name, seconds * 1e6, case.bytes / bytes_per_second * 1e6, reference_time, error)
 
 

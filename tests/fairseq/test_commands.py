@@ -378,7 +378,7 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
         cwd=ROOT,
     ) as process:
         # An answer that does not come ends the wait for it.
-        watch = threading.Timer(120, process.kill)
+        watch = threading.Timer(600, process.kill)
         watch.start()
         for number in range(2):
             process.stdin.write("and he said\n")
@@ -391,7 +391,7 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
                     kinds += line[0]
             assert kinds == "SWHDP"
         process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
         watch.cancel()
 
 
@@ -582,13 +582,13 @@ def test_an_interrupt_loses_no_finished_line(world, tmp_path):
         # A shell that runs the tests in the background has interrupts ignored, which processes inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not results.exists() or results.read_text().count("\nP-") < 3:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         messages = process.stderr.read()
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=300) == 130
     assert messages.splitlines()[-1].startswith("fastgen-generate-for-fairseq: interrupted")
     assert "Traceback" not in messages
     text = results.read_text()
