@@ -45,11 +45,25 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 MIN_WEIGHT_BYTES = 2**18
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
-# A packed weight must take less time by this part to be used. With many rows it gains a few hundredths, and
-# packing it in every call costs more than that.
+# A packed weight must take less time by this part to be packed for: a difference that small may be the measurement's.
 _MARGIN = 0.12
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
+
+
+class _Gain(NamedTuple):
+    """What a product gains by a packed weight.
+
+    Attributes:
+        is_faster: than with the weight as it is, once it is packed.
+        seconds: that it takes less, as far as they count for packing it.
+    """
+
+    is_faster: bool
+    seconds: float
+
+
+_NO_GAIN = _Gain(False, 0.0)
 
 
 class _Shape:
@@ -68,11 +82,11 @@ class _Shape:
         self._outputs = outputs
         self._shape = inputs, outputs, transposed
         self._uses: dict[int, int] = {}
-        self._gains: dict[int, float] = {}
+        self._gains: dict[int, _Gain] = {}
         self.packing = float("inf")
 
-    def gain(self, rows: int) -> float:
-        """Seconds that a product with so many rows takes less with a packed weight; 0 as long as it is not known."""
+    def gain(self, rows: int) -> _Gain:
+        """What a product with so many rows gains by a packed weight; nothing as long as it is not known."""
         known = self._gains.get(rows)
         if known is not None:
             return known
@@ -81,11 +95,10 @@ class _Shape:
         uses = self._uses[about] = self._uses.get(about, 0) + 1
         costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
         if costs is None:
-            return 0.0
+            return _NO_GAIN
         self.packing = costs.packing
-        gain = costs.plain - costs.packed
-        # A difference that small may be the measurement's.
-        self._gains[rows] = gain if gain > _MARGIN * costs.plain else 0.0
+        saved = costs.plain - costs.packed
+        self._gains[rows] = _Gain(saved > 0.0, saved if saved > _MARGIN * costs.plain else 0.0)
         return self._gains[rows]
 
     def pack(self, weight: Tensor) -> Any:
@@ -106,8 +119,8 @@ class _Quantized:
         self.precision = precision
         self.itemsize = 1 if precision == "int8" else 2
 
-    def gain(self, rows: int) -> float:
-        return 1.0
+    def gain(self, rows: int) -> _Gain:
+        return _Gain(True, 1.0)
 
     def pack(self, weight: Tensor) -> QuantizedWeight:
         return quantized_linear.pack(weight, self.precision)
@@ -261,21 +274,21 @@ class _Linear(Replacement):
         """The result with the packed weight, or None when there is none."""
         parameters = self._module._parameters
         weight, gain = parameters.get("weight"), self._shape.gain(x.numel() // x.shape[-1])
-        panels = self._panels(weight, gain) if weight is not None and gain > 0.0 else None
+        panels = self._panels(weight, gain.seconds) if weight is not None and gain.is_faster else None
         if panels is None:
             return None
         self.used = True
         return self._shape.multiply(x, panels, parameters["bias"])
 
     def _panels(self, weight: Tensor, gain: float) -> Any:
-        """The packed copy of this very weight; made when it is due."""
+        """The packed copy of this very weight; made when it is due, from what this and earlier products have missed."""
         packed = self._packed  # read once: another thread may replace it
         if packed is not None and packed.is_of(weight):
             return packed.panels
         if packed is not None:  # it has been changed since: forget it, and see whether it may be packed again
             self._missed, self._packed = 0.0, None
         self._missed += gain
-        if self._missed + gain * self.outlook.steps < self._shape.packing:
+        if gain == 0.0 or self._missed + gain * self.outlook.steps < self._shape.packing:
             return None
         version, panels = weight._version, None
         if is_plain(self._module) and self.outlook.take_memory(weight.numel() * self._shape.itemsize):

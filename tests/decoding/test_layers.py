@@ -313,6 +313,24 @@ def test_nothing_is_packed_where_it_is_slower(
         assert len(packed_at_once) == 1
 
 
+def test_a_small_gain_is_taken_and_not_packed_for(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = {2: 0.5, 3: 0.95, 4: 1.05}
+    monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, cost[rows], 0.0))
+    used: list[int] = []
+    product = linear.packed_linear
+    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: used.append(len(x)) or product(x, *rest))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
+        for _ in range(50):
+            model(torch.randn(3, 4))
+        assert not packed_at_once
+        for rows in (2, 3, 4):
+            model(torch.randn(rows, 4))
+    assert used == [2, 3]
+
+
 def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is counted; in strict mode it raises."""
 

@@ -91,12 +91,14 @@ def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
     assert result[4:, :7].eq(20).all() and result[4:, 8:].eq(20).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_does_not_matter(threads: int) -> None:
+@pytest.mark.parametrize("rows", [20, 97, 200, 320])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_number_of_threads_does_not_matter(rows: int, threads: int) -> None:
     before = torch.get_num_threads()
-    x, weight = torch.randn(20, 600), torch.randn(500, 600)
+    x, weight = torch.randn(rows, 600), torch.randn(500, 600)
     packed = linear.pack(weight)
     expected = linear.packed_linear(x, packed, None, 500)
+    torch.testing.assert_close(expected, x @ weight.t(), rtol=1e-4, atol=1e-4)
     try:
         torch.set_num_threads(threads)
         assert torch.equal(linear.packed_linear(x, linear.pack(weight), None, 500), expected)

@@ -30,7 +30,7 @@ using torch::stable::Tensor;
 // Inputs that are multiplied in one go: of a panel, what the second-level cache holds with room to spare.
 constexpr int64_t kDepth = 256;
 constexpr int64_t kLine = 16;  // floats of a cache line
-// Rows that a thread takes through all panels before it goes on: their inputs stay in the second-level cache.
+// Rows that a thread takes through its panels before it goes on, at most: their inputs stay in the second-level cache.
 constexpr int64_t kBlock = 96;
 
 namespace portable {
@@ -136,22 +136,27 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const int64_t blocks = (rows + kBlock - 1) / kBlock, stride = x.stride(0);
   const Multiply multiply = kernel().multiply;
 
+  // Blocks are of nearly the same size, and a thread takes some panels of every block: each has as much to do, and
+  // reads a part of the weight only. Task i is block i % blocks of panel i / blocks.
   torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> start(width), rest;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t panel = task % panels, row = task / panels * kBlock;
-      const int64_t some = std::min(kBlock, rows - row), valid = std::min(width, outputs - panel * width);
-      for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
-      float* target = out + row * outputs + panel * width;
-      const float* weight = weights + panel * width * inputs;
-      if (valid == width) {
-        multiply(in + row * stride, stride, some, weight, inputs, start.data(), target, outputs);
-        continue;
+    const auto from = [&](int64_t task, int64_t block) { return (task - block + blocks - 1) / blocks; };
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
+      for (int64_t panel = from(begin, block); panel < from(end, block); ++panel) {
+        const int64_t valid = std::min(width, outputs - panel * width);
+        for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
+        float* target = out + row * outputs + panel * width;
+        const float* weight = weights + panel * width * inputs;
+        if (valid == width) {
+          multiply(in + row * stride, stride, some, weight, inputs, start.data(), target, outputs);
+          continue;
+        }
+        // The last panel is wider than what is left of the result.
+        rest.resize(some * width);
+        multiply(in + row * stride, stride, some, weight, inputs, start.data(), rest.data(), width);
+        for (int64_t r = 0; r < some; ++r) std::copy_n(&rest[r * width], valid, target + r * outputs);
       }
-      // The last panel is wider than what is left of the result.
-      rest.resize(some * width);
-      multiply(in + row * stride, stride, some, weight, inputs, start.data(), rest.data(), width);
-      for (int64_t r = 0; r < some; ++r) std::copy_n(&rest[r * width], valid, target + r * outputs);
     }
   });
   return y;

@@ -354,14 +354,17 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
       convert(from + row * stride, row, some);
     }
   });
-  const int64_t blocks = (rows + kBlock - 1) / kBlock, most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
+  // Blocks of nearly the same size, in whole tiles, so that threads have as much to do as each other.
+  const int64_t blocks = (rows + kBlock - 1) / kBlock, tiles = (rows + kRows - 1) / kRows;
+  const int64_t most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
   torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
     alignas(kLine) Sum sums[kRows * kPanel];
     int64_t configured = 0;
     for (int64_t task = begin, group = 0; task < end; task += group) {
       const int64_t start = task % panels;
       group = std::min({most, end - task, panels - start});
-      const int64_t first = task / panels * kBlock, last = std::min(first + kBlock, rows);
+      const int64_t block = task / panels;
+      const int64_t first = tiles * block / blocks * kRows, last = std::min(tiles * (block + 1) / blocks * kRows, rows);
       for (int64_t row = first; row < last; row += kRows) {
         const int64_t some = std::min(kRows, last - row);
         if (kernel.matrices && some != configured) configure(configured = some);
