@@ -91,13 +91,18 @@ def _weights() -> list[str]:
     """What the user has to know of weights that are not those of the model."""
     from fastgen.ops.quantized_linear import unavailable
 
+    notes = {
+        "call": [],
+        "keep": ["packed_weights is keep: weights that are written to through parameter.data go unnoticed"],
+        "never": ["packed_weights is never: linear layers multiply with their weights as they are"],
+    }[settings.current().packed_weights]
     wanted = settings.current().cpu_weights
     if wanted == "fp32":
-        return []
+        return notes
     reason = unavailable(wanted)
     if reason is not None:
-        return [f"cpu_weights is {wanted}, but {reason}: weights stay in float32"]
-    return [f"cpu_weights is {wanted}: results on the CPU are not those of float32"]
+        return [*notes, f"cpu_weights is {wanted}, but {reason}: weights stay in float32"]
+    return [*notes, f"cpu_weights is {wanted}: results on the CPU are not those of float32"]
 
 
 def _samples() -> list[str]:

@@ -79,7 +79,6 @@ class _Shape:
     itemsize = 4
 
     def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
-        self._outputs = outputs
         self._shape = inputs, outputs, transposed
         self._uses: dict[int, int] = {}
         self._gains: dict[int, _Gain] = {}
@@ -103,11 +102,13 @@ class _Shape:
 
     def pack(self, weight: Tensor) -> Any:
         """The weight, [outputs, inputs], packed for `multiply`."""
-        return linear.pack(weight)
+        # With its own number of outputs: a weight that replaces another may have more or fewer.
+        return linear.pack(weight), weight.shape[0]
 
     def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         """The layer's result."""
-        return linear.packed_linear(x, packed, bias, self._outputs)
+        panels, outputs = packed
+        return linear.packed_linear(x, panels, bias, outputs)
 
 
 class _Quantized:
@@ -259,6 +260,12 @@ class _Linear(Replacement):
         """Of the packed weight."""
         return self._shape.precision
 
+    def go_on_as(self, other: _Linear) -> _Linear:
+        """This one in the place of `other`: with its packed weight, and what is known of the call that begins."""
+        # The weight may have another size since, and torch another number of threads.
+        self._shape, self.outlook = other._shape, other.outlook
+        return self
+
     def __call__(self, x: Tensor) -> Tensor:
         if not self.active or self._failed or not _serves(x):
             return self._plain(x)
@@ -387,7 +394,7 @@ class FastLayers:
                 continue
             kept = self._kept.get(module)
             if type(kept) is _Linear and type(replacement) is _Linear and kept.precision == replacement.precision:
-                replacement, kept.outlook = kept, self._outlook
+                replacement = kept.go_on_as(replacement)
             replacement.active = True
             module.forward = self._installed[module] = replacement
         self._kept = {}

@@ -111,6 +111,44 @@ def test_a_changed_weight_counts(change: object) -> None:
     torch.testing.assert_close(again, model(x), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["call", "keep"])
+def test_a_weight_of_another_size(mode: str, packed_at_once: list[torch.Tensor]) -> None:
+    """As when a vocabulary grows by a token: the panels may be as many as before."""
+    fastgen.enable(packed_weights=mode)
+    model, x = nn.Sequential(nn.Linear(64, 50, bias=False)), torch.randn(3, 64)
+    for during, after in ((51, 52), (50, 53)):
+        with FastLayers.of(model, KINDS):
+            torch.testing.assert_close(model(x), x @ model[0].weight.t())
+            model[0].weight = nn.Parameter(torch.randn(during, 64))
+            torch.testing.assert_close(model(x), x @ model[0].weight.t())
+        model[0].weight = nn.Parameter(torch.randn(after, 64))
+    assert len(packed_at_once) == 4
+
+
+def test_kept_weights_are_used_with_the_threads_there_are(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs(*shape: object, measure: bool) -> linear.Costs:
+        return linear.Costs(2.0, 1.0 if torch.get_num_threads() == threads else 3.0, 0.0)
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(linear, "costs", costs)
+    used: list[int] = []
+    product = linear.packed_linear
+    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: used.append(len(x)) or product(x, *rest))
+    fastgen.enable(packed_weights="keep")
+    model = nn.Sequential(nn.Linear(4, 4))
+    try:
+        for number, products in ((threads, 1), (threads + 1, 1), (threads, 2)):
+            torch.set_num_threads(number)
+            with FastLayers.of(model, KINDS):
+                model(torch.randn(2, 4))
+            assert len(used) == products
+    finally:
+        torch.set_num_threads(threads)
+    assert len(packed_at_once) == 1
+
+
 def test_a_weight_that_is_cast_is_not_packed_any_more() -> None:
     model, x = _model(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
@@ -162,6 +200,12 @@ def test_never() -> None:
         fastgen.enable(packed_weights="always")
 
 
+@pytest.mark.parametrize(("mode", "notes"), [("call", 0), ("keep", 1), ("never", 1)])
+def test_status_says_how_weights_are_packed(mode: str, notes: int) -> None:
+    fastgen.enable(packed_weights=mode)
+    assert [note.startswith(f"packed_weights is {mode}: ") for note in fastgen.status().notes] == [True] * notes
+
+
 def test_kept_weights_go_with_the_model() -> None:
     fastgen.enable(packed_weights="keep")
     model = _model()
@@ -189,6 +233,16 @@ def _strided_bias() -> nn.Linear:
     return layer
 
 
+class OtherTensor(torch.Tensor):
+    """What a quantised or a tensor-parallel layer has for a weight."""
+
+
+def _other_weight() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(OtherTensor))
+    return layer
+
+
 def _frozen_in_inference() -> nn.Linear:
     with torch.inference_mode():
         return nn.Linear(4, 4)
@@ -206,6 +260,7 @@ def _frozen_in_inference() -> nn.Linear:
         nn.utils.weight_norm(nn.Linear(4, 4)),
         nn.utils.prune.identity(nn.Linear(4, 4), "weight"),
         _strided_bias(),
+        _other_weight(),
         _frozen_in_inference(),
         torch.ao.nn.quantized.dynamic.Linear(4, 4),
         nn.Embedding(4, 4),
