@@ -192,8 +192,11 @@ class _Function(Replacement):
         super().__init__(module)
         self._function = function
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._function(x) if self.active and _serves(x) else self._plain(x)
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        # The input by its name is as good, but what its name is differs between classes.
+        if named or len(arguments) != 1 or not self.active or not _serves(arguments[0]):
+            return self._plain(*arguments, **named)
+        return self._function(arguments[0])
 
 
 class _Norm(Replacement):
@@ -266,9 +269,10 @@ class _Linear(Replacement):
         self._shape, self.outlook = other._shape, other.outlook
         return self
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self.active or self._failed or not _serves(x):
-            return self._plain(x)
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        if named or len(arguments) != 1 or not self.active or self._failed or not _serves(arguments[0]):
+            return self._plain(*arguments, **named)
+        x = arguments[0]
         try:
             y = self._product(x)
         except Exception as error:  # whatever it is, the layer can do what it always did

@@ -299,6 +299,7 @@ def test_what_is_not_a_plain_product_runs_on_the_original(packed_at_once: list[t
         with fastgen.disabled():
             model(x)
         assert model(torch.empty(0, 4)).shape == (0, 4)
+        assert torch.equal(model[0](input=x), nn.functional.linear(x, model[0].weight, model[0].bias))
         assert not packed_at_once
         model(x)
         assert len(packed_at_once) == 1
@@ -511,5 +512,6 @@ def test_layers_without_a_state_use_the_function_that_they_are() -> None:
         with torch.enable_grad():
             model(x)
         model(x.double())
+        model[0](x=x)
         assert len(calls) == 1
     assert not vars(model[0]).get("forward") and not vars(model[1]).get("forward")
