@@ -112,9 +112,19 @@ def run_workload(workload: Workload, context: Context) -> Record:
     record.other_load = load.cores()
     record.judge(workload.targets)
     gc.collect()
-    if context.device.type == "cuda":
+    if is_usable(context.device):
         torch.cuda.empty_cache()
     return record
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether the device still works: after an access to memory that is not there, say, no call of the process does."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def run_all(workloads: Sequence[Workload], context: Context, results: Results) -> list[Record]:
@@ -127,6 +137,9 @@ def run_all(workloads: Sequence[Workload], context: Context, results: Results) -
         records.append(record)
         for line in _outcome(record):
             context.log(line)
+        if not is_usable(context.device):
+            _log(f"{context.device} cannot be used any more in this process; what follows is left out")
+            break
     return records
 
 

@@ -331,6 +331,36 @@ class TestEquivalence:
             assert (ROOT / path).exists(), path
 
 
+class TestBuild:
+    """The stage, with a stand-in for setup.py."""
+
+    @pytest.fixture
+    def built(self, processes, tmp_path, monkeypatch):
+        def run(script, seconds=60.0):
+            library = tmp_path / "fastgen" / "ops" / "libfastgen_cuda.so"
+            library.parent.mkdir(parents=True)
+            library.write_text("of an earlier build")
+            (tmp_path / "setup.py").write_text(f"import os, sys, time\nlibrary = {str(library)!r}\n{script}")
+            monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+            return gpu_check.Check({"architecture": "sm_90"}, processes, tmp_path, 2, 0).build(seconds)
+
+        return run
+
+    def test_for_this_gpu_and_both_libraries_at_the_same_time(self, built):
+        outcome = built(
+            "assert os.environ['FASTGEN_CUDA_ARCH'] == 'sm_90' and {'--inplace', '--parallel'} < set(sys.argv)\n"
+            "open(library, 'x')"
+        )
+        assert (outcome.state, outcome.detail) == (PASSED, "csrc for sm_90")
+
+    def test_what_setup_says_is_the_reason(self, built):
+        outcome = built("print('fastgen: there is no nvcc', file=sys.stderr); print('done')")
+        assert (outcome.state, outcome.detail) == (NOT_PASSED, "there is no nvcc")
+
+    def test_too_slow(self, built):
+        assert built("time.sleep(60)", 1.0).detail == "not done after 1 s"
+
+
 class TestMemcheck:
     @pytest.mark.parametrize(
         ("output", "status", "timed_out", "state"),
@@ -354,7 +384,9 @@ class TestMemcheck:
 
 
 class TestBenchmarks:
-    def check(self, processes, tmp_path, monkeypatch, script):
+    LISTED = "if '--list' in sys.argv:\n    print('bart-base-b4  BART'); print('import  Import'); sys.exit()\n"
+
+    def check(self, processes, tmp_path, monkeypatch, script, listed=LISTED):
         """The stage, with a stand-in for `python -m benchmarks`."""
         folder = tmp_path / "a-gpu"
         folder.mkdir()
@@ -362,9 +394,7 @@ class TestBenchmarks:
         stand_in.mkdir()
         (stand_in / "__main__.py").write_text(
             "import json, sys, time\n"
-            f"folder = {str(folder)!r}\n"
-            "if '--list' in sys.argv:\n    print('bart-base-b4  BART'); print('import  Import'); sys.exit()\n"
-            "def done(name, status='ok'):\n"
+            f"folder = {str(folder)!r}\n" + listed + "def done(name, status='ok'):\n"
             "    record = {'name': name, 'status': status, 'date': '2020'}\n"
             "    open(folder + '/results.json', 'w').write(json.dumps({'workloads': [record]}))\n" + script
         )
@@ -390,6 +420,25 @@ class TestBenchmarks:
         processes.environment["PYTHONPATH"] = str(tmp_path)
         outcome = check.benchmarks(4)
         assert outcome.state == PASSED and outcome.data["done"] == ["bart-base-b4"]
+
+    def test_a_crash_costs_the_workload_alone(self, processes, tmp_path, monkeypatch):
+        script = (
+            "import os\n"
+            "if '--list' in sys.argv:\n    print('gpu-a A'); print('gpu-b B'); print('gpu-c C'); sys.exit()\n"
+            "def done(name):\n"
+            "    path = folder + '/results.json'\n"
+            "    records = json.load(open(path))['workloads'] if os.path.exists(path) else []\n"
+            "    record = {'name': name, 'status': 'ok', 'date': '2020'}\n"
+            "    open(path, 'w').write(json.dumps({'workloads': [*records, record]}))\n"
+            "for name in sys.argv[sys.argv.index('--only') + 1:]:\n"
+            "    if name == 'gpu-b':\n        os._exit(9)\n"
+            "    done(name)\n"
+        )
+        check = self.check(processes, tmp_path, monkeypatch, script, listed="")
+        processes.environment["PYTHONPATH"] = str(tmp_path)
+        outcome = check.benchmarks(60)
+        assert outcome.state == NOT_PASSED
+        assert outcome.data == {"done": ["gpu-a", "gpu-c"], "left_out": [], "bad": ["gpu-b"]}
 
     def test_those_made_for_a_gpu_come_first(self):
         names = ["bart-base", "import", "cuda-bart-large", "pipeline-2000", "t5-base"]

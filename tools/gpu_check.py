@@ -240,7 +240,7 @@ class Check:
     def build(self, seconds: float) -> Outcome:
         library = ROOT / "fastgen" / "ops" / "libfastgen_cuda.so"
         library.unlink(missing_ok=True)
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force", "--parallel", "2"]
         done = self.processes.run("build", command, seconds, FASTGEN_CUDA_ARCH=self.about["architecture"])
         said = re.findall(r"^fastgen: (.*)", done.output, re.MULTILINE)
         if done.timed_out:
@@ -253,7 +253,7 @@ class Check:
         return self.tests("kernels", KERNEL_TESTS, seconds, least=0.9)
 
     def equivalence(self, seconds: float) -> Outcome:
-        outcome = self.tests("equivalence", EQUIVALENCE_TESTS, seconds, least=0.2)
+        outcome = self.tests("equivalence", EQUIVALENCE_TESTS, seconds, least=0.1)
         if "triton" not in self.missing and not outcome.data["captured"]:
             reasons = outcome.data["left_out"]
             why = max(reasons, key=reasons.__getitem__) if reasons else "nothing was tried"
@@ -314,19 +314,27 @@ class Check:
             return Outcome(NOT_PASSED, f"no list of workloads: {last_line(listed.output)}")
         results = self.out / "results.json"
         before = ran_by(results)
-        states, cut = [], []
-        for number, names in enumerate(groups):
-            left = end - time.monotonic()
-            if left < _LEAST_SECONDS:
-                cut += names
-                continue
-            command = [*base, "--device", self.device, "--out", str(self.out.parent), "--only", *names]
-            done = self.processes.run(f"benchmarks-{number}", command, left)
-            states.append("cut" if done.timed_out else done.status)
-            if done.timed_out:
-                cut += [name for name in names if ran_by(results).get(name) == before.get(name)]
+        states, cut, crashed = [], [], []
+        for names in groups:
+            while names:
+                left = end - time.monotonic()
+                if left < _LEAST_SECONDS:
+                    cut += names
+                    break
+                command = [*base, "--device", self.device, "--out", str(self.out.parent), "--only", *names]
+                done = self.processes.run(f"benchmarks-{len(states)}", command, left)
+                states.append("cut" if done.timed_out else done.status)
+                rest = [name for name in names if ran_by(results).get(name) == before.get(name)]
+                if done.timed_out:
+                    cut += rest
+                    break
+                # It may have crashed, or left the device unusable: what it has not come to has a process of its own.
+                if rest == names:
+                    crashed.append(rest.pop(0))
+                names = rest
         after = {name: date for name, date in ran_by(results).items() if before.get(name) != date}
         bad = [w["name"] for w in workloads_in(results) if w["name"] in after and w.get("status", "ok") != "ok"]
+        bad += crashed
         data = {"done": sorted(after), "left_out": cut, "bad": bad}
         detail = f"{len(after)} workloads" + (f"; no time for {', '.join(cut)}" if cut else "")
         if bad or not after or any(state not in (0, "cut") for state in states):
