@@ -4,7 +4,8 @@
 //
 // A weight is stored in tiles of 16 outputs and 64 bytes of inputs, in the order in which those instructions take it: a
 // line of a tile holds four bytes (four inputs of 8 bits, or two in bfloat16) of each of its outputs. A panel is two
-// tiles wide. Inputs get their type row by row: a row's result does not depend on what else is in the batch.
+// tiles wide. Inputs get their type row by row, so that a row's result does not depend on what else is in the batch; the
+// sums in bfloat16 are rounded in another order with more than 16 rows than with fewer.
 #include "instruction_set.h"
 
 #include <torch/csrc/stable/library.h>
