@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from sacrebleu import corpus_bleu
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
 
 import fastgen
 from fastgen import settings
@@ -94,3 +96,34 @@ def test_compare(precision: str, outputs: list[int]) -> None:
     comparison = fastgen.compare(model, inputs, **BEAM)
     assert comparison.accelerated and outputs
     assert "tokens: " in str(comparison)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _example_outputs(sources: list[str]) -> list[str]:
+    """What the example model makes of some sources, as the demo has it do."""
+    folder = EXAMPLES / "models" / "kjv-bart"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    inputs = tokenizer(sources, padding=True, return_tensors="pt", return_token_type_ids=False)
+    tokens = model.generate(**inputs, num_beams=4, max_new_tokens=100)
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def examples() -> tuple[list[str], list[str], list[str]]:
+    """Sources, references, and what the model makes of the sources in float32."""
+    texts = [(EXAMPLES / "data" / f"heldout.{name}.txt").read_text(encoding="utf-8") for name in ("src", "ref")]
+    sources, references = (text.splitlines()[:64] for text in texts)
+    return sources, references, _example_outputs(sources)
+
+
+def test_bleu_of_the_example_is_that_of_float32(
+    examples: tuple[list[str], list[str], list[str]], precision: str
+) -> None:
+    sources, references, expected = examples
+    fastgen.reset_stats()
+    found = _example_outputs(sources)
+    assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
+    bleu, wanted = (corpus_bleu(outputs, [references]).score for outputs in (found, expected))
+    assert wanted > 70 and abs(bleu - wanted) <= 0.3
