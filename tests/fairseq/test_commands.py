@@ -40,8 +40,10 @@ TEXT = ROOT / "examples" / "data"
 _LINES = re.compile(r"^([A-Z]-\d+(_\d+)?\t|Generate )")
 _NUMBERED = re.compile(r"^([HD]-\d+)\t(\S+)\t(.*)$")
 
+# Of fairseq-fixed, which drops a last batch whose size is no multiple of 8, but for what BASE says.
+FIXED = "candidate_multiple" in inspect.signature(BeamSearch.step).parameters
+
 BASE = "--beam 3 --batch-size 8 --max-len-a 1.2 --max-len-b 4 --num-workers 0 --cpu".split()
-# Else fairseq-fixed drops the last batch.
 BASE += "--required-batch-size-multiple 1".split()
 
 TINY = (
@@ -152,7 +154,7 @@ def test_the_readme_leads_from_text_to_outputs(tmp_path):
     done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = lines((tmp_path / "out.txt").read_text())
-    assert len(found) == 50 * 5 + 1
+    assert len(found) == (48 if FIXED else 50) * 5 + 1
     assert re.search(r"^Generate test with beam=5: BLEU4 = \d", "\n".join(found), re.MULTILINE)
     assert "the model waited" in done.stderr
 
@@ -175,6 +177,7 @@ OPTIONS = [
     "--diversity-rate 0.5",
     "--no-repeat-ngram-size 2 --min-len 4",
     "--match-source-len",
+    "--retain-dropout --seed 4",
     "--gen-subset valid --quiet",
     "--gen-subset train --skip-invalid-size-inputs-valid-test --max-source-positions 7 --batch-size 64 --beam 1",
     "--left-pad-source --left-pad-target",
@@ -184,7 +187,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_same_lines(world, options):
-    if "groups" in options and "candidate_multiple" in inspect.signature(BeamSearch.step).parameters:
+    if "groups" in options and FIXED:
         pytest.skip("fairseq-fixed's diverse beam search fails when sources leave the batch")
     original, ours = both(world, *options.split())
     assert ours == original
@@ -405,13 +408,18 @@ def language(world, tmp_path_factory) -> World:
             "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--destdir", made.data,
             "--validpref", world.folder / "valid.en", "--testpref", world.folder / "test.en",
         )  # fmt: skip
-        command_of_fairseq(
-            "train", made.data, "--task", "language_modeling", "--arch", "transformer_lm", "--save-dir",
-            made.model.parent, "--decoder-layers", 1, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64,
-            "--decoder-attention-heads", 2, "--tokens-per-sample", 32, "--max-tokens", 512, "--optimizer", "adam",
-            "--lr", 0.01, "--max-update", 4, "--cpu", "--disable-validation", "--num-workers", 0,
-        )  # fmt: skip
+        train_language_model(made.data, made.model.parent)
     return made
+
+
+def train_language_model(data: Path, folder: Path) -> None:
+    """Trains one for four steps."""
+    command_of_fairseq(
+        "train", data, "--task", "language_modeling", "--arch", "transformer_lm", "--save-dir", folder,
+        "--decoder-layers", 1, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64,
+        "--decoder-attention-heads", 2, "--tokens-per-sample", 32, "--max-tokens", 512, "--optimizer", "adam",
+        "--lr", 0.01, "--max-update", 4, "--cpu", "--disable-validation", "--num-workers", 0,
+    )  # fmt: skip
 
 
 def test_language_models(language):
@@ -420,6 +428,21 @@ def test_language_models(language):
     )
     assert ours == original
     assert sum(line.startswith("H-") for line in ours) == 60
+
+
+def test_an_ensemble_with_a_language_model(world, tmp_path):
+    moved = World(tmp_path)
+    shutil.copytree(world.data, moved.data)
+    # Where FairSeq looks for the language model's.
+    dictionary = shutil.copy(moved.data / "dict.en.txt", moved.data / "dict.txt")
+    command_of_fairseq(
+        "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--srcdict", dictionary,
+        "--validpref", world.folder / "valid.en", "--destdir", tmp_path / "text",
+    )  # fmt: skip
+    train_language_model(tmp_path / "text", tmp_path / "lm")
+    members = Path(f"{world.model}{os.pathsep}{world.model}")
+    original, ours = both(moved, "--lm-path", tmp_path / "lm" / "checkpoint_last.pt", "--lm-weight", 0.3, model=members)
+    assert ours == original
 
 
 def test_eval_lm_says_the_same_numbers(language, monkeypatch):
