@@ -71,7 +71,8 @@ KERNEL_TESTS = ("tests/ops", "tests/decoding", "tests/pipeline/test_memory.py")
 # The files whose tests run models and inputs that can be moved to the GPU; the others test when to fall back, or what
 # is done on a CPU alone.
 EQUIVALENCE_TESTS = tuple(
-    f"tests/equivalence/test_{name}.py" for name in ("captured", "models", "options", "half", "composites")
+    f"tests/equivalence/test_{name}.py"
+    for name in ("captured", "captured_random", "models", "options", "half", "composites")
 )
 
 _PROBE = """

@@ -12,6 +12,9 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import kept, loop
 from tests.recorded_graph import RecordedGraph
 
+# Models whose steps can be captured in some releases of Transformers.
+BY_RELEASE = {"bloom", "gpt-bigcode", "deepseek-v3"}
+
 
 class Graph(RecordedGraph):
     """Transformers asks torch whether a capture is going on, and does not look at masks then."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 import fastgen
+from fastgen import settings
+from fastgen.optimizer.transformers.captured import loop
 
 ENTRY_POINT = "transformers.generate"
 TOLERANCE = 1e-4
@@ -27,9 +29,24 @@ def run(
 
 def both(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]]) -> tuple[Any, Any]:
     """The results of the original code and of FastGen."""
+    options = _for_a_captured_step(model, options)
     with fastgen.disabled():
         original = run(model, inputs, options)
     return original, run(model, inputs, options)
+
+
+def _for_a_captured_step(
+    model: Any, options: dict[str, Any] | Callable[[], dict[str, Any]]
+) -> dict[str, Any] | Callable[[], dict[str, Any]]:
+    """The options without the scores of each step, where a captured step may serve: it does not keep them.
+
+    Where tokens are drawn they stay: with a captured step, other ones would be drawn.
+    """
+    if callable(options) or options.get("do_sample") or not loop._is_for(model.device):
+        return options
+    if settings.current().captured_step == "never" or any(options.get(name) for name in loop._RECORDS[1:]):
+        return options
+    return {**options, "output_scores": False}
 
 
 def check(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]]) -> Any:

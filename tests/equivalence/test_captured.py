@@ -31,7 +31,7 @@ from fastgen.decoding.captured.reader import StepReader
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import kept, loop
 from fastgen.optimizer.transformers.captured.step import CapturedStep
-from tests.equivalence.captured import CalledGraph, Graph, on_the_cpu, reasons
+from tests.equivalence.captured import BY_RELEASE, CalledGraph, Graph, on_the_cpu, reasons
 from tests.equivalence.check import assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
 from tests.equivalence.others import OTHERS
@@ -123,6 +123,19 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
     batches = {inputs["input_ids"].shape[0], 1}
     assert captures() == 4
     assert device.type == "cuda" or Graph.made - made <= len(batches) * 2
+
+
+# What is accelerated without a captured step, and what the original code runs.
+NOT_CAPTURED = {"switch", "gpt-neo", "ctrl", "bert", "falcon", "falcon-alibi"}
+NOT_ACCELERATED = {"mpt", "xlnet", "openai-gpt", "llama4", "mamba", "rwkv", "recurrent-gemma", "jamba"}
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ACCELERATED])
+def test_every_model(name: str, device: torch.device) -> None:
+    model, inputs = build(KNOWN[name], device)
+    check(model, inputs, {**BEAMS, "min_new_tokens": 12})
+    assert captures() + sum(reasons().values()) == 1
+    assert name in BY_RELEASE or captures() == (name not in NOT_CAPTURED), reasons()
 
 
 @pytest.mark.parametrize("name", ["m2m100", "xglm", "led", "mvp", "plbart", "fsmt", "longt5"])
