@@ -25,7 +25,11 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
         sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
     profiles = [record for record in records if record.profile]
     if profiles:
-        sections.append("## Where the time goes that misses a target\n\n" + _profiles(profiles))
+        floor = (
+            "The floor is the time of an operator's multiplications at the rate of a large product of torch's, or of "
+            "its bytes at the bandwidth of a copy, both measured right after the run.\n\n"
+        )
+        sections.append("## Where the time goes that misses a target\n\n" + floor + _profiles(profiles))
     remarks = _remarks(records)
     if remarks:
         sections.append("## Remarks\n\n" + "\n".join(f"- {remark}" for remark in remarks))
@@ -147,8 +151,11 @@ def _profiles(records: list[Record]) -> str:
         total = sum(record.profile.values())
         for name, seconds in record.profile.items():
             operator = name if name == OTHERS else f"`{name}`"
-            rows.append([_title(record), operator, f"{seconds:.2f} s", f"{100 * seconds / total:.0f} %"])
-    return _table(["workload", "operator", "time in it", "share"], rows)
+            floor = f"{record.floor[name]:.2f} s" if name in record.floor else ""
+            rows.append([_title(record), operator, f"{seconds:.2f} s", f"{100 * seconds / total:.0f} %", floor])
+        if record.floor:
+            rows.append([_title(record), "all", f"{total:.2f} s", "100 %", f"{sum(record.floor.values()):.2f} s"])
+    return _table(["workload", "operator", "time in it", "share", "floor"], rows)
 
 
 def _remarks(records: list[Record]) -> list[str]:

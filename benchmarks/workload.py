@@ -239,7 +239,7 @@ class Generation(Workload):
             record.compare(sides.pairs(side for name, side in ready.items() if name in outcomes))
             self._note_peaks(record, peaks)
             self._finish(context, record, model)
-            self._profile(context, record, ready)
+            profile_missed(self.targets, context, record, ready)
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)
         if BASELINE not in outcomes:
@@ -259,14 +259,6 @@ class Generation(Workload):
 
     def _finish(self, context: Context, record: Record, model: Any) -> None:
         """Adds metrics of the workload's own, once the sides are timed."""
-
-    def _profile(self, context: Context, record: Record, ready: Mapping[str, Side]) -> None:
-        """Where the subject's time goes, if a target was missed."""
-        missed = any(target.judge(record.metrics)["met"] is False for target in self.targets)
-        if missed and record.subject in ready and context.device.type == "cpu" and not context.quick:
-            context.log(f"profile of {record.subject}")
-            side = ready[record.subject]
-            record.profile = profile(lambda: side.run(side.job.workload.new_tokens))
 
     def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
         both = (BASELINE, SUBJECT)
@@ -384,6 +376,15 @@ def _skip(context: Context, record: Record, name: str, side: Side, error: Except
     expected = isinstance(error, (Unsupported, TimeoutError))
     record.skipped[name] = said if expected else f"{type(error).__name__}: {said}"
     context.log(f"{name} is not measured: {record.skipped[name]}")
+
+
+def profile_missed(targets: Iterable[Target], context: Context, record: Record, ready: Mapping[str, Side]) -> None:
+    """Where the subject's time goes, and the least that it could be, if a target was missed on the CPU."""
+    missed = any(target.judge(record.metrics)["met"] is False for target in targets)
+    if missed and record.subject in ready and context.device.type == "cpu" and not context.quick:
+        context.log(f"profile of {record.subject}")
+        side = ready[record.subject]
+        record.profile, record.floor = profile(lambda: side.run(side.job.workload.new_tokens))
 
 
 def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]]) -> None:

@@ -21,7 +21,16 @@ from benchmarks import sides
 from benchmarks.record import Record, Target
 from benchmarks.sides import BASELINE, SUBJECT, Job, Side
 from benchmarks.sides.generate import Patched
-from benchmarks.workload import Context, Outcome, Workload, check_code, check_tokens, open_sides, time_sides
+from benchmarks.workload import (
+    Context,
+    Outcome,
+    Workload,
+    check_code,
+    check_tokens,
+    open_sides,
+    profile_missed,
+    time_sides,
+)
 
 _ALONE, _FAST, _PLAIN = "fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"
 # Random weights give every word about the same probability; this much larger, they prefer few, as trained ones do.
@@ -149,8 +158,9 @@ class InFairSeq(Workload):
             chosen = _sides(packed=context.device.type == "cpu")
             ready = open_sides(stack, {name: (side, job) for name, side in chosen.items()}, context, record)
             outcomes = time_sides(ready, self.repetitions_in(context), context, record)
+            record.compare([(_ALONE, _PLAIN)])
+            profile_missed(self.targets, context, record, ready)
         record.sides[_ALONE]["version"] = fairseq.__version__
-        record.compare([(_ALONE, _PLAIN)])
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)
         self._check_lengths(record, outcomes)

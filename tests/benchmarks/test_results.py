@@ -36,9 +36,10 @@ def test_everything_is_written_after_each_workload(tmp_path):
 
 def test_a_profile_is_on_the_page(tmp_path):
     found = Results(tmp_path, ABOUT, [])
-    found.add(record("first", profile={"aten::addmm": 3.0, "others": 1.0}))
+    found.add(record("first", profile={"aten::addmm": 3.0, "others": 1.0}, floor={"aten::addmm": 2.5}))
     page = (tmp_path / "results.md").read_text()
-    assert "| Title of first | `aten::addmm` | 3.00 s | 75 % |" in page and "| others | 1.00 s | 25 % |" in page
+    assert "| Title of first | `aten::addmm` | 3.00 s | 75 % | 2.50 s |" in page
+    assert "| others | 1.00 s | 25 % |" in page and "| all | 4.00 s | 100 % | 2.50 s |" in page
 
 
 def test_merges_with_results_of_the_same_machine_and_versions(tmp_path):
