@@ -538,6 +538,10 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
     torch.save(other, tmp_path / "other.pt")
     other["cfg"]["model"] = Namespace(arch="unheard_of", _name="unheard_of")
     torch.save(other, tmp_path / "unknown.pt")
+    # What an encoder of FairSeq 0.12.2 is to fairseq-fixed.
+    other = torch.load(world.model, weights_only=False)
+    other["model"]["encoder.layers.0.fused.in_proj_weight"] = torch.zeros(1)
+    torch.save(other, tmp_path / "release.pt")
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "text.pt").write_text("a text\n")
     (tmp_path / "damaged.pt").write_bytes(b"\x80\x02 and nothing that a pickle has")
@@ -547,6 +551,7 @@ def test_wrong_models_are_one_line(world, tmp_path, capsys):
         (tmp_path / "none.pt", "none.pt"),
         (tmp_path / "empty.pt", "cannot be used for task translation"),
         (tmp_path / "other.pt", "another architecture"),
+        (tmp_path / "release.pt", "its encoder was saved by another release of FairSeq"),
         (tmp_path / "unknown.pt", "does not know its architecture 'unheard_of'"),
         (world.data / "dict.en.txt", "cannot be used for task translation"),
     ):
