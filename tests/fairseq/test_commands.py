@@ -29,7 +29,9 @@ from fairseq_cli import generate as original_generate
 from fairseq_cli import interactive as original_interactive
 
 import fastgen
+from fastgen.decoding import layers
 from fastgen.fairseq import main as commands_of_fairseq
+from fastgen.ops import linear
 from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
@@ -465,6 +467,25 @@ def test_eval_lm_says_the_same_numbers(language, monkeypatch):
     assert 1 < loss == pytest.approx(float(original[0]["loss"]), abs=2e-4)
     assert perplexity == pytest.approx(float(original[0]["perplexity"]), rel=2e-4)
     assert re.search(r"Evaluated [1-9]\d* tokens", printed)
+
+
+def test_eval_lm_on_packed_weights(language, monkeypatch):
+    results, products = [], []
+    own, product = original_eval_lm.eval_lm, linear.packed_linear
+    monkeypatch.setattr(
+        original_eval_lm, "eval_lm", lambda *args, **kwargs: results.append(own(*args, **kwargs)) or results[-1]
+    )
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(linear, "is_available", lambda: True)
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(linear, "packed_linear", lambda *args: products.append(1) or product(*args))
+    words = [str(word) for word in (language.data, "--path", language.model, "--cpu", "--num-workers", 0)]
+    words += ["--tokens-per-sample", "32"]
+    command_of_fairseq("--no-fastgen", "eval-lm", *words)
+    assert not products
+    assert commands.eval_lm(words) == 0
+    original, ours = (float(result["loss"]) for result in results)
+    assert products and 1 < ours == pytest.approx(original, rel=1e-5)
 
 
 def test_eval_lm_without_a_model_is_one_line(world, capsys):

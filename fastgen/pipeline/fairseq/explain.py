@@ -28,7 +28,7 @@ def reason(error: Exception) -> str:
         return f"{error.filename} is missing"
     if "Error(s) in loading state_dict" in text:
         if "in_proj_weight" in text:  # which encoders of FairSeq 0.12.2 save besides, and fairseq-fixed refuses
-            return "its encoder was saved by another release of FairSeq, which names weights that this one does not know"
+            return "its encoder was saved by another release of FairSeq, with weights that this one does not know"
         differences = [line.strip() for line in text.splitlines()[1:] if line.strip()]
         return (
             "its weights are those of another architecture, or of a model with other dictionaries "
