@@ -91,17 +91,21 @@ def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
     assert result[4:, :7].eq(20).all() and result[4:, 8:].eq(20).all()
 
 
-@pytest.mark.parametrize("rows", [20, 97, 200, 320])
+# Several blocks of rows, and more inputs than are taken at a time.
+@pytest.mark.parametrize(("rows", "inputs"), [(20, 600), (97, 600), (200, 2500), (385, 3000), (193, 5)])
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_the_number_of_threads_does_not_matter(rows: int, threads: int) -> None:
+def test_the_number_of_threads_does_not_matter(rows: int, inputs: int, threads: int) -> None:
     before = torch.get_num_threads()
-    x, weight = torch.randn(rows, 600), torch.randn(500, 600)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(500, inputs), torch.randn(500)
     packed = linear.pack(weight)
-    expected = linear.packed_linear(x, packed, None, 500)
-    torch.testing.assert_close(expected, x @ weight.t(), rtol=1e-4, atol=1e-4)
+    expected = linear.packed_linear(x, packed, bias, 500)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert (expected - exact).norm() < 1e-6 * exact.norm()
+    # A row's result is the same, whatever other rows there are.
+    assert torch.equal(linear.packed_linear(x[-3:], packed, bias, 500), expected[-3:])
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(linear.packed_linear(x, linear.pack(weight), None, 500), expected)
+        assert torch.equal(linear.packed_linear(x, linear.pack(weight), bias, 500), expected)
     finally:
         torch.set_num_threads(before)
 

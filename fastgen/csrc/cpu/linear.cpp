@@ -30,8 +30,10 @@ using torch::stable::Tensor;
 // Inputs that are multiplied in one go: of a panel, what the second-level cache holds with room to spare.
 constexpr int64_t kDepth = 256;
 constexpr int64_t kLine = 16;  // floats of a cache line
-// Rows that a thread takes through its panels before it goes on, at most: their inputs stay in the second-level cache.
-constexpr int64_t kBlock = 96;
+// Rows that a thread takes through its panels before it goes on, at most, and what of their inputs it takes at a time, in
+// floats: that stays in the second-level cache, while every panel comes from farther away once per block.
+constexpr int64_t kBlock = 192;
+constexpr int64_t kResident = 196608;
 
 namespace portable {
 #define FASTGEN_TARGET
@@ -59,7 +61,8 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-using Multiply = void (*)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*, int64_t);
+using Multiply = void (*)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*, int64_t,
+                          const float*);
 
 struct Kernel {
   int64_t panel;  // outputs of a panel
@@ -143,19 +146,26 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
     const auto from = [&](int64_t task, int64_t block) { return (task - block + blocks - 1) / blocks; };
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
-      for (int64_t panel = from(begin, block); panel < from(end, block); ++panel) {
-        const int64_t valid = std::min(width, outputs - panel * width);
-        for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
-        float* target = out + row * outputs + panel * width;
-        const float* weight = weights + panel * width * inputs;
-        if (valid == width) {
-          multiply(in + row * stride, stride, some, weight, inputs, start.data(), target, outputs);
-          continue;
+      const int64_t chunk = std::max(kResident / some / kDepth, int64_t{1}) * kDepth;
+      for (int64_t k = 0; k < inputs; k += chunk) {
+        const int64_t depth = std::min(chunk, inputs - k);
+        for (int64_t panel = from(begin, block); panel < from(end, block); ++panel) {
+          const int64_t valid = std::min(width, outputs - panel * width);
+          for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
+          const float* source = in + row * stride + k;
+          const float* weight = weights + (panel * inputs + k) * width;
+          const float* first = k == 0 ? start.data() : nullptr;
+          float* target = out + row * outputs + panel * width;
+          if (valid == width) {
+            multiply(source, stride, some, weight, depth, first, target, outputs, weight + inputs * width);
+            continue;
+          }
+          // The last panel is wider than what is left of the result.
+          rest.resize(some * width);
+          multiply(source, stride, some, weight, depth, first, rest.data(), width, weight);
+          if (k + depth < inputs) continue;
+          for (int64_t r = 0; r < some; ++r) std::copy_n(&rest[r * width], valid, target + r * outputs);
         }
-        // The last panel is wider than what is left of the result.
-        rest.resize(some * width);
-        multiply(in + row * stride, stride, some, weight, inputs, start.data(), rest.data(), width);
-        for (int64_t r = 0; r < some; ++r) std::copy_n(&rest[r * width], valid, target + r * outputs);
       }
     }
   });

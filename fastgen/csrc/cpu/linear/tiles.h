@@ -58,10 +58,11 @@ constexpr std::array<std::array<Tile, FASTGEN_ROWS>, 3> kTiles = {
     make_tiles<3>(std::make_index_sequence<FASTGEN_ROWS>()),
 };
 
-// All rows times one panel. What is read of the panel in one go fits into the cache next to the core, so that only one
-// tile of rows gets it from farther away. While it is used, the tiles together ask for what comes after it.
+// All rows times `depth` inputs of one panel; added to y where there is no bias. What is read of the panel in one go fits
+// into the cache next to the core, so that only one tile of rows gets it from farther away. While it is used, the tiles
+// together ask for what comes after it: more of the panel, and in the end what `after` points to.
 inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float* panel, int64_t depth, const float* bias,
-                     float* y, int64_t y_stride) {
+                     float* y, int64_t y_stride, const float* after) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const int64_t lines = (kPanelLines + tiles - 1) / tiles, step = (kPanel + tiles - 1) / tiles;
   for (int64_t k = 0; k < depth; k += kDepth) {
@@ -69,8 +70,9 @@ inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t begin = rows * i / tiles, end = rows * (i + 1) / tiles;  // of nearly the same size
       const float* part = panel + k * kPanel;
+      const float* next = k + some < depth ? part + some * kPanel : after;
       kTiles[lines - 1][end - begin - 1](x + begin * x_stride + k, x_stride, part, some, k == 0 ? bias : nullptr,
-                                         y + begin * y_stride, y_stride, part + some * kPanel + i * some * step, step);
+                                         y + begin * y_stride, y_stride, next + i * some * step, step);
     }
   }
 }
