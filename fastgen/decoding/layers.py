@@ -151,7 +151,7 @@ class _Outlook:
         return True
 
 
-def _serves(x: Tensor) -> bool:
+def _serves(x: Any) -> bool:
     return (
         type(x) is Tensor
         and x.dtype is torch.float32
@@ -182,6 +182,13 @@ class Replacement:
         # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
         return getattr, (self._module, "forward")
 
+    def _input(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The layer's input, if that is all that there is; None for a call that is left to the layer itself.
+
+        The input by its name would be as good, but what its name is differs between classes.
+        """
+        return arguments[0] if self.active and len(arguments) == 1 and not named else None
+
 
 class _Function(Replacement):
     """A function of torch for what the layer spells out."""
@@ -193,10 +200,8 @@ class _Function(Replacement):
         self._function = function
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        # The input by its name is as good, but what its name is differs between classes.
-        if named or len(arguments) != 1 or not self.active or not _serves(arguments[0]):
-            return self._plain(*arguments, **named)
-        return self._function(arguments[0])
+        x = self._input(arguments, named)
+        return self._function(x) if _serves(x) else self._plain(*arguments, **named)
 
 
 class _Norm(Replacement):
@@ -209,9 +214,9 @@ class _Norm(Replacement):
         self._form = form
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        alone = len(arguments) == 1 and not named  # with a gate beside its input it is more than a norm
-        if alone and self.active and norms.serves(arguments[0], self._module.weight) and patching.is_active():
-            return norms.normalise(arguments[0], self._module, self._form)
+        x = self._input(arguments, named)  # with a gate beside its input it is more than a norm
+        if norms.serves(x, self._module.weight) and patching.is_active():
+            return norms.normalise(x, self._module, self._form)
         return self._plain(*arguments, **named)
 
 
@@ -270,9 +275,9 @@ class _Linear(Replacement):
         return self
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        if named or len(arguments) != 1 or not self.active or self._failed or not _serves(arguments[0]):
+        x = self._input(arguments, named)
+        if self._failed or not _serves(x):
             return self._plain(*arguments, **named)
-        x = arguments[0]
         try:
             y = self._product(x)
         except Exception as error:  # whatever it is, the layer can do what it always did
