@@ -139,10 +139,33 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const int64_t blocks = (rows + kBlock - 1) / kBlock, stride = x.stride(0);
   const Multiply multiply = kernel().multiply;
 
+  struct Scratch {
+    std::vector<float> start, rest;  // of a panel: what its sums are added to, and what does not fit into the result
+  };
+  // `some` rows from `row` on times `depth` inputs from `k` on of a panel, added to what the inputs before gave.
+  const auto multiply_panel = [&](int64_t panel, int64_t row, int64_t some, int64_t k, int64_t depth, Scratch& scratch) {
+    const int64_t valid = std::min(width, outputs - panel * width);
+    const float *source = in + row * stride + k, *weight = weights + (panel * inputs + k) * width, *first = nullptr;
+    if (k == 0) {
+      first = scratch.start.data();
+      for (int64_t n = 0; n < width; ++n) scratch.start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
+    }
+    float* target = out + row * outputs + panel * width;
+    if (valid == width) {
+      multiply(source, stride, some, weight, depth, first, target, outputs, weight + inputs * width);
+      return;
+    }
+    // The last panel is wider than what is left of the result.
+    scratch.rest.resize(some * width);
+    multiply(source, stride, some, weight, depth, first, scratch.rest.data(), width, weight);
+    if (k + depth < inputs) return;
+    for (int64_t r = 0; r < some; ++r) std::copy_n(&scratch.rest[r * width], valid, target + r * outputs);
+  };
+
   // Blocks are of nearly the same size, and a thread takes some panels of every block: each has as much to do, and
   // reads a part of the weight only. Task i is block i % blocks of panel i / blocks.
   torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> start(width), rest;
+    Scratch scratch{std::vector<float>(width), {}};
     const auto from = [&](int64_t task, int64_t block) { return (task - block + blocks - 1) / blocks; };
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
@@ -150,21 +173,7 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
       for (int64_t k = 0; k < inputs; k += chunk) {
         const int64_t depth = std::min(chunk, inputs - k);
         for (int64_t panel = from(begin, block); panel < from(end, block); ++panel) {
-          const int64_t valid = std::min(width, outputs - panel * width);
-          for (int64_t n = 0; n < width; ++n) start[n] = biases && n < valid ? biases[panel * width + n] : 0.0f;
-          const float* source = in + row * stride + k;
-          const float* weight = weights + (panel * inputs + k) * width;
-          const float* first = k == 0 ? start.data() : nullptr;
-          float* target = out + row * outputs + panel * width;
-          if (valid == width) {
-            multiply(source, stride, some, weight, depth, first, target, outputs, weight + inputs * width);
-            continue;
-          }
-          // The last panel is wider than what is left of the result.
-          rest.resize(some * width);
-          multiply(source, stride, some, weight, depth, first, rest.data(), width, weight);
-          if (k + depth < inputs) continue;
-          for (int64_t r = 0; r < some; ++r) std::copy_n(&rest[r * width], valid, target + r * outputs);
+          multiply_panel(panel, row, some, k, depth, scratch);
         }
       }
     }
