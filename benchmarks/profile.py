@@ -27,7 +27,7 @@ Shape = Sequence[int]
 
 
 class Rates(NamedTuple):
-    """Floating-point operations and bytes (read and written) per second."""
+    """Floating-point operations, and bytes read and written: of some work, or in a second."""
 
     operations: float
     bytes: float
@@ -89,10 +89,8 @@ def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
     if operator == "fastgen::packed_linear":
         rows, (panels, inputs, width) = shapes[0], shapes[1]
         return _product(rows, (inputs, panels * width))
-    if operator == "aten::_scaled_dot_product_flash_attention_for_cpu":
-        return _attention(*shapes[:3])
-    if operator == "fastgen::shared_prefix_attention":
-        # The suffix does not count: its shape is that of what is allocated, and it is short.
+    if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
+        # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])
     return None
 
