@@ -38,6 +38,15 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
         yield packed
     settings.change(packed_weights=before)
     fastgen.enable()
+
+
+@pytest.fixture
+def rows_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of those with a packed weight, in order."""
+    rows: list[int] = []
+    product = linear.packed_linear
+    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: rows.append(len(x)) or product(x, *rest))
+    return rows
     FastLayers.drop_kept()
 
 
@@ -126,16 +135,13 @@ def test_a_weight_of_another_size(mode: str, packed_at_once: list[torch.Tensor])
 
 
 def test_kept_weights_are_used_with_the_threads_there_are(
-    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def costs(*shape: object, measure: bool) -> linear.Costs:
         return linear.Costs(2.0, 1.0 if torch.get_num_threads() == threads else 3.0, 0.0)
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(linear, "costs", costs)
-    used: list[int] = []
-    product = linear.packed_linear
-    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: used.append(len(x)) or product(x, *rest))
     fastgen.enable(packed_weights="keep")
     model = nn.Sequential(nn.Linear(4, 4))
     try:
@@ -143,7 +149,7 @@ def test_kept_weights_are_used_with_the_threads_there_are(
             torch.set_num_threads(number)
             with FastLayers.of(model, KINDS):
                 model(torch.randn(2, 4))
-            assert len(used) == products
+            assert len(rows_of_products) == products
     finally:
         torch.set_num_threads(threads)
     assert len(packed_at_once) == 1
@@ -370,13 +376,10 @@ def test_nothing_is_packed_where_it_is_slower(
 
 
 def test_a_small_gain_is_taken_and_not_packed_for(
-    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cost = {2: 0.5, 3: 0.95, 4: 1.05}
     monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, cost[rows], 0.0))
-    used: list[int] = []
-    product = linear.packed_linear
-    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: used.append(len(x)) or product(x, *rest))
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
         for _ in range(50):
@@ -384,7 +387,7 @@ def test_a_small_gain_is_taken_and_not_packed_for(
         assert not packed_at_once
         for rows in (2, 3, 4):
             model(torch.randn(rows, 4))
-    assert used == [2, 3]
+    assert rows_of_products == [2, 3]
 
 
 def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:

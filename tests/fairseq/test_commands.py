@@ -447,15 +447,21 @@ def test_an_ensemble_with_a_language_model(world, tmp_path):
     assert ours == original
 
 
-def test_eval_lm_says_the_same_numbers(language, monkeypatch):
-    """But for the last digit printed: a sum in another order may be rounded to the other side."""
-    original = []
+@pytest.fixture
+def evaluated(monkeypatch) -> list[dict[str, Any]]:
+    """What FairSeq's `eval_lm` gives in this process, a call after another."""
+    results = []
 
     def noted(*args: Any, own: Callable[..., Any] = original_eval_lm.eval_lm, **kwargs: Any) -> Any:
-        original.append(own(*args, **kwargs))
-        return original[-1]
+        results.append(own(*args, **kwargs))
+        return results[-1]
 
     monkeypatch.setattr(original_eval_lm, "eval_lm", noted)
+    return results
+
+
+def test_eval_lm_says_the_same_numbers(language, evaluated):
+    """But for the last digit printed: a sum in another order may be rounded to the other side."""
     # FairSeq silently leaves out what is longer than the model takes, and the loss of nothing is zero.
     words = [language.data, "--path", language.model, "--cpu", "--num-workers", 0, "--tokens-per-sample", 32]
     words += ["--context-window", 8]
@@ -464,17 +470,13 @@ def test_eval_lm_says_the_same_numbers(language, monkeypatch):
     done = run("fastgen_cli.fairseq", "eval-lm", *words)
     printed = done.stdout + done.stderr
     loss, perplexity = map(float, re.search(r"Loss \(base 2\): (\S+), Perplexity: (\S+)", printed).groups())
-    assert 1 < loss == pytest.approx(float(original[0]["loss"]), abs=2e-4)
-    assert perplexity == pytest.approx(float(original[0]["perplexity"]), rel=2e-4)
+    assert 1 < loss == pytest.approx(float(evaluated[0]["loss"]), abs=2e-4)
+    assert perplexity == pytest.approx(float(evaluated[0]["perplexity"]), rel=2e-4)
     assert re.search(r"Evaluated [1-9]\d* tokens", printed)
 
 
-def test_eval_lm_on_packed_weights(language, monkeypatch):
-    results, products = [], []
-    own, product = original_eval_lm.eval_lm, linear.packed_linear
-    monkeypatch.setattr(
-        original_eval_lm, "eval_lm", lambda *args, **kwargs: results.append(own(*args, **kwargs)) or results[-1]
-    )
+def test_eval_lm_on_packed_weights(language, evaluated, monkeypatch):
+    products, product = [], linear.packed_linear
     monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
     monkeypatch.setattr(linear, "is_available", lambda: True)
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
@@ -484,7 +486,7 @@ def test_eval_lm_on_packed_weights(language, monkeypatch):
     command_of_fairseq("--no-fastgen", "eval-lm", *words)
     assert not products
     assert commands.eval_lm(words) == 0
-    original, ours = (float(result["loss"]) for result in results)
+    original, ours = (float(result["loss"]) for result in evaluated)
     assert products and 1 < ours == pytest.approx(original, rel=1e-5)
 
 
