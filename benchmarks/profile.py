@@ -89,6 +89,9 @@ def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
     if operator == "fastgen::packed_linear":
         rows, (panels, inputs, width) = shapes[0], shapes[1]
         return _product(rows, (inputs, panels * width))
+    if operator == "fastgen::streamed_linear":
+        rows, (outputs, inputs) = shapes[:2]
+        return _product(rows, (inputs, outputs))
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])

@@ -1,9 +1,9 @@
 """Layers of a model in a faster form, for as long as it generates.
 
 Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, RMS norms are one kernel in
-the captured step of a GPU (`fastgen.decoding.norms`), and linear layers have a `forward` of their own, which packs the
-weight once that pays and multiplies with the packed one where that is faster (`fastgen.ops.linear`), or, if the user
-asks for it, with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
+the captured step of a GPU (`fastgen.decoding.norms`), and linear layers have a `forward` of their own, which multiplies
+with the weight as it is, or packs it once that pays, where that is faster (`fastgen.ops.linear`), or, if the user asks
+for it, multiplies with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
 Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of its own or replaced by
 somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they
 run around `forward`.
@@ -46,28 +46,30 @@ MIN_WEIGHT_BYTES = 2**18
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: a difference that small may be the measurement's.
-_MARGIN = 0.12
+_MARGIN = 0.05
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
 
 class _Gain(NamedTuple):
-    """What a product gains by a packed weight.
+    """What a product gains.
 
     Attributes:
-        is_faster: than with the weight as it is, once it is packed.
-        seconds: that it takes less, as far as they count for packing it.
+        is_faster: with a packed weight than without, once it is packed.
+        seconds: that it takes less then, as far as they count for packing it.
+        streams: without one, it is faster here than torch's.
     """
 
     is_faster: bool
     seconds: float
+    streams: bool = False
 
 
 _NO_GAIN = _Gain(False, 0.0)
 
 
 class _Shape:
-    """What packing gains for the layers of one shape, by the number of rows.
+    """What is gained for the layers of one shape, by the number of rows.
 
     Attributes:
         precision: of the packed weight.
@@ -85,7 +87,7 @@ class _Shape:
         self.packing = float("inf")
 
     def gain(self, rows: int) -> _Gain:
-        """What a product with so many rows gains by a packed weight; nothing as long as it is not known."""
+        """What a product with so many rows gains; nothing as long as it is not known."""
         known = self._gains.get(rows)
         if known is not None:
             return known
@@ -96,8 +98,10 @@ class _Shape:
         if costs is None:
             return _NO_GAIN
         self.packing = costs.packing
-        saved = costs.plain - costs.packed
-        self._gains[rows] = _Gain(saved > 0.0, saved if saved > _MARGIN * costs.plain else 0.0)
+        unpacked = min(costs.plain, costs.streamed)
+        saved = unpacked - costs.packed
+        seconds = saved if saved > _MARGIN * unpacked else 0.0
+        self._gains[rows] = _Gain(saved > 0.0, seconds, streams=costs.streamed < costs.plain)
         return self._gains[rows]
 
     def pack(self, weight: Tensor) -> Any:
@@ -240,7 +244,7 @@ class _Packed(NamedTuple):
 
 
 class _Linear(Replacement):
-    """A linear layer with a packed weight, once there is one.
+    """A linear layer with a packed weight, once there is one, and with the weight as it is where that is faster.
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
     packing costs, or when it certainly will. So a call is never much slower than it would be without, however early it
@@ -251,7 +255,7 @@ class _Linear(Replacement):
         used: something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_failed", "_missed", "_packed", "_shape", "_transposed", "outlook", "used")
+    __slots__ = ("_failed", "_missed", "_packed", "_plain_weight", "_shape", "_transposed", "outlook", "used")
 
     def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, outlook: _Outlook) -> None:
         super().__init__(module)
@@ -262,6 +266,7 @@ class _Linear(Replacement):
         self._missed = 0.0
         self._failed = False
         self._packed: _Packed | None = None
+        self._plain_weight: Tensor | None = None  # the last one of which `is_plain` was found to hold
 
     @property
     def precision(self) -> str:
@@ -287,14 +292,27 @@ class _Linear(Replacement):
         return self._plain(x) if y is None else y
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """The result with the packed weight, or None when there is none."""
+        """The result, or None where torch's product is as good."""
         parameters = self._module._parameters
         weight, gain = parameters.get("weight"), self._shape.gain(x.numel() // x.shape[-1])
-        panels = self._panels(weight, gain.seconds) if weight is not None and gain.is_faster else None
-        if panels is None:
+        if weight is None:
             return None
-        self.used = True
-        return self._shape.multiply(x, panels, parameters["bias"])
+        panels = self._panels(weight, gain.seconds) if gain.is_faster else None
+        if panels is not None:
+            self.used = True
+            return self._shape.multiply(x, panels, parameters["bias"])
+        if gain.streams and self._may_stream(weight):
+            return linear.streamed_linear(x, self._as_rows(weight), parameters["bias"])
+        return None
+
+    def _as_rows(self, weight: Tensor) -> Tensor:
+        """[outputs, inputs]"""
+        return weight.t() if self._transposed else weight
+
+    def _may_stream(self, weight: Tensor) -> bool:
+        if self._plain_weight is not weight and is_plain(self._module):
+            self._plain_weight = weight
+        return self._plain_weight is weight
 
     def _panels(self, weight: Tensor, gain: float) -> Any:
         """The packed copy of this very weight; made when it is due, from what this and earlier products have missed."""
@@ -308,7 +326,7 @@ class _Linear(Replacement):
             return None
         version, panels = weight._version, None
         if is_plain(self._module) and self.outlook.take_memory(weight.numel() * self._shape.itemsize):
-            panels = self._shape.pack(weight.t() if self._transposed else weight)
+            panels = self._shape.pack(self._as_rows(weight))
         self._packed = _Packed(weight, weight.detach(), version, panels)
         return panels
 

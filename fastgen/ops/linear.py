@@ -1,13 +1,14 @@
-"""Linear layers on a weight that was packed ahead: the products of a decoding step on a CPU.
+"""Linear layers for the few rows of a decoding step on a CPU.
 
-A BLAS library gets the weight as it lies in memory, and rearranges it block by block inside every product. For the few
-rows of a decoding step that costs as much as the product itself. Here the weight is rearranged once, into panels that
-hold some outputs of all inputs in the order in which a product uses them; a product then reads it as one stream (see
-csrc/cpu/linear.cpp). Whether that is faster depends on the processor, on what torch was built with, and on the shape,
-so it is measured, once per machine and shape (`costs`).
+A BLAS library gets the weight as it lies in memory, and rearranges it block by block inside every product. For few rows
+that costs as much as the product itself. `packed_linear` takes a weight that was rearranged once, into panels that hold
+some outputs of all inputs in the order in which a product uses them, and reads it as one stream. `streamed_linear`
+takes the weight as it is and rearranges it while it waits for memory: it needs no copy of the weight, and gives the
+same result (see csrc/cpu/linear.cpp). Which of these is faster than torch's own product depends on the processor, on
+what torch was built with, and on the shape, so it is measured, once per machine and shape (`costs`).
 
-The operators are `torch.ops.fastgen.pack_linear` and `torch.ops.fastgen.packed_linear`; float32 only. The result
-differs from `torch.nn.functional.linear` by rounding.
+The operators are `torch.ops.fastgen.pack_linear`, `packed_linear` and `streamed_linear`; float32 only. The results
+differ from those of `torch.nn.functional.linear` by rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 3"
+_KERNEL = "linear 4"
 # Outputs of a panel, in the reference. Each kernel has a width of its own.
 _PANEL = 16
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
@@ -41,11 +42,19 @@ _STEADY = 1.1
 
 
 class Costs(NamedTuple):
-    """Seconds that a product takes with the weight as it is and with the packed one, and that packing takes."""
+    """Seconds that a product takes.
+
+    Attributes:
+        plain: torch's own.
+        packed: with the packed weight.
+        packing: that packing the weight takes, which is no product.
+        streamed: with the weight as it is.
+    """
 
     plain: float
     packed: float
     packing: float
+    streamed: float = float("inf")
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -84,9 +93,27 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) 
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
+def streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, to the last bit what `packed_linear` gives; not differentiable.
+
+    Args:
+        x: [..., inputs], float32.
+        weight: [outputs, inputs], float32, any strides.
+        bias: [outputs] or None.
+
+    Returns:
+        [..., outputs].
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit together.
+    """
+    y = torch.ops.fastgen.streamed_linear.default(as_rows(x), weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
 @functools.cache
 def is_available() -> bool:
-    """Whether there is a kernel in this process. Without one, nothing is gained by packing."""
+    """Whether there are kernels in this process. Without them, nothing is gained."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::packed_linear", "CPU")
 
 
@@ -94,9 +121,11 @@ def backend() -> str:
     """Which implementation serves this operator."""
     if not is_available():
         return f"torch, nothing is packed: {_library.load('CPU') or 'no kernel for this processor'}"
-    known = _timings.all(_KERNEL)
-    faster = sum(cost[1] < cost[0] for cost in known.values() if len(cost) == len(Costs._fields))
-    return f"{_library.backend('fastgen::packed_linear')}, where measured to be faster: {faster} of {len(known)} shapes"
+    known = [Costs(*cost) for cost in _timings.all(_KERNEL).values() if len(cost) == len(Costs._fields)]
+    packed = sum(cost.packed < cost.plain for cost in known)
+    streamed = sum(cost.streamed < cost.plain for cost in known)
+    faster = f"packed for {packed}, as it is for {streamed} of {len(known)} shapes"
+    return f"{_library.backend('fastgen::packed_linear')}, where measured to be faster: {faster}"
 
 
 def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool = True) -> Costs | None:
@@ -117,7 +146,8 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
     if known is None:
         return None
     scale = max(rows / bucket, 1.0)
-    return Costs(known[0] * scale, known[1] * scale, known[2])
+    plain, packed, packing, streamed = known
+    return Costs(plain * scale, packed * scale, packing, streamed * scale)
 
 
 @torch.no_grad()
@@ -135,12 +165,18 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     def plain(weight: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight) if transposed else F.linear(x, weight, bias)
 
-    # In turns, so that what else the machine does meets both.
-    turns: list[tuple[float, float]] = []
+    sides: tuple[tuple[Callable[[Tensor], Tensor], list[Tensor]], ...] = (
+        (plain, weights),
+        (lambda panels: packed_linear(x, panels, bias, some), packed),
+        (lambda weight: streamed_linear(x, weight.t() if transposed else weight, bias), weights),
+    )
+    # In turns, so that what else the machine does meets all of them.
+    turns: list[tuple[float, ...]] = []
     while len(turns) < _ROUNDS or (len(turns) < _MAX_ROUNDS and not all(map(_is_steady, zip(*turns, strict=True)))):
-        turns.append((_seconds(plain, weights), _seconds(lambda panels: packed_linear(x, panels, bias, some), packed)))
+        turns.append(tuple(_seconds(*side) for side in sides))
     scale = outputs / some
-    return Costs(min(turn[0] for turn in turns) * scale, min(turn[1] for turn in turns) * scale, packing * scale)
+    seconds = [min(side) * scale for side in zip(*turns, strict=True)]
+    return Costs(plain=seconds[0], packed=seconds[1], packing=packing * scale, streamed=seconds[2])
 
 
 def _is_steady(times: Sequence[float]) -> bool:
@@ -170,9 +206,17 @@ def _packed_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, out
     return F.linear(x, packed.transpose(1, 2).flatten(0, 1)[:outputs], bias)
 
 
+def _streamed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise RuntimeError("streamed_linear: x must have as many inputs as the weight")
+    return F.linear(x, weight, bias)
+
+
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("pack_linear(Tensor weight) -> Tensor")
 _LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_LIBRARY.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.impl("pack_linear", _pack_reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("packed_linear", _packed_linear_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("streamed_linear", _streamed_linear_reference, "CompositeExplicitAutograd")
 _library.load_kernels()

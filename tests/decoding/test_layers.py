@@ -38,6 +38,7 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
         yield packed
     settings.change(packed_weights=before)
     fastgen.enable()
+    FastLayers.drop_kept()
 
 
 @pytest.fixture
@@ -47,7 +48,6 @@ def rows_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     product = linear.packed_linear
     monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: rows.append(len(x)) or product(x, *rest))
     return rows
-    FastLayers.drop_kept()
 
 
 class Transposed(nn.Module):
@@ -378,7 +378,7 @@ def test_nothing_is_packed_where_it_is_slower(
 def test_a_small_gain_is_taken_and_not_packed_for(
     packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cost = {2: 0.5, 3: 0.95, 4: 1.05}
+    cost = {2: 0.5, 3: 0.97, 4: 1.05}
     monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, cost[rows], 0.0))
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
@@ -388,6 +388,68 @@ def test_a_small_gain_is_taken_and_not_packed_for(
         for rows in (2, 3, 4):
             model(torch.randn(rows, 4))
     assert rows_of_products == [2, 3]
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights of products with a weight as it is, in order."""
+    weights: list[torch.Tensor] = []
+    product = linear.streamed_linear
+    monkeypatch.setattr(
+        linear, "streamed_linear", lambda x, weight, bias: weights.append(weight) or product(x, weight, bias)
+    )
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("costs", "packs", "streams"),
+    [
+        (linear.Costs(4.0, 1.0, 5.0, 2.0), 4, 4),  # each product misses one second, not three
+        (linear.Costs(4.0, 1.95, 0.0, 2.0), None, 8),  # so little better that it is not packed for
+        (linear.Costs(4.0, 3.0, 0.0, 2.0), None, 8),
+        (linear.Costs(1.0, 3.0, 0.0, 2.0), None, 0),
+        (linear.Costs(2.0, 1.0, 3.0, 2.5), 2, 0),
+    ],
+)
+def test_a_weight_as_it_is(
+    costs: linear.Costs,
+    packs: int | None,
+    streams: int,
+    packed_at_once: list[torch.Tensor],
+    streamed: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Is multiplied with where that is faster than torch's product, until it is packed, which is decided against it."""
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+    for layer in (nn.Linear(6, 4), Transposed(6, 4)):
+        packed_at_once.clear(), streamed.clear()
+        model, x = nn.Sequential(layer), torch.randn(2, 3, 6)
+        expected = model(x)
+        with FastLayers.of(model, KINDS):
+            for use in range(8):
+                torch.testing.assert_close(model(x), expected)
+                assert bool(packed_at_once) is (packs is not None and use >= packs)
+        assert len(streamed) == streams
+
+
+def test_a_weight_as_it_is_where_memory_is_short(
+    packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 0.0, 2.0))
+    monkeypatch.setattr(layers, "_free_memory", lambda: 0)
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
+    with FastLayers.of(model, KINDS):
+        model(x)
+        model[0].weight = nn.Parameter(torch.randn(4, 6))  # another one
+        torch.testing.assert_close(model(x), x @ model[0].weight.t() + model[0].bias)
+        model[0].weight = None
+        model[0].weight = nn.Parameter(torch.randn(4, 6).double())
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
+        model[0].weight = nn.Parameter(torch.randn(4, 6))
+        torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.ReLU())
+        torch.testing.assert_close(model(x), x @ model[0].weight.t() + model[0].bias)
+    assert not packed_at_once and len(streamed) == 2
 
 
 def test_a_layer_that_fails_does_what_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:

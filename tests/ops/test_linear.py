@@ -46,6 +46,9 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
     }[layout]()
     x, bias = random(rows, inputs), random(outputs) if biased else None
     result = _product(backend, x, weight, bias)
+    if backend != "reference":
+        with instruction_set(backend):
+            assert torch.equal(linear.streamed_linear(x, weight, bias), result)
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     assert result.shape == (rows, outputs) and result.dtype == torch.float32
     torch.testing.assert_close(result.double(), exact, atol=2e-6 * (inputs + 1), rtol=1e-5)
@@ -68,10 +71,22 @@ def test_is_a_linear_layer(
 
 # More rows than a thread takes at a time, more inputs than are multiplied in one go, panels that end exactly.
 @pytest.mark.parametrize("rows, inputs, outputs", [(97, 513, 97), (200, 256, 96), (8, 1024, 48), (193, 300, 1)])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
-def test_shapes_beyond_one_block(backend: str, rows: int, inputs: int, outputs: int, biased: bool) -> None:
-    _check(backend, rows, inputs, outputs, biased, "rows", 0)
+def test_shapes_beyond_one_block(
+    backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str
+) -> None:
+    _check(backend, rows, inputs, outputs, biased, layout, 0)
+
+
+def test_a_weight_of_any_strides() -> None:
+    weight = torch.randn(40, 3, 90)
+    x = torch.randn(5, 30)
+    expanded = torch.randn(7, 1).expand(7, 30)
+    for part in (weight[:, 1, ::3], weight[::2, 0, 10:40], weight[:, :, 4].repeat(1, 10), expanded):
+        assert torch.equal(linear.streamed_linear(x, part, None), linear.streamed_linear(x, part.contiguous(), None))
+        torch.testing.assert_close(linear.streamed_linear(x, part, None), x @ part.t(), atol=1e-4, rtol=1e-5)
 
 
 def test_more_dimensions_and_strides() -> None:
@@ -80,6 +95,7 @@ def test_more_dimensions_and_strides() -> None:
     for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
         expected = torch.nn.functional.linear(x, weight, bias)
         torch.testing.assert_close(linear.packed_linear(x, packed, bias, 70), expected, atol=1e-4, rtol=1e-5)
+        assert torch.equal(linear.streamed_linear(x, weight, bias), linear.packed_linear(x, packed, bias, 70))
 
 
 def test_infinities_and_nan_stay_in_their_row_and_column() -> None:
@@ -106,6 +122,8 @@ def test_the_number_of_threads_does_not_matter(rows: int, inputs: int, threads: 
     try:
         torch.set_num_threads(threads)
         assert torch.equal(linear.packed_linear(x, linear.pack(weight), bias, 500), expected)
+        assert torch.equal(linear.streamed_linear(x, weight, bias), expected)
+        assert torch.equal(linear.streamed_linear(x, weight.t().contiguous().t(), bias), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -123,6 +141,14 @@ def test_what_does_not_fit_is_refused() -> None:
     for weight in (torch.randn(3), torch.randn(3, 4).half()):
         with pytest.raises(RuntimeError):
             linear.pack(weight)
+    for x, weight, bias in (
+        (torch.randn(3, 11), torch.randn(20, 10), None),
+        (torch.randn(3, 10), torch.randn(20, 10).double(), None),
+        (torch.randn(3, 10), torch.randn(20, 10), torch.randn(19)),
+        (torch.randn(3, 10), torch.randn(20), None),
+    ):
+        with pytest.raises(RuntimeError):
+            linear.streamed_linear(x, weight, bias)
 
 
 @pytest.fixture
@@ -158,19 +184,19 @@ def test_costs_are_measured_until_the_shortest_time_is_met_twice(
     seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_STEADY", 1.06)
-    for busy in range(2):  # either side: the other takes as long each time
-        times = iter([(time, 2.0) if busy == 0 else (2.0, time) for time in seconds])
-        turns = (time for pair in times for time in pair)
+    for busy in range(3):  # each side: the others take as long each time
+        turns = (time if side == busy else 2.0 for time in seconds for side in range(3))
         monkeypatch.setattr(linear, "_seconds", lambda *product, turns=turns: next(turns))
         costs = linear._measure(2, 8, 8, False)
-        assert costs[busy] == min(seconds[:rounds]) and costs[1 - busy] == 2.0
+        expected = [min(seconds[:rounds]) if side == busy else 2.0 for side in range(3)]
+        assert [costs.plain, costs.packed, costs.streamed] == expected
 
 
 def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr(linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0))
+    monkeypatch.setattr(linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0, 1.5))
     linear.costs(4, 10, 20, False)
     linear.costs(4, 10, 20, True)
     before = torch.get_num_threads()
@@ -180,7 +206,7 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     finally:
         torch.set_num_threads(before)
     assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
-    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0)  # in proportion to 1,024 rows
+    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0)  # in proportion to 1,024 rows
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": ["x"]}}', "\x00"])
@@ -195,7 +221,7 @@ def test_entries_of_the_wrong_length_are_measured_again(cache: Path, monkeypatch
     known = json.loads(cache.read_text())
     cache.write_text(json.dumps({section: {key: [1.0] for key in entries} for section, entries in known.items()}))
     _forget(monkeypatch)
-    assert len(linear.costs(2, 16, 16, False)) == 3
+    assert linear.costs(2, 16, 16, False).streamed > 0
 
 
 def test_what_other_processes_wrote_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

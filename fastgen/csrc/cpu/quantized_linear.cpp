@@ -7,6 +7,7 @@
 // tiles wide. Inputs get their type row by row, so that a row's result does not depend on what else is in the batch; the
 // sums in bfloat16 are rounded in another order with more than 16 rows than with fewer.
 #include "instruction_set.h"
+#include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -219,36 +220,9 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round16(con
   }
 }
 
-// A line of each of 16 outputs, `stride` bytes apart, as a tile: a transpose of 16 x 16 times four bytes.
+// A line of each of 16 outputs, `stride` bytes apart, as a tile.
 FASTGEN_AVX512 void lay_out(const uint8_t* lines, int64_t stride, uint8_t* tile) {
-  __m512i rows[kTileRows], pairs[kTileRows];
-#pragma GCC unroll 16
-  for (int64_t n = 0; n < kTileRows; ++n) rows[n] = _mm512_loadu_si512(lines + n * stride);
-  // Inside each quarter of a line, four outputs by four places.
-#pragma GCC unroll 16
-  for (int64_t n = 0; n < kTileRows; n += 2) {
-    pairs[n] = _mm512_unpacklo_epi32(rows[n], rows[n + 1]);
-    pairs[n + 1] = _mm512_unpackhi_epi32(rows[n], rows[n + 1]);
-  }
-#pragma GCC unroll 4
-  for (int64_t n = 0; n < kTileRows; n += 4) {
-    rows[n] = _mm512_unpacklo_epi64(pairs[n], pairs[n + 2]);
-    rows[n + 1] = _mm512_unpackhi_epi64(pairs[n], pairs[n + 2]);
-    rows[n + 2] = _mm512_unpacklo_epi64(pairs[n + 1], pairs[n + 3]);
-    rows[n + 3] = _mm512_unpackhi_epi64(pairs[n + 1], pairs[n + 3]);
-  }
-  // Quarter q of row i, for all outputs: place 4 * q + i.
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < 4; ++i) {
-    const __m512i even = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);  // quarters 0 and 2 of the first outputs
-    const __m512i odd = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);   // 1 and 3
-    const __m512i more_even = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);  // and of the last ones
-    const __m512i more_odd = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
-    _mm512_storeu_si512(tile + i * kLine, _mm512_shuffle_i32x4(even, more_even, 0x88));
-    _mm512_storeu_si512(tile + (4 + i) * kLine, _mm512_shuffle_i32x4(odd, more_odd, 0x88));
-    _mm512_storeu_si512(tile + (8 + i) * kLine, _mm512_shuffle_i32x4(even, more_even, 0xdd));
-    _mm512_storeu_si512(tile + (12 + i) * kLine, _mm512_shuffle_i32x4(odd, more_odd, 0xdd));
-  }
+  fastgen::transpose16(lines, stride / 4, tile, kLine / 4);
 }
 
 inline int64_t padded(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }

@@ -4,6 +4,7 @@
 //   FASTGEN_WIDTH    floats of a vector
 //   FASTGEN_VECTORS  vectors across a panel
 //   FASTGEN_ROWS     rows of a tile: FASTGEN_ROWS x FASTGEN_VECTORS sums stay in registers
+//   FASTGEN_TRANSPOSE  (from, stride, to, stride): FASTGEN_WIDTH lines of as many floats, transposed
 // No include guard: it is meant to be included several times.
 
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
@@ -13,15 +14,16 @@ constexpr int64_t kTileRows = FASTGEN_ROWS;
 
 // y[kRows, kPanel] = first (one row for all; y itself if null) + x[kRows, depth] times panel[depth, kPanel]. The products
 // are summed among themselves first, so that the rounding of a long sum is that of its parts.
-// Meanwhile it asks for what is used next: kLines cache lines from `next` on for each input, `step` floats apart.
+// Meanwhile it asks for what is used next: kLines cache lines for each input.
 template <int kRows, int kLines>
 FASTGEN_TARGET void tile(const float* x, int64_t x_stride, const float* panel, int64_t depth, const float* first, float* y,
-                         int64_t y_stride, const float* next, int64_t step) {
+                         int64_t y_stride, const Lines& next) {
   Vector sums[kRows][FASTGEN_VECTORS] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const Vector* weights = reinterpret_cast<const Vector*>(panel + k * kPanel);
+    const float* lines = next.first + k / kLine * next.group + k % kLine * next.input;
 #pragma GCC unroll 8
-    for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + k * step + line * kLine, 0, 2);
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(lines + line * next.line, 0, 2);
     Vector w[FASTGEN_VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < FASTGEN_VECTORS; ++v) w[v] = weights[v];
@@ -42,7 +44,7 @@ FASTGEN_TARGET void tile(const float* x, int64_t x_stride, const float* panel, i
   }
 }
 
-using Tile = void (*)(const float*, int64_t, const float*, int64_t, const float*, float*, int64_t, const float*, int64_t);
+using Tile = void (*)(const float*, int64_t, const float*, int64_t, const float*, float*, int64_t, const Lines&);
 
 template <int kLines, size_t... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> make_tiles(std::index_sequence<kRows...>) {
@@ -51,29 +53,65 @@ constexpr std::array<Tile, sizeof...(kRows)> make_tiles(std::index_sequence<kRow
 
 // By the number of lines to ask for, less one, and the number of rows, less one.
 constexpr int64_t kPanelLines = (kPanel + kLine - 1) / kLine;
-static_assert(kPanelLines <= 3);
+static_assert(kPanelLines <= 3 && kPanel % kLine == 0);
 constexpr std::array<std::array<Tile, FASTGEN_ROWS>, 3> kTiles = {
     make_tiles<1>(std::make_index_sequence<FASTGEN_ROWS>()),
     make_tiles<2>(std::make_index_sequence<FASTGEN_ROWS>()),
     make_tiles<3>(std::make_index_sequence<FASTGEN_ROWS>()),
 };
 
+// What one of several tiles asks for of a piece of a panel, `lines` cache lines for each input. Together they ask for all
+// of it.
+inline Lines lines_of(const Piece& piece, int64_t tile, int64_t lines) {
+  const int64_t begin = std::min(tile * lines, kPanelLines - lines);
+  if (piece.output == 1) {  // lines hold outputs
+    return {piece.first + begin * kLine, kLine * piece.input, piece.input, kLine};
+  }
+  return {piece.first + begin * kLine * piece.output, lines * piece.output, kLine, piece.output};  // inputs
+}
+
 // All rows times `depth` inputs of one panel; added to y where there is no bias. What is read of the panel in one go fits
 // into the cache next to the core, so that only one tile of rows gets it from farther away. While it is used, the tiles
-// together ask for what comes after it: more of the panel, and in the end what `after` points to.
+// together ask for what comes after it: more of the panel, and in the end `after`.
 inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float* panel, int64_t depth, const float* bias,
-                     float* y, int64_t y_stride, const float* after) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  const int64_t lines = (kPanelLines + tiles - 1) / tiles, step = (kPanel + tiles - 1) / tiles;
+                     float* y, int64_t y_stride, const Piece& after) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, lines = (kPanelLines + tiles - 1) / tiles;
   for (int64_t k = 0; k < depth; k += kDepth) {
     const int64_t some = std::min(kDepth, depth - k);
+    const float* part = panel + k * kPanel;
+    const Piece next = k + some < depth ? Piece{part + some * kPanel, 1, kPanel} : after;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t begin = rows * i / tiles, end = rows * (i + 1) / tiles;  // of nearly the same size
-      const float* part = panel + k * kPanel;
-      const float* next = k + some < depth ? part + some * kPanel : after;
       kTiles[lines - 1][end - begin - 1](x + begin * x_stride + k, x_stride, part, some, k == 0 ? bias : nullptr,
-                                         y + begin * y_stride, y_stride, next + i * some * step, step);
+                                         y + begin * y_stride, y_stride, lines_of(next, i, lines));
     }
+  }
+}
+
+// A piece of a panel as `multiply` takes it, [depth, kPanel], of which `valid` outputs are there; the others are zeros.
+FASTGEN_TARGET void lay_out(const Piece& piece, int64_t valid, int64_t depth, float* to) {
+  int64_t n = 0;  // outputs, and below inputs, that are done
+  if (piece.output == 1) {
+    for (int64_t k = 0; k < depth; ++k) std::copy_n(piece.first + k * piece.input, valid, to + k * kPanel);
+    n = valid;
+  }
+  for (; piece.input == 1 && n + FASTGEN_WIDTH <= valid; n += FASTGEN_WIDTH) {
+    const float* lines = piece.first + n * piece.output;
+    int64_t k = 0;
+    for (; k + FASTGEN_WIDTH <= depth; k += FASTGEN_WIDTH) {
+      FASTGEN_TRANSPOSE(lines + k, piece.output, to + k * kPanel + n, kPanel);
+    }
+    for (; k < depth; ++k) {
+      for (int64_t i = 0; i < FASTGEN_WIDTH; ++i) to[k * kPanel + n + i] = lines[i * piece.output + k];
+    }
+  }
+  // What is left, as many inputs at a time as are next to each other in a cache line.
+  for (int64_t k = 0; k < depth && n < kPanel; k += kLine) {
+    const int64_t last = std::min(k + kLine, depth);
+    for (int64_t i = n; i < valid; ++i) {
+      for (int64_t j = k; j < last; ++j) to[j * kPanel + i] = piece.first[i * piece.output + j * piece.input];
+    }
+    for (int64_t j = k; j < last; ++j) std::fill(to + j * kPanel + std::max(n, valid), to + (j + 1) * kPanel, 0.0f);
   }
 }
 
@@ -81,3 +119,4 @@ inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float
 #undef FASTGEN_WIDTH
 #undef FASTGEN_VECTORS
 #undef FASTGEN_ROWS
+#undef FASTGEN_TRANSPOSE
