@@ -57,6 +57,10 @@ def test_the_work_of_the_operators():
     if linear.is_available():
         found = profile(lambda: linear.packed_linear(x, packed, None, 96), lambda: _BY_OPERATIONS)
         assert found.floor == {"fastgen::packed_linear": work.operations}
+    work = work_of("fastgen::streamed_linear", [list(t.shape) for t in (x, weight)] + [[]])
+    assert work == Rates(2 * 3 * 5 * 96, 4 * (15 + 5 * 96 + 3 * 96))
+    found = profile(lambda: linear.streamed_linear(x, weight, None), lambda: _BY_OPERATIONS)
+    assert sum(found.floor.values()) == work.operations
 
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)

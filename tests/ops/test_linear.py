@@ -74,9 +74,7 @@ def test_is_a_linear_layer(
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
-def test_shapes_beyond_one_block(
-    backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str
-) -> None:
+def test_shapes_beyond_one_block(backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str) -> None:
     _check(backend, rows, inputs, outputs, biased, layout, 0)
 
 
