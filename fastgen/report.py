@@ -94,7 +94,7 @@ def _weights() -> list[str]:
     notes = {
         "call": [],
         "keep": ["packed_weights is keep: weights that are written to through parameter.data go unnoticed"],
-        "never": ["packed_weights is never: linear layers multiply with their weights as they are"],
+        "never": ["packed_weights is never: linear layers run on torch's own products"],
     }[settings.current().packed_weights]
     wanted = settings.current().cpu_weights
     if wanted == "fp32":

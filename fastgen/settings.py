@@ -27,7 +27,8 @@ class Settings:
         strict: raise `FallbackError` where a call would fall back to the original code (FASTGEN_STRICT=1).
         packed_weights: how long the packed copies of a model's weights on the CPU are kept: for a "call" of `generate`
             (the default), or with the model ("keep": a call that follows need not pack again, but weights must not be
-            written to through `parameter.data`), or "never" made (FASTGEN_PACKED_WEIGHTS).
+            written to through `parameter.data`), or "never" made: linear layers run on torch's own products then
+            (FASTGEN_PACKED_WEIGHTS).
         cpu_weights: the precision of those copies: that of the weights, "fp32", or "int8" or "bf16", which change the
             results and are used for every linear layer of a model in float32 (FASTGEN_CPU_WEIGHTS).
         captured_step: whether decoding steps on an NVIDIA GPU are captured in a CUDA graph: where it serves, "auto", or

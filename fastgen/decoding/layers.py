@@ -45,7 +45,7 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 MIN_WEIGHT_BYTES = 2**18
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
-# A packed weight must take less time by this part to be packed for: a difference that small may be the measurement's.
+# A packed weight must take less time by this part to be packed for: less is not worth a copy of it.
 _MARGIN = 0.05
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
@@ -255,7 +255,7 @@ class _Linear(Replacement):
         used: something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_failed", "_missed", "_packed", "_plain_weight", "_shape", "_transposed", "outlook", "used")
+    __slots__ = ("_as_it_is", "_failed", "_missed", "_packed", "_shape", "_transposed", "outlook", "used")
 
     def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, outlook: _Outlook) -> None:
         super().__init__(module)
@@ -266,12 +266,16 @@ class _Linear(Replacement):
         self._missed = 0.0
         self._failed = False
         self._packed: _Packed | None = None
-        self._plain_weight: Tensor | None = None  # the last one of which `is_plain` was found to hold
+        self._as_it_is: _Packed | None = None  # the weight that may be multiplied with unpacked
 
     @property
     def precision(self) -> str:
         """Of the packed weight."""
         return self._shape.precision
+
+    def end_call(self) -> None:
+        """Only a packed weight may outlive the call, if the user wants that."""
+        self.used, self._as_it_is = False, None
 
     def go_on_as(self, other: _Linear) -> _Linear:
         """This one in the place of `other`: with its packed weight, and what is known of the call that begins."""
@@ -287,7 +291,7 @@ class _Linear(Replacement):
             y = self._product(x)
         except Exception as error:  # whatever it is, the layer can do what it always did
             self._failed, self._packed = True, None
-            counters.count_fallback("packed linear layer", f"{type(error).__name__}: {error}")
+            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
             y = None
         return self._plain(x) if y is None else y
 
@@ -310,9 +314,10 @@ class _Linear(Replacement):
         return weight.t() if self._transposed else weight
 
     def _may_stream(self, weight: Tensor) -> bool:
-        if self._plain_weight is not weight and is_plain(self._module):
-            self._plain_weight = weight
-        return self._plain_weight is weight
+        if self._as_it_is is None or not self._as_it_is.is_of(weight):
+            found = _Packed(weight, weight.detach(), weight._version, None)
+            self._as_it_is = found if is_plain(self._module) else None
+        return self._as_it_is is not None
 
     def _panels(self, weight: Tensor, gain: float) -> Any:
         """The packed copy of this very weight; made when it is due, from what this and earlier products have missed."""
@@ -461,11 +466,11 @@ class FastLayers:
 
     def _count(self) -> None:
         """Counts the calls in which weights of another precision took part."""
-        layers = [layer for layer in self._installed.values() if type(layer) is _Linear and layer.used]
-        for precision in {layer.precision for layer in layers} - {"fp32"}:
+        layers = [layer for layer in self._installed.values() if type(layer) is _Linear]
+        for precision in {layer.precision for layer in layers if layer.used} - {"fp32"}:
             counters.count_accelerated(f"{precision} weights")
         for layer in layers:
-            layer.used = False
+            layer.end_call()
 
     def _kind(self, module: nn.Module) -> bool | None:
         """Whether the layer stores its weight transposed; None where it is no layer of a kind that is known."""

@@ -54,7 +54,9 @@ __attribute__((target("avx512f"))) inline void transpose16(const void* from, int
 #pragma GCC unroll 4
     for (int64_t n = 0; n < 4; ++n) {
       const uint32_t* line = lines + n * from_stride + 4 * q;
-      const auto four = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 4 * i * from_stride)); };
+      const auto four = [&](int64_t i) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 4 * i * from_stride));
+      };
       __m512i x = _mm512_castsi128_si512(four(0));
       x = _mm512_inserti32x4(x, four(1), 1);
       x = _mm512_inserti32x4(x, four(2), 2);

@@ -1,4 +1,4 @@
-// The inner loops of the packed linear layer for one instruction set. Included once per instruction set by
+// The inner loops of linear layers for one instruction set. Included once per instruction set by
 // cpu/linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH    floats of a vector
@@ -60,8 +60,9 @@ constexpr std::array<std::array<Tile, FASTGEN_ROWS>, 3> kTiles = {
     make_tiles<3>(std::make_index_sequence<FASTGEN_ROWS>()),
 };
 
-// What one of several tiles asks for of a piece of a panel, `lines` cache lines for each input. Together they ask for all
-// of it.
+// What one of several tiles asks for of a piece of a panel, `lines` cache lines for each input that it multiplies: together
+// they ask for all of it, where they multiply kDepth inputs. A piece in which neither inputs nor outputs are next to each
+// other is not worth more: what is asked for in vain costs little.
 inline Lines lines_of(const Piece& piece, int64_t tile, int64_t lines) {
   const int64_t begin = std::min(tile * lines, kPanelLines - lines);
   if (piece.output == 1) {  // lines hold outputs
