@@ -164,23 +164,27 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     start = time.perf_counter()
     packed = [pack(weight.t() if transposed else weight) for weight in weights]
     packing = (time.perf_counter() - start) / count
-    copies = [weight.clone() for weight in weights]  # or a side would find in the cache what another has just read
 
     def plain(weight: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight) if transposed else F.linear(x, weight, bias)
 
-    sides: tuple[tuple[Callable[[Tensor], Tensor], list[Tensor]], ...] = (
+    def streamed(weight: Tensor) -> Tensor:
+        return streamed_linear(x, weight.t() if transposed else weight, bias)
+
+    sides: list[tuple[Callable[[Tensor], Tensor], list[Tensor]]] = [
         (plain, weights),
         (lambda panels: packed_linear(x, panels, bias, some), packed),
-        (lambda weight: streamed_linear(x, weight.t() if transposed else weight, bias), copies),
-    )
+    ]
+    if rows < _MANY_ROWS:  # with more, laying the weight out is what torch's product does as well
+        # With copies, or it would find in the cache what the first side has just read.
+        sides.append((streamed, [weight.clone() for weight in weights]))
     # In turns, so that what else the machine does meets all of them.
     turns: list[tuple[float, ...]] = []
     while len(turns) < _ROUNDS or (len(turns) < _MAX_ROUNDS and not all(map(_is_steady, zip(*turns, strict=True)))):
         turns.append(tuple(_seconds(*side) for side in sides))
     scale = outputs / some
     seconds = [min(side) * scale for side in zip(*turns, strict=True)]
-    return Costs(plain=seconds[0], packed=seconds[1], packing=packing * scale, streamed=seconds[2])
+    return Costs(seconds[0], seconds[1], packing * scale, *seconds[2:])
 
 
 def _is_steady(times: Sequence[float]) -> bool:

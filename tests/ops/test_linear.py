@@ -206,6 +206,15 @@ def test_costs_are_measured_until_the_shortest_time_is_met_twice(
         assert [costs.plain, costs.packed, costs.streamed] == expected
 
 
+def test_many_rows_are_never_multiplied_with_the_weight_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the time is not measured, which would be most of what measuring takes."""
+    costs = linear.costs(300, 16, 24, False)
+    assert costs.streamed == float("inf") and 0 < costs.packed < 1
+    _forget(monkeypatch)
+    assert linear.costs(300, 16, 24, False) == costs  # in the file as well
+    assert linear.costs(30, 16, 24, False).streamed < 1
+
+
 def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
