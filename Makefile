@@ -1,18 +1,20 @@
-# `make demo` and `make test` set up what they need. Nothing but Python 3.11 (or later), a C++ compiler and make is
-# assumed, and without the compiler all works on the torch reference of the operators.
+# `make demo` and `make test` set up what they need. They assume Python 3.11 or later, make and a C++ compiler; without
+# the compiler the operators run on their torch reference.
 
 PYTHON ?= python3
+# What pip is asked for as torch, or `installed` for the torch that PYTHON already has.
+TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 FAIRSEQ ?= fairseq==0.12.2
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
-# As many processes as there are cores share out the files of tests; on a GPU one has it for itself.
+# The test processes share out the files of tests. On a GPU there is one process.
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist loadfile)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint format test-versions bench bench-quick gpu-check wheel clean
+.PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,15 +22,23 @@ help: ## show this list
 setup: .venv/.built ## make the virtual environment .venv and build the operators
 
 demo: setup ## generate for 500 real sources, unpatched and patched, and compare
-	$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py
 
 test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
 	$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST_ARGS)
 
-lint: setup ## ruff and mypy
+test-machines: setup ## the tests that depend on rounding, on every instruction set, number of threads, oneDNN on and off
+	$(BIN)/python -m tests.machines $(SHARED_OUT) $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy, the import contracts and the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(if $(wildcard mkdocs.yml),$(BIN)/mkdocs build --strict --quiet)
+
+docs: setup ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
 
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -43,29 +53,62 @@ bench-quick: setup ## small benchmarks, in under five minutes
 gpu-check: ## check and measure all that needs an NVIDIA GPU, in nine minutes, with the Python that has torch
 	$(PYTHON) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
-wheel: setup ## build a wheel into dist
-	rm -rf build
-	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
+ifeq ($(shell uname -sm),Linux x86_64)
+wheel: .venv/.wheel-tools ## build a wheel into dist: with the CPU operators, for any x86-64 Linux with glibc 2.28 or later
+	@rm -rf build dist
+	@CXX=$(CURDIR)/tools/manylinux/c++ $(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist . \
+		--config-settings=--build-option=--plat-name=manylinux_2_28_x86_64
+else
+wheel: .venv/.dependencies ## build a wheel into dist
+	@rm -rf build dist
+	@$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
+endif
+
+check-wheel: wheel ## install the wheel where there is no compiler, for PYTHONS="python3.10 ...", and compare tokens
+	$(BIN)/python tools/check_wheel.py $(PYTHONS)
+
+check-fresh: ## run `make demo` and `make test` in a fresh clone with an empty HOME and no settings of pip
+	tools/check_fresh.sh $(MAKEOVERRIDES)
 
 clean: ## remove everything that was built or installed
-	rm -rf .venv .venvs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venvs build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fastgen fastgen_cli tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f fastgen/ops/libfastgen_*
 
-# The extension is built in place by a step of its own, so that a change of its sources re-makes no more than it.
-# FairSeq without its dependencies, of which no current pip can install the releases that it asks for, and built where
-# there is no torch: with torch it builds extensions whose sources are not in its release.
-.venv/.dependencies: constraints.txt pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt setuptools torch
-	FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[transformers,fairseq,cli,dev,bench]'
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
-		|| echo '$(FAIRSEQ) could not be installed (see .venv/fairseq.log): its tests are left out'
-	touch $@
+# Pins of torch and of what torch itself pins hold for the default torch only.
+UNPINNED := $(if $(filter-out torch,$(TORCH)),torch|triton|setuptools,none)
+CHECK_PYTHON = import sys; sys.exit("make: Python 3.11 or later is needed, and $(PYTHON) is %d.%d; \
+	name another one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)
+FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch = find("torch"); \
+	sys.exit("make: TORCH=installed, but $(PYTHON) has no torch") if torch is None else \
+	print(os.path.dirname(os.path.dirname(torch.origin)))
 
+# FairSeq is installed without its dependencies, because no current pip can install the releases that it asks for, and
+# it is built in isolation, because it builds extensions that its release lacks where it finds torch.
+.venv/.dependencies: constraints.txt pyproject.toml
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@echo "Installing into .venv what constraints.txt names, which takes minutes"
+	@$(if $(filter torch,$(TORCH)),echo "(on Linux torch is the CUDA build, 3 GB to download; README says how to use another one)")
+	@$(PYTHON) -m venv .venv
+	@$(if $(filter installed,$(TORCH)),$(PYTHON) -c '$(FIND_TORCH)' > "$$(echo .venv/lib/python*/site-packages)/torch.pth")
+	@grep -vE '^($(UNPINNED))==' constraints.txt > .venv/constraints.txt
+	@$(BIN)/pip install -q -c .venv/constraints.txt setuptools $(patsubst installed,torch,$(TORCH))
+	@FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c .venv/constraints.txt --no-build-isolation \
+		-e '.[transformers,fairseq,cli,dev,bench]'
+	@PIP_CONSTRAINT=.venv/constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
+		|| echo '$(FAIRSEQ) could not be installed (see .venv/fairseq.log): its tests are left out'
+	@touch $@
+
+# The libraries are built in place by a step of its own: when their sources change, nothing else is made again.
 .venv/.built: .venv/.dependencies setup.py $(shell find fastgen/csrc -type f)
-	$(BIN)/python setup.py -q build_ext --inplace
-	touch $@
+	@echo "Compiling the operators (fastgen/csrc)"
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+# Tools that only `make wheel` needs.
+.venv/.wheel-tools: .venv/.dependencies
+	@$(BIN)/pip install -q -c .venv/constraints.txt ziglang auditwheel
+	@touch $@
 
 # Each release of transformers brings its own hub client and tokenizers, so these are not held to the constraints.
 VERSION_TESTS := $(TRANSFORMERS_VERSIONS:%=test-version-%)
@@ -81,9 +124,10 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 
 .venvs/%/.dependencies: constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venvs/$*
-	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venvs/$*/constraints.txt
-	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools torch
-	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' transformers==$* $(HUB)
+	grep -vE '^(transformers|tokenizers|huggingface_hub|$(UNPINNED))==' constraints.txt > .venvs/$*/constraints.txt
+	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools $(patsubst installed,torch,$(TORCH))
+	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' \
+		transformers==$* $(HUB)
 	touch $@
 
 .PRECIOUS: .venvs/%/.dependencies

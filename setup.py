@@ -12,6 +12,7 @@ Environment variables:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -19,11 +20,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 MINIMUM_TORCH = (2, 10)
 WINDOWS = os.name == "nt"
@@ -94,6 +98,28 @@ def extensions() -> list[Extension]:
     return found
 
 
+@contextlib.contextmanager
+def quiet_unless_failing() -> Iterator[None]:
+    """Shows what compilers print, which may be screens of notes about their own headers, only if they fail."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as printed:
+        streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+        for descriptor in streams:
+            os.dup2(printed.fileno(), descriptor)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            for descriptor, stream in streams.items():
+                os.dup2(stream, descriptor)
+                os.close(stream)
+            if failed:
+                printed.seek(0)
+                sys.stderr.write(printed.read().decode(errors="replace"))
+
+
 class BuildLibraries(build_ext):
     """Builds shared libraries that are loaded by path: no Python in their names, and no module initialisation."""
 
@@ -105,13 +131,18 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         built = Path(self.get_ext_fullpath(extension.name))
+        compiler = getattr(self.compiler, "compiler_cxx", None)
         try:
-            if extension.sources[0].endswith(".cu"):
-                self.build_with_nvcc(extension, built)
-            else:
-                super().build_extension(extension)
+            if compiler and not shutil.which(compiler[0]):
+                raise FileNotFoundError(f"there is no C++ compiler {compiler[0]}")
+            with quiet_unless_failing():
+                if extension.sources[0].endswith(".cu"):
+                    self.build_with_nvcc(extension, built)
+                else:
+                    super().build_extension(extension)
         except Exception as error:  # whatever it was, the package is complete without the library
-            reason = " ".join(str(error).split()) or type(error).__name__
+            compiled = isinstance(error, (CompileError, LinkError, subprocess.CalledProcessError))
+            reason = "the compiler's errors are above" if compiled else " ".join(str(error).split())
             say(f"{extension.name} was not built ({reason}); the operators will run on their torch reference")
             built.unlink(missing_ok=True)
 

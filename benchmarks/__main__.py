@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import fastgen
-from benchmarks import machine, sides
+from benchmarks import backends, machine
 from benchmarks.budget import Budget
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
@@ -47,14 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the workloads and stop")
     parser.add_argument(
-        "--sides",
+        "--backends",
         nargs="+",
-        choices=sides.ALL,
+        choices=backends.ALL,
         metavar="NAME",
-        help=f"what generation is measured with (default: by the workload): {', '.join(sides.ALL)}",
+        help=f"what generation is measured with (default: by the workload): {', '.join(backends.ALL)}",
     )
     parser.add_argument(
-        "--repetitions", type=_positive, metavar="N", help="runs of each side (default: by the workload)"
+        "--repetitions", type=_positive, metavar="N", help="runs of each backend (default: by the workload)"
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="threads of torch (default: torch's)")
     parser.add_argument(
@@ -104,7 +104,7 @@ def run_workload(workload: Workload, context: Context) -> Record:
             workload.run(context, record)
     except TimeoutError as error:
         # What was measured until then counts.
-        (record.notes if record.sides else record.errors).append(f"the time is spent: {error}")
+        (record.notes if record.backends else record.errors).append(f"the time is spent: {error}")
     except Exception as error:
         context.log(traceback.format_exc())
         record.errors.append(f"{type(error).__name__}: {error}")
@@ -165,7 +165,7 @@ def _outcome(record: Record) -> list[str]:
 
 
 def _compared(record: Record, other: str, subject: str, ratio: float) -> str:
-    before, after = (format_seconds(record.sides[side]["median"]) for side in (other, subject))
+    before, after = (format_seconds(record.backends[backend]["median"]) for backend in (other, subject))
     return f"{other} {before}, {subject} {after}: {ratio:.2f} times as fast"
 
 
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threads=options.threads,
         repetitions=options.repetitions,
         quick=options.quick,
-        sides=None if options.sides is None else tuple(options.sides),
+        backends=None if options.backends is None else tuple(options.backends),
         log=lambda line: _log("    " + line.rstrip().replace("\n", "\n    ")),
     )
     try:

@@ -1,4 +1,4 @@
-"""Time that a workload may take, for runs that have to end: when it is spent, that costs one side and not the rest."""
+"""Time that a workload may take. When it is spent, one backend loses its run and the others keep theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as a picture: how many times as fast as the library each side of each workload is, with the seconds."""
+"""Results as a picture: how many times as fast as the library each backend of each workload is, with the seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import textwrap
 from typing import Any, NamedTuple
 
+from benchmarks.backends import SUBJECT
 from benchmarks.measure import format_seconds
 from benchmarks.record import Record
-from benchmarks.sides import SUBJECT
 
 _FASTER, _SLOWER, _MISSED, _OTHER = "#2a6f97", "#b08968", "#ae2012", "#9aa0a6"
 
@@ -44,10 +44,10 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
 
 
 class _Bar(NamedTuple):
-    """One side of a workload: how many times as fast as the baseline, and the seconds of both."""
+    """One backend of a workload: how many times as fast as the baseline, and the seconds of both."""
 
     record: Record
-    side: str
+    backend: str
     ratio: float
     label: str
     height: float
@@ -55,12 +55,12 @@ class _Bar(NamedTuple):
 
 def _bars(record: Record) -> list[_Bar]:
     """FastGen first, and below it, thinner, whatever else the same work was done with."""
-    baseline = record.sides[record.baseline]["median"]
+    baseline = record.backends[record.baseline]["median"]
     bars = [_Bar(record, record.subject, record.metrics["ratio"], record.title, 1.0)]
     if record.group == "generation":
-        for side, found in record.sides.items():
-            if side not in (record.baseline, record.subject):
-                bars.append(_Bar(record, side, baseline / found["median"], side, 0.7))
+        for backend, found in record.backends.items():
+            if backend not in (record.baseline, record.subject):
+                bars.append(_Bar(record, backend, baseline / found["median"], backend, 0.7))
     return bars
 
 
@@ -90,7 +90,7 @@ def _draw(axes: Any, bars: list[_Bar]) -> None:
             fontsize=_font_size(bar),
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
-        for target in bar.record.targets if bar.side == bar.record.subject else ():
+        for target in bar.record.targets if bar.backend == bar.record.subject else ():
             if target["metric"] == "ratio" and target["applies"] and target["at_least"] is not None:
                 axes.plot([target["at_least"]] * 2, [place - 0.42, place + 0.42], color="black", linestyle=":")
     axes.set_xlabel(
@@ -105,17 +105,17 @@ def _font_size(bar: _Bar) -> float:
 
 
 def _text(bar: _Bar) -> str:
-    baseline, own = (bar.record.sides[side]["median"] for side in (bar.record.baseline, bar.side))
+    baseline, own = (bar.record.backends[backend]["median"] for backend in (bar.record.baseline, bar.backend))
     text = f"{bar.ratio:.2f}×   {format_seconds(baseline)} → {format_seconds(own)}"
-    if bar.side == bar.record.subject and bar.record.identical is False:
+    if bar.backend == bar.record.subject and bar.record.identical is False:
         text += "   NOT IDENTICAL"
     return text
 
 
 def _colour(bar: _Bar) -> str:
     record = bar.record
-    if bar.side != record.subject:
-        return _FASTER if bar.side.startswith(SUBJECT) else _OTHER
+    if bar.backend != record.subject:
+        return _FASTER if bar.backend.startswith(SUBJECT) else _OTHER
     if record.identical is False or any(target["met"] is False for target in record.targets):
         return _MISSED
     return _FASTER if record.metrics["ratio"] >= 1 else _SLOWER

@@ -1,4 +1,4 @@
-"""Timing: how the runs of the sides alternate."""
+"""Timing: how the runs of the backends alternate."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def alternate(
     failed: Callable[[str, Exception], None] | None = None,
     budget: Budget = UNLIMITED,
 ) -> dict[str, list[tuple[float, T]]]:
-    """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every side.
+    """Makes the runs in turn, A B A B ..., so that a machine that gets slower or faster does so for every backend.
 
     Args:
-        runs: for each side what makes one run; returns its seconds and anything else.
+        runs: for each backend what makes one run; returns its seconds and anything else.
         repetitions: how often each is made.
         log: gets a line for each run.
-        failed: is told of a side that failed, and raises if the others are worth nothing without it. The side makes
-            no more runs and has no results. Without this, a failure ends everything.
-        budget: of the time; when it is spent, no side runs again that has run.
+        failed: is told of a backend that failed, and raises if the others are worth nothing without it. The backend
+            makes no more runs and has no results. Without this, a failure ends everything.
+        budget: of the time; when it is spent, no backend runs again that has run.
     """
     results: dict[str, list[tuple[float, T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):

@@ -1,4 +1,4 @@
-"""Memory of one side of a generation workload, measured in a process of its own.
+"""Memory of one backend of a generation workload, measured in a process of its own.
 
 Two things are measured during one run:
 
@@ -26,18 +26,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from benchmarks.backends import BASELINE, Job, Task, make
 from benchmarks.machine import ROOT
-from benchmarks.sides import BASELINE, Job, make
-
-if TYPE_CHECKING:
-    from benchmarks.workload import Generation
-
 
 # ---- keys and values
 
@@ -186,11 +182,11 @@ def _high_water_mark() -> int | None:
 
 
 class DevicePeaks:
-    """The largest memory on a CUDA device of each of several sides that take turns in one process.
+    """The largest memory on a CUDA device of each of several backends that take turns in one process.
 
-    A side keeps what it has allocated between its runs (graphs, static buffers), so what is counted for a run is that
-    and what the run allocates beyond it. What other sides keep is not counted. `bytes` has the largest of all runs of
-    each side, warm-up included: what a graph needs is allocated when it is captured.
+    A backend keeps what it has allocated between its runs (graphs, static buffers), so a run counts that and what the
+    run allocates beyond it. What other backends keep is not counted. `bytes` has the largest of all runs of each
+    backend, warm-up included: what a graph needs is allocated when it is captured.
     """
 
     method = "torch.cuda.max_memory_allocated"
@@ -201,8 +197,8 @@ class DevicePeaks:
         self.bytes: dict[str, int] = {}
 
     @contextmanager
-    def of(self, side: str) -> Iterator[None]:
-        """What runs in here is the side's. Does nothing where there is no CUDA device."""
+    def of(self, backend: str) -> Iterator[None]:
+        """What runs in here is the backend's. Does nothing where there is no CUDA device."""
         if self._device.type != "cuda":
             yield
             return
@@ -213,25 +209,25 @@ class DevicePeaks:
             yield
         finally:
             torch.cuda.synchronize(self._device)
-            kept = self._kept.get(side, 0)
+            kept = self._kept.get(backend, 0)
             peak = kept + torch.cuda.max_memory_allocated(self._device) - start
-            self.bytes[side] = max(self.bytes.get(side, 0), peak)
-            self._kept[side] = kept + torch.cuda.memory_allocated(self._device) - start
+            self.bytes[backend] = max(self.bytes.get(backend, 0), peak)
+            self._kept[backend] = kept + torch.cuda.memory_allocated(self._device) - start
 
 
-# ---- one side, one process
+# ---- one backend, one process
 
 
-def measure(workload: Generation, side: str, device: str, threads: int | None) -> dict[str, Any]:
-    """Builds the model, makes one run of the side and reports its memory. For a process that does nothing else."""
+def measure(workload: Task, backend: str, device: str, threads: int | None) -> dict[str, Any]:
+    """Builds the model, makes one run of the backend and reports its memory. For a process that does nothing else."""
     if threads is not None:
         torch.set_num_threads(threads)
     model, inputs = workload.build(torch.device(device))
-    # What the first call of anything loads is not what this side needs for its work.
+    # What the first call of anything loads is not what this backend needs for its work.
     job = Job(workload, model, workload.smallest(inputs), torch.get_num_threads())
     _run(BASELINE, job, new_tokens=2)
     with KeyValueMeter(model) as meter, PeakMemory(torch.device(device)) as peak:
-        tokens = _run(side, dataclasses.replace(job, inputs=inputs), workload.new_tokens)
+        tokens = _run(backend, dataclasses.replace(job, inputs=inputs), workload.new_tokens)
     return {
         "peak_bytes": peak.bytes,
         "peak_method": peak.method,
@@ -244,12 +240,12 @@ def measure(workload: Generation, side: str, device: str, threads: int | None) -
 
 
 def _run(name: str, job: Job, new_tokens: int) -> Tensor:
-    side = make(name)
+    backend = make(name)
     try:
-        side.setup(job)
-        return side.run(new_tokens)
+        backend.setup(job)
+        return backend.run(new_tokens)
     finally:
-        side.close()
+        backend.close()
 
 
 def digest(tokens: Tensor) -> str:
@@ -258,7 +254,7 @@ def digest(tokens: Tensor) -> str:
     return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + tokens.numpy().tobytes()).hexdigest()[:16]
 
 
-def measure_in_process(workload: Generation, side: str, device: str, threads: int | None) -> dict[str, Any]:
+def measure_in_process(workload: Task, backend: str, device: str, threads: int | None) -> dict[str, Any]:
     """`measure` in a new process.
 
     Raises:
@@ -266,7 +262,7 @@ def measure_in_process(workload: Generation, side: str, device: str, threads: in
     """
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, "task"), Path(folder, "result")
-        task.write_bytes(pickle.dumps((workload, side, device, threads)))
+        task.write_bytes(pickle.dumps((workload, backend, device, threads)))
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.memory", str(task), str(result)],
             env=child_environment(threads),
@@ -279,7 +275,7 @@ def measure_in_process(workload: Generation, side: str, device: str, threads: in
         if done.returncode != 0:
             said = (done.stderr or "").strip().splitlines()
             raise RuntimeError(
-                f"measuring the memory of {side} ended with status {done.returncode}: {said[-1] if said else ''}"
+                f"measuring the memory of {backend} ended with status {done.returncode}: {said[-1] if said else ''}"
             )
         return pickle.loads(result.read_bytes())
 

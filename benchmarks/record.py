@@ -60,19 +60,19 @@ class Record:
     Attributes:
         name, title, group: of the workload.
         parameters: sizes and options, as far as they matter to a reader.
-        baseline, subject: the sides whose medians make the ratio: `baseline` divided by `subject`.
-        sides: for each side what `measure.summary` makes of its runs; also "warm_up_seconds", and "version" where
-            a side has one of its own.
-        ratios: for each pair of sides "a/b" the median of a divided by that of b, and its spread.
+        baseline, subject: the backends whose medians make the ratio: `baseline` divided by `subject`.
+        backends: for each backend what `measure.summary` makes of its runs; also "warm_up_seconds", and "version" where
+            a backend has one of its own.
+        ratios: for each pair of backends "a/b" the median of a divided by that of b, and its spread.
         metrics: further numbers by name; `ratio` and `baseline_seconds` are always there once something was timed, and
             so are the ratios under the names of their pairs.
-        skipped: sides that were asked for and not measured, with the reason.
-        same: for sides that may give other tokens than the baseline, the share of sequences in which they do not.
-        identical: whether all other sides gave the same result in every run; None where that was not looked at.
+        skipped: backends that were asked for and not measured, with the reason.
+        same: for backends that may give other tokens than the baseline, the share of sequences in which they do not.
+        identical: whether all other backends gave the same result in every run; None where that was not looked at.
         accelerated: whether every run of the subject was accelerated, with no fallback; None where that has no meaning.
         fallbacks: {entry point: {reason: calls}} over the subject's runs.
         notes: for the reader: where results differ, how memory was measured.
-        memory: for each side what `memory.measure` found.
+        memory: for each backend what `memory.measure` found.
         targets: from `Target.judge`.
         profile: seconds in each operator of the subject, where a target was missed.
         floor: the least that those of them could be that have one (`benchmarks.profile`).
@@ -87,7 +87,7 @@ class Record:
     parameters: dict[str, Any] = field(default_factory=dict)
     baseline: str = "transformers"
     subject: str = "fastgen"
-    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    backends: dict[str, dict[str, Any]] = field(default_factory=dict)
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -114,13 +114,13 @@ class Record:
         return "different" if self.identical is False else "ok"
 
     def compare(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
-        """Works out the ratio of the medians and its spread from `sides`, for the two main sides and for `pairs`."""
+        """Works out the ratio of the medians and its spread, for the two main backends and for `pairs`."""
         main = self._ratio(self.baseline, self.subject)
         if main is not None:
             self.metrics["ratio"] = main["ratio"]
             self.metrics["ratio_min"] = main["min"]
             self.metrics["ratio_max"] = main["max"]
-            self.metrics["baseline_seconds"] = self.sides[self.baseline]["median"]
+            self.metrics["baseline_seconds"] = self.backends[self.baseline]["median"]
         for other, subject in pairs:
             found = self._ratio(other, subject)
             if found is not None:
@@ -128,9 +128,9 @@ class Record:
                 self.metrics[f"{other}/{subject}"] = found["ratio"]
 
     def _ratio(self, other: str, subject: str) -> dict[str, float] | None:
-        if other not in self.sides or subject not in self.sides:
+        if other not in self.backends or subject not in self.backends:
             return None
-        above, below = self.sides[other], self.sides[subject]
+        above, below = self.backends[other], self.backends[subject]
         # The spread is that of the pairs: two runs made one after the other saw the same machine.
         pairs = [a / b for a, b in zip(above["seconds"], below["seconds"], strict=False)]
         return {"ratio": above["median"] / below["median"], "min": min(pairs), "max": max(pairs)}
@@ -146,5 +146,7 @@ class Record:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
         """The record that `to_json` wrote; fields that are not known are left out."""
+        if "sides" in data:  # as results.json called them before
+            data = {**data, "backends": data["sides"]}
         known = {each.name for each in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})

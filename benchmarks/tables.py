@@ -20,7 +20,7 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
     generation = [record for record in records if record.group == "generation"]
     if generation:
         sections.append("## Generation\n\n" + _generation(generation))
-    others = [record for record in records if record.group != "generation" and record.sides]
+    others = [record for record in records if record.group != "generation" and record.backends]
     if others:
         sections.append("## Cost of beams, operators, pipeline, import\n\n" + _others(others))
     profiles = [record for record in records if record.profile]
@@ -52,8 +52,8 @@ def _head(about: dict[str, Any], records: list[Record]) -> str:
         f"- Measured {' to '.join(dates[:1] + dates[1:][-1:])}",
         f"- FastGen at commit {', '.join(commits) or 'unknown'}",
         "",
-        "Medians, with the smallest and the largest in brackets. The sides ran alternately; those of generation in one "
-        "process. How: benchmarks/README.md.",
+        "Medians, with the smallest and the largest in brackets. The backends ran alternately; those of generation in "
+        "one process. How: benchmarks/README.md.",
     ]
     return "\n".join(lines)
 
@@ -74,7 +74,7 @@ def _targets(records: list[Record]) -> str:
 def _generation(records: list[Record]) -> str:
     head = [
         "workload",
-        "side",
+        "backend",
         "time",
         "FastGen's time",
         "times as fast",
@@ -90,20 +90,20 @@ def _generation(records: list[Record]) -> str:
 
 
 def _generation_rows(record: Record) -> list[list[str]]:
-    """A row for each side that FastGen is held against, that of the library first."""
+    """A row for each backend that FastGen is held against, that of the library first."""
     rows = []
     main = f"{record.baseline}/{record.subject}"
-    # Results of earlier versions have the two main sides, and their ratio among the metrics.
+    # Results of earlier versions have the two main backends, and their ratio among the metrics.
     for pair in dict.fromkeys((main, *record.ratios)):
         other, _, subject = pair.partition("/")
-        if other not in record.sides or subject not in record.sides:
+        if other not in record.backends or subject not in record.backends:
             continue
         rows.append(
             [
                 _title(record),
-                _side(record, other),
-                _spread(record.sides[other]),
-                _spread(record.sides[subject]) + (f" ({subject})" if subject != record.subject else ""),
+                _backend(record, other),
+                _spread(record.backends[other]),
+                _spread(record.backends[subject]) + (f" ({subject})" if subject != record.subject else ""),
                 _ratio(record, pair),
                 *(
                     (
@@ -118,31 +118,31 @@ def _generation_rows(record: Record) -> list[list[str]]:
             ]
         )
     shown = {name for pair in (main, *record.ratios) for name in pair.split("/")} if rows else set()
-    for name, found in record.sides.items():
+    for name, found in record.backends.items():
         if name not in shown:
-            rows.append([_title(record), _side(record, name), _spread(found), *[""] * 6])
+            rows.append([_title(record), _backend(record, name), _spread(found), *[""] * 6])
     rows += [[_title(record), name, "not measured", *[""] * 6] for name in record.skipped]
     return rows
 
 
-def _side(record: Record, name: str) -> str:
-    version = record.sides[name].get("version")
+def _backend(record: Record, name: str) -> str:
+    version = record.backends[name].get("version")
     return f"{name} {version}" if version else name
 
 
 def _same(record: Record, other: str, subject: str) -> str:
-    """In how many of the sequences the side that may differ gave the tokens of the library."""
+    """In how many of the sequences the backend that may differ gave the tokens of the library."""
     return ", ".join(f"{100 * record.same[name]:.0f} %" for name in (other, subject) if name in record.same)
 
 
 def _others(records: list[Record]) -> str:
     rows = []
     for record in records:
-        baseline = record.sides.get(record.baseline)
-        for name, side in record.sides.items():
-            times = f"{baseline['median'] / side['median']:.2f}" if baseline else ""
-            rows.append([_title(record), name, _spread(side), times, _yes(record.identical)])
-    return _table(["workload", "side", "time", "times as fast as the first", "identical"], rows)
+        baseline = record.backends.get(record.baseline)
+        for name, backend in record.backends.items():
+            times = f"{baseline['median'] / backend['median']:.2f}" if baseline else ""
+            rows.append([_title(record), name, _spread(backend), times, _yes(record.identical)])
+    return _table(["workload", "backend", "time", "times as fast as the first", "identical"], rows)
 
 
 def _profiles(records: list[Record]) -> str:
@@ -164,10 +164,10 @@ def _remarks(records: list[Record]) -> list[str]:
         remarks += [f"{record.title}: {error.splitlines()[-1]} (failed)" for error in record.errors if error.strip()]
         remarks += [f"{record.title}: {note}" for note in record.notes]
         remarks += [f"{record.title}: {name} is not measured: {reason}" for name, reason in record.skipped.items()]
-        for name, side in record.sides.items():
+        for name, backend in record.backends.items():
             # That is more than a warm-up: something was compiled, which the user waits for as well.
-            if side.get("warm_up_seconds", 0.0) > 2 * side["median"] + 1:
-                remarks.append(f"{record.title}: {name} took {format_seconds(side['warm_up_seconds'])} to get ready")
+            if backend.get("warm_up_seconds", 0.0) > 2 * backend["median"] + 1:
+                remarks.append(f"{record.title}: {name} took {format_seconds(backend['warm_up_seconds'])} to get ready")
         for entry_point, reasons in record.fallbacks.items():
             remarks += [
                 f"{record.title}: {entry_point} fell back {calls} times: {reason}" for reason, calls in reasons.items()
@@ -184,10 +184,10 @@ def _title(record: Record) -> str:
     return record.title + (" (!)" if record.other_load is not None and record.other_load > BUSY else "")
 
 
-def _spread(side: dict[str, Any] | None) -> str:
-    if side is None:
+def _spread(backend: dict[str, Any] | None) -> str:
+    if backend is None:
         return ""
-    return f"{format_seconds(side['median'])} [{format_seconds(side['min'])} - {format_seconds(side['max'])}]"
+    return f"{format_seconds(backend['median'])} [{format_seconds(backend['min'])} - {format_seconds(backend['max'])}]"
 
 
 def _ratio(record: Record, pair: str) -> str:
@@ -202,10 +202,10 @@ def _ratio(record: Record, pair: str) -> str:
 
 
 def _memory(record: Record, key: str, ratio: str) -> str:
-    sides = [record.memory.get(side) for side in (record.baseline, record.subject)]
-    if None in sides or ratio not in record.metrics:
+    backends = [record.memory.get(backend) for backend in (record.baseline, record.subject)]
+    if None in backends or ratio not in record.metrics:
         return ""
-    before, after = (side[key] / 2**20 for side in sides if side is not None)
+    before, after = (backend[key] / 2**20 for backend in backends if backend is not None)
     return f"{before:,.0f} → {after:,.0f} MiB ({record.metrics[ratio]:.2f})"
 
 

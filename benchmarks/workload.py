@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import fastgen
-from benchmarks import memory, sides
+from benchmarks import backends, memory
+from benchmarks.backends import BASELINE, SUBJECT, Backend, Job, Unsupported
 from benchmarks.budget import UNLIMITED, Budget
 from benchmarks.measure import alternate, format_seconds, summary, timed
 from benchmarks.profile import profile
 from benchmarks.record import Record, Target
-from benchmarks.sides import BASELINE, SUBJECT, Job, Side, Unsupported
 
 CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
 
@@ -48,7 +48,7 @@ class Context:
         threads: of torch; None leaves torch's default.
         repetitions: overrides that of the workloads.
         quick: fewer repetitions, and memory only where it is cheap.
-        sides: the sides of generation; None for those of each workload.
+        backends: the backends of generation; None for those of each workload.
         log: gets progress lines.
     """
 
@@ -56,14 +56,14 @@ class Context:
     threads: int | None = None
     repetitions: int | None = None
     quick: bool = False
-    sides: tuple[str, ...] | None = None
+    backends: tuple[str, ...] | None = None
     log: Callable[[str], None] = lambda line: None
 
-    def chosen_sides(self, further: Iterable[str] = (), on_gpu: Iterable[str] = ()) -> list[str]:
-        """The sides to measure, for a workload that has these beside the two main ones on the CPU and on a GPU."""
-        if self.sides is not None:
-            return sides.in_order(self.sides)
-        return sides.in_order((BASELINE, SUBJECT, *(further if self.device.type == "cpu" else on_gpu)))
+    def chosen_backends(self, further: Iterable[str] = (), on_gpu: Iterable[str] = ()) -> list[str]:
+        """The backends to measure, for a workload that has these beside the two main ones on the CPU and on a GPU."""
+        if self.backends is not None:
+            return backends.in_order(self.backends)
+        return backends.in_order((BASELINE, SUBJECT, *(further if self.device.type == "cpu" else on_gpu)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,12 @@ class Workload(ABC):
         name: short, for `--only` and as the key of the results.
         title: for tables and the chart.
         quick: part of `--quick`.
-        repetitions, quick_repetitions: runs of each side.
+        repetitions, quick_repetitions: runs of each backend.
         targets: what its metrics have to reach.
         entry_point: what the subject's runs must have accelerated, under its name in `fastgen.stats()`.
         needs_gpu: it says nothing about a CPU, and is left out there.
         seconds: when so many are spent it goes on with what has run; None for as long as it takes.
-        exact: other sides have to make the tokens of the baseline. In half precision the order of a sum decides.
+        exact: other backends have to make the tokens of the baseline. In half precision the order of a sum decides.
     """
 
     name: str
@@ -104,12 +104,12 @@ class Workload(ABC):
         return Record(name=self.name, title=self.title, group=self.group)
 
     def repetitions_in(self, context: Context) -> int:
-        """How often each side runs."""
+        """How often each backend runs."""
         return context.repetitions or (self.quick_repetitions if context.quick else self.repetitions)
 
 
 class Outcome(NamedTuple):
-    """What one run of a side gave: its tokens, and what FastGen counted meanwhile."""
+    """What one run of a backend gave: its tokens, and what FastGen counted meanwhile."""
 
     tokens: Tensor
     stats: dict[str, Any]
@@ -130,8 +130,8 @@ class Generation(Workload):
         new_tokens: to generate.
         options: further arguments of `generate`.
         config: changes to the configuration of the shape.
-        further_sides: what is measured beside `generate` unpatched and patched, on the CPU.
-        gpu_sides: the same on a GPU.
+        further_backends: what is measured beside `generate` unpatched and patched, on the CPU.
+        gpu_backends: the same on a GPU.
         dtype: of the model, by its name in torch.
         memory, quick_memory: measure memory in a full run, and in a quick one.
     """
@@ -144,8 +144,8 @@ class Generation(Workload):
     lengths: Callable[[int, int], Tensor] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    further_sides: tuple[str, ...] = ()
-    gpu_sides: tuple[str, ...] = ()
+    further_backends: tuple[str, ...] = ()
+    gpu_backends: tuple[str, ...] = ()
     dtype: str = "float32"
     memory: bool = True
     quick_memory: bool = False
@@ -212,7 +212,7 @@ class Generation(Workload):
 
     def run(self, context: Context, record: Record) -> None:
         record.parameters = self.parameters()
-        names = context.chosen_sides(self.further_sides, self.gpu_sides)
+        names = context.chosen_backends(self.further_backends, self.gpu_backends)
         tokens = self._time(context, record, names)
         # The processes that measure memory build the model again: this one's must be gone.
         gc.collect()
@@ -220,23 +220,23 @@ class Generation(Workload):
             self._measure_memory(context, record, memory.digest(tokens))
 
     def _time(self, context: Context, record: Record, names: list[str]) -> Tensor | None:
-        """Times the sides, checks what they did, and returns the tokens of the baseline, if that is one of them."""
+        """Times the backends, checks what they did, and returns the tokens of the baseline, if that is one of them."""
         context.log("building the model")
         model, inputs = self.build(context.device)
         record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.parameters())
         job = Job(self, model, inputs, torch.get_num_threads())
-        made = {name: sides.make(name) for name in names}
-        ready: dict[str, Side] = {}
+        made = {name: backends.make(name) for name in names}
+        ready: dict[str, Backend] = {}
         outcomes: dict[str, list[Outcome]] = {}
         budget, peaks = Budget(self.seconds), memory.DevicePeaks(context.device)
         with ExitStack() as stack:
-            # Where the time is limited, sides that compile must not take it from the others.
+            # Where the time is limited, backends that compile must not take it from the others.
             for late in (False, True):
-                group = {name: (side, job) for name, side in made.items() if self._is_late(side) is late}
-                opened = open_sides(stack, group, context, record, budget, peaks)
+                group = {name: (backend, job) for name, backend in made.items() if self._is_late(backend) is late}
+                opened = open_backends(stack, group, context, record, budget, peaks)
                 ready |= opened
-                outcomes |= time_sides(opened, self.repetitions_in(context), context, record, budget, peaks)
-            record.compare(sides.pairs(side for name, side in ready.items() if name in outcomes))
+                outcomes |= time_backends(opened, self.repetitions_in(context), context, record, budget, peaks)
+            record.compare(backends.pairs(backend for name, backend in ready.items() if name in outcomes))
             self._note_peaks(record, peaks)
             self._finish(context, record, model)
             profile_missed(self.targets, context, record, ready)
@@ -246,32 +246,32 @@ class Generation(Workload):
             return None
         return outcomes[BASELINE][0].tokens
 
-    def _is_late(self, side: Side) -> bool:
-        return side.compiles and self.seconds is not None
+    def _is_late(self, backend: Backend) -> bool:
+        return backend.compiles and self.seconds is not None
 
     def _note_peaks(self, record: Record, peaks: memory.DevicePeaks) -> None:
         """Memory on a GPU, which is there whenever something has run on it."""
         for name, found in peaks.bytes.items():
-            if name in record.sides:
+            if name in record.backends:
                 record.memory[name] = {"peak_bytes": found, "peak_method": peaks.method}
         if {BASELINE, SUBJECT} <= set(record.memory):
             record.metrics["peak_ratio"] = peaks.bytes[SUBJECT] / peaks.bytes[BASELINE]
 
     def _finish(self, context: Context, record: Record, model: Any) -> None:
-        """Adds metrics of the workload's own, once the sides are timed."""
+        """Adds metrics of the workload's own, once the backends are timed."""
 
     def _measure_memory(self, context: Context, record: Record, digest: str) -> None:
         both = (BASELINE, SUBJECT)
-        for side in both:
-            context.log(f"memory of {side}")
+        for backend in both:
+            context.log(f"memory of {backend}")
             try:
-                record.memory[side] = memory.measure_in_process(self, side, str(context.device), context.threads)
+                record.memory[backend] = memory.measure_in_process(self, backend, str(context.device), context.threads)
             except RuntimeError as error:
                 record.errors.append(str(error))
                 continue
-            if record.memory[side]["digest"] != digest:
+            if record.memory[backend]["digest"] != digest:
                 record.identical = False
-                record.notes.append(f"the process that measured the memory of {side} generated other tokens")
+                record.notes.append(f"the process that measured the memory of {backend} generated other tokens")
         if len(record.memory) == len(both):
             unpatched, patched = record.memory[BASELINE], record.memory[SUBJECT]
             for metric, key in (
@@ -297,62 +297,62 @@ class Generation(Workload):
         }
 
 
-def open_sides(
+def open_backends(
     stack: ExitStack,
-    jobs: Mapping[str, tuple[Side, Job]],
+    jobs: Mapping[str, tuple[Backend, Job]],
     context: Context,
     record: Record,
     budget: Budget = UNLIMITED,
     peaks: memory.DevicePeaks | None = None,
-) -> dict[str, Side]:
-    """Sets the sides up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
+) -> dict[str, Backend]:
+    """Sets the backends up and warms them up. Those that cannot do the job are in `record.skipped`, with the reason.
 
     Args:
         stack: closes them.
-        jobs: the sides and what each has to do, by the name in the results.
+        jobs: the backends and what each has to do, by the name in the results.
         budget: of the time. What is not ready when it is spent is skipped.
         peaks: gets the memory on the device.
     """
     ready = {}
     peaks = peaks or memory.DevicePeaks(context.device)
-    for name, (side, job) in jobs.items():
-        stack.callback(side.close)
+    for name, (backend, job) in jobs.items():
+        stack.callback(backend.close)
         try:
             with budget.limit("getting ready"), peaks.of(name):
-                side.setup(job)
+                backend.setup(job)
                 start = time.perf_counter()
-                side.warm_up()
+                backend.warm_up()
         except Exception as error:
-            _skip(context, record, name, side, error)
+            _skip(context, record, name, backend, error)
             continue
-        side.warm_up_seconds = time.perf_counter() - start
-        context.log(f"{name} is ready, after {format_seconds(side.warm_up_seconds)} of warming up")
-        ready[name] = side
+        backend.warm_up_seconds = time.perf_counter() - start
+        context.log(f"{name} is ready, after {format_seconds(backend.warm_up_seconds)} of warming up")
+        ready[name] = backend
     return ready
 
 
-def time_sides(
-    ready: Mapping[str, Side],
+def time_backends(
+    ready: Mapping[str, Backend],
     repetitions: int,
     context: Context,
     record: Record,
     budget: Budget = UNLIMITED,
     peaks: memory.DevicePeaks | None = None,
 ) -> dict[str, list[Outcome]]:
-    """Runs the sides in turn, puts their times into the record, and returns what they did."""
+    """Runs the backends in turn, puts their times into the record, and returns what they did."""
     peaks = peaks or memory.DevicePeaks(context.device)
 
-    def one_run(name: str, side: Side) -> tuple[float, Outcome]:
+    def one_run(name: str, backend: Backend) -> tuple[float, Outcome]:
         fastgen.reset_stats()
         with budget.limit("a run"), peaks.of(name):
-            seconds, tokens = timed(lambda: side.run(side.job.workload.new_tokens), context.device)
-        if side.name not in (BASELINE, SUBJECT) and tuple(tokens.shape) != side.job.shape():
+            seconds, tokens = timed(lambda: backend.run(backend.job.workload.new_tokens), context.device)
+        if backend.name not in (BASELINE, SUBJECT) and tuple(tokens.shape) != backend.job.shape():
             # Less work than the others did: its time means nothing.
-            raise RuntimeError(f"it made tokens of shape {tuple(tokens.shape)} instead of {side.job.shape()}")
+            raise RuntimeError(f"it made tokens of shape {tuple(tokens.shape)} instead of {backend.job.shape()}")
         return seconds, Outcome(tokens.cpu(), fastgen.stats())
 
     results = alternate(
-        {name: partial(one_run, name, side) for name, side in ready.items()},
+        {name: partial(one_run, name, backend) for name, backend in ready.items()},
         repetitions,
         context.log,
         lambda name, error: _skip(context, record, name, ready[name], error),
@@ -361,16 +361,16 @@ def time_sides(
     for name, runs in results.items():
         if len(runs) < repetitions:
             context.log(f"{name} ran {len(runs)} times: the time is spent")
-        record.sides[name] = summary([seconds for seconds, _ in runs])
-        record.sides[name]["warm_up_seconds"] = ready[name].warm_up_seconds
+        record.backends[name] = summary([seconds for seconds, _ in runs])
+        record.backends[name]["warm_up_seconds"] = ready[name].warm_up_seconds
         if ready[name].version is not None:
-            record.sides[name]["version"] = ready[name].version
+            record.backends[name]["version"] = ready[name].version
     return {name: [outcome for _, outcome in runs] for name, runs in results.items()}
 
 
-def _skip(context: Context, record: Record, name: str, side: Side, error: Exception) -> None:
-    """Notes why a side has no results. Without one of the two main sides, the workload has failed."""
-    if side.name in (BASELINE, SUBJECT):
+def _skip(context: Context, record: Record, name: str, backend: Backend, error: Exception) -> None:
+    """Notes why a backend has no results. Without one of the two main backends, the workload has failed."""
+    if backend.name in (BASELINE, SUBJECT):
         raise error
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     expected = isinstance(error, (Unsupported, TimeoutError))
@@ -378,25 +378,25 @@ def _skip(context: Context, record: Record, name: str, side: Side, error: Except
     context.log(f"{name} is not measured: {record.skipped[name]}")
 
 
-def profile_missed(targets: Iterable[Target], context: Context, record: Record, ready: Mapping[str, Side]) -> None:
+def profile_missed(targets: Iterable[Target], context: Context, record: Record, ready: Mapping[str, Backend]) -> None:
     """Where the subject's time goes, and the least that it could be, if a target was missed on the CPU."""
     missed = any(target.judge(record.metrics)["met"] is False for target in targets)
     if missed and record.subject in ready and context.device.type == "cpu" and not context.quick:
         context.log(f"profile of {record.subject}")
-        side = ready[record.subject]
-        record.profile, record.floor = profile(lambda: side.run(side.job.workload.new_tokens))
+        backend = ready[record.subject]
+        record.profile, record.floor = profile(lambda: backend.run(backend.job.workload.new_tokens))
 
 
-def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]]) -> None:
-    """Whether each side ran the code that it stands for, and whether the subject was accelerated.
+def check_code(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+    """Whether each backend ran the code that it stands for, and whether the subject was accelerated.
 
     Raises:
-        RuntimeError: a side that is compared with FastGen ran FastGen's code.
+        RuntimeError: a backend that is compared with FastGen ran FastGen's code.
     """
     for name, runs in outcomes.items():
         for outcome in runs:
             if outcome.stats and not ready[name].fastgen:
-                raise RuntimeError(f"the unpatched side ran FastGen's code: {name}: {outcome.stats}")
+                raise RuntimeError(f"the unpatched backend ran FastGen's code: {name}: {outcome.stats}")
     for name, runs in outcomes.items():
         if ready[name].fastgen and name != record.subject and not all(_was_accelerated(run.stats) for run in runs):
             record.notes.append(f"{name} was not accelerated throughout: {runs[0].stats}")
@@ -406,36 +406,36 @@ def check_code(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str,
     expected = ready[record.subject].job.workload.entry_point
     for outcome in outcomes[record.subject]:
         counts = outcome.stats.get(expected, {})
-        if not counts.get("accelerated") or counts.get("fallback"):
+        if not counts.get("accelerated") or counts.get("fallback") or counts.get("not used"):
             record.accelerated = False
         for entry_point, entry in outcome.stats.items():
-            for reason, calls in entry["fallback"].items():
+            for reason, calls in {**entry["fallback"], **entry.get("not used", {})}.items():
                 reasons = record.fallbacks.setdefault(entry_point, {})
                 reasons[reason] = reasons.get(reason, 0) + calls
 
 
 def _was_accelerated(stats: Mapping[str, Any]) -> bool:
-    # Without a captured step a call is accelerated all the same; some sides are there to show by how much.
+    # Without a captured step a call is accelerated all the same; some backends are there to show by how much.
     entries = [entry for name, entry in stats.items() if name != CAPTURED_STEP]
     return any(entry["accelerated"] for entry in entries) and not any(entry["fallback"] for entry in entries)
 
 
-def check_tokens(record: Record, ready: Mapping[str, Side], outcomes: Mapping[str, list[Outcome]]) -> None:
-    """Whether every side made the tokens that it must make, and how many of the baseline's the others made.
+def check_tokens(record: Record, ready: Mapping[str, Backend], outcomes: Mapping[str, list[Outcome]]) -> None:
+    """Whether every backend made the tokens that it must make, and how many of the baseline's the others made.
 
-    Where the workload is not exact, no side must, and `record.identical` stays open.
+    Where the workload is not exact, no backend must, and `record.identical` stays open.
     """
     references = {ready[name].name: runs[0].tokens for name, runs in outcomes.items()}
     for name, runs in outcomes.items():
-        side = ready[name]
-        exact = side.job.workload.exact
-        reference = references.get(side.must_equal or "") if exact else None
+        backend = ready[name]
+        exact = backend.job.workload.exact
+        reference = references.get(backend.must_equal or "") if exact else None
         for number, outcome in enumerate(runs):
             if reference is not None and not torch.equal(outcome.tokens, reference):
                 record.identical = False
                 record.notes.append(f"run {number + 1} of {name}: {_difference(reference, outcome.tokens)}")
-        if not (exact and side.must_equal == BASELINE) and side.name != BASELINE and BASELINE in references:
-            end = -1 if side.forced_end else None
+        if not (exact and backend.must_equal == BASELINE) and backend.name != BASELINE and BASELINE in references:
+            end = -1 if backend.forced_end else None
             baseline = references[BASELINE][:, :end]
             same = [(baseline == outcome.tokens[:, :end]).all(dim=1).float().mean().item() for outcome in runs]
             record.same[name] = min(same)

@@ -1,17 +1,16 @@
 """Writes docs/support.md: what is accelerated and what falls back, found out by running the equivalence grid.
 
-    python docs/make_support_table.py            # writes docs/support.md, and the short table into README.md
-    python docs/make_support_table.py --check    # exit status 1 if either is out of date
+    python docs/make_support_table.py            # writes it
+    python docs/make_support_table.py --check    # exit status 1 if it is out of date
 
 Every model of tests/equivalence is run with every way of decoding, unpatched and patched. A cell is what
 `fastgen.stats()` counted; a case whose results differ stops the script. Nothing is written by hand but the names of the
-cases. In README.md the short table stands between the markers below; without the markers README.md is left alone.
+cases.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -32,7 +31,6 @@ from tests.equivalence.models import BY_NAME, FAMILIES, LONG, Family  # noqa: E4
 from tests.equivalence.others import OTHERS  # noqa: E402
 from tests.equivalence.test_fallbacks import CASES, WITHOUT_BEAMS  # noqa: E402
 
-BEGIN, END = "<!-- support -->", "<!-- /support -->"
 # Columns of the table: the name, and the cases of the grid that it stands for.
 COLUMNS = {
     "beam search": ["beam", "beam, 3 returned", "beam sampling"],
@@ -100,11 +98,10 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
-def make() -> tuple[str, str]:
-    """The text of docs/support.md, and the short table of README.md."""
+def make() -> str:
+    """The text of docs/support.md."""
     header = ["model", *COLUMNS]
-    required, fallbacks = model_rows(FAMILIES), fallback_rows()
-    page = f"""# What is accelerated
+    return f"""# What is accelerated
 
 Made by `python docs/make_support_table.py` from the equivalence tests, with transformers {transformers.__version__}.
 Every cell was run, unpatched and patched, with the same result. "original" means that the call ran on Transformers' own
@@ -115,7 +112,7 @@ input.
 
 The tests run them with FASTGEN_STRICT=1.
 
-{table(header, required)}
+{table(header, model_rows(FAMILIES))}
 
 ## Other models that the tests run
 
@@ -131,44 +128,26 @@ Run on BART, GPT-2 and Llama.
 
 ## What falls back
 
-{table(["case", "reason in `fastgen.stats()`"], fallbacks)}
+{table(["case", "reason in `fastgen.stats()`"], fallback_rows())}
 """
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in required:
-        alike.setdefault(tuple(cells), []).append(
-            re.sub("ForConditionalGeneration|ForCausalLM|LMHeadModel|MTModel|`", "", name)
-        )
-    short = table(["models", *COLUMNS], [[", ".join(names), *cells] for cells, names in alike.items()])
-    first = {reason: name for name, reason in reversed(fallbacks)}
-    return page, f"{short}\n\nWhat falls back: {', '.join(reversed(first.values()))}. All cases: docs/support.md."
-
-
-def with_table(readme: str, compact: str) -> str:
-    """README.md with the table between its markers, if it has them."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}\n{compact}\n{end}{after}" if begin and end else readme
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     kv.MIN_SHARED_BYTES = 0  # a tiny model's prefix would not be worth sharing
-    page, compact = make()
-    readme = ROOT / "README.md"
-    files = {ROOT / "docs" / "support.md": page}
-    if readme.exists():
-        files[readme] = with_table(readme.read_text(), compact)
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        print(f"{path.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
-        if not arguments.check:
-            path.write_text(files[path])
-    return 1 if arguments.check and stale else 0
+    path, page = ROOT / "docs" / "support.md", make()
+    if path.exists() and path.read_text() == page:
+        return 0
+    if arguments.check:
+        print("docs/support.md is out of date")
+        return 1
+    path.write_text(page)
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ Transformers itself is imported. `python -m fastgen` prints what is patched and 
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from fastgen import counters, patching, settings
+from fastgen import counters, kept, patching, settings
 from fastgen._version import __version__
 from fastgen.counters import FallbackError
 from fastgen.optimizer import fairseq as _fairseq
@@ -43,8 +42,10 @@ def enable(
     *,
     strict: bool | None = None,
     packed_weights: str | None = None,
-    cpu_weights: str | None = None,
+    weight_dtype: str | None = None,
+    linear_products: str | None = None,
     captured_step: str | None = None,
+    cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
@@ -53,34 +54,35 @@ def enable(
             is that of the environment variable FASTGEN_STRICT.
         packed_weights: how long the packed copies of a model's weights on the CPU live: "call", "keep" or "never" (see
             `fastgen.settings.Settings`); unchanged if None. The default is that of FASTGEN_PACKED_WEIGHTS, or "call".
-        cpu_weights: the precision of those copies: "fp32", or "int8" or "bf16", with which results are no longer those
-            of float32; unchanged if None. The default is that of FASTGEN_CPU_WEIGHTS, or "fp32".
+        weight_dtype: the type of those copies: "fp32", or "int8" or "bf16", with which results are no longer those
+            of float32; unchanged if None. The default is that of FASTGEN_WEIGHT_DTYPE, or "fp32".
+        linear_products: how products with weights on the CPU are chosen: "measured", the fastest on this machine, or
+            "fixed", with which a run can be repeated to the last bit (see `fastgen.settings.Settings`); unchanged if
+            None. The default is that of FASTGEN_LINEAR_PRODUCTS, or "measured".
         captured_step: whether decoding steps on a GPU are captured in a CUDA graph: "auto", where that serves, or
             "never"; unchanged if None. The default is that of FASTGEN_CAPTURED_STEP, or "auto".
+        cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:
+        TypeError: `weight_dtype` is given by both names.
         ValueError: a value is none of these, or two of them contradict each other.
     """
     changes = {
         "strict": strict,
         "packed_weights": packed_weights,
+        "weight_dtype": weight_dtype,
         "cpu_weights": cpu_weights,
+        "linear_products": linear_products,
         "captured_step": captured_step,
     }
-    settings.change(**{name: value for name, value in changes.items() if value is not None})
+    settings.change(**settings.renamed({name: value for name, value in changes.items() if value is not None}))
     _patches.enable()
 
 
 def disable() -> None:
     """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
     _patches.disable()
-    # Nothing was packed or captured where nothing was imported.
-    layers = sys.modules.get("fastgen.decoding.layers")
-    if layers is not None:
-        layers.FastLayers.drop_kept()
-    steps = sys.modules.get("fastgen.optimizer.transformers.captured.kept")
-    if steps is not None:
-        steps.drop_all()
+    kept.free_all()
 
 
 def disabled() -> AbstractContextManager[None]:
@@ -102,7 +104,9 @@ def stats() -> dict[str, dict[str, int | dict[str, int]]]:
     """What was accelerated and what fell back since the start or the last `reset_stats()`.
 
     Returns:
-        {entry point: {"accelerated": calls, "fallback": {reason: calls}}}.
+        {entry point: {"accelerated": calls, "fallback": {reason: calls}}}. "fallback" counts calls that went to the
+        original code. An entry point that calls can do without, such as "transformers.captured_step", also has "not
+        used": {reason: calls}, for calls that did without it and were accelerated all the same.
     """
     return counters.snapshot()
 

@@ -16,6 +16,7 @@ class FallbackError(RuntimeError):
 _lock = threading.Lock()
 _accelerated: Counter[str] = Counter()
 _fallbacks: dict[str, Counter[str]] = {}
+_not_used: dict[str, Counter[str]] = {}
 
 
 def count_accelerated(entry_point: str) -> None:
@@ -36,10 +37,10 @@ def count_fallback(entry_point: str, reason: str) -> None:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
 
 
-def count_left_out(entry_point: str, reason: str) -> None:
-    """One call does without `entry_point`, because of `reason`, and is accelerated all the same: no fallback."""
+def count_not_used(entry_point: str, reason: str) -> None:
+    """One call does without `entry_point` because of `reason`. That is no fallback: the call is accelerated anyway."""
     with _lock:
-        _fallbacks.setdefault(entry_point, Counter())[reason] += 1
+        _not_used.setdefault(entry_point, Counter())[reason] += 1
 
 
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
@@ -64,12 +65,15 @@ def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None
 
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
-    """{entry point: {"accelerated": calls, "fallback": {reason: calls}}} since the start or the last reset."""
+    """The counts since the start or the last reset, as `fastgen.stats()` returns them."""
     with _lock:
-        return {
+        found: dict[str, dict[str, int | dict[str, int]]] = {
             name: {"accelerated": _accelerated[name], "fallback": dict(_fallbacks.get(name, {}))}
-            for name in sorted({*_accelerated, *_fallbacks})
+            for name in sorted({*_accelerated, *_fallbacks, *_not_used})
         }
+        for name, reasons in _not_used.items():
+            found[name]["not used"] = dict(reasons)
+        return found
 
 
 def reset() -> None:
@@ -77,3 +81,4 @@ def reset() -> None:
     with _lock:
         _accelerated.clear()
         _fallbacks.clear()
+        _not_used.clear()

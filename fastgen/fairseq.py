@@ -16,7 +16,8 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import fastgen
 from fastgen import settings
@@ -40,6 +41,20 @@ def missing() -> str | None:
 def silence() -> None:
     """Leaves out warnings about FairSeq's own code, about which its users can do nothing. For a command's process."""
     warnings.filterwarnings("ignore", rf"\s*({_WARNINGS})")
+
+
+@contextlib.contextmanager
+def fast_layers(models: Iterable[Any]) -> Iterator[None]:
+    """Inside this block layers of models (torch modules) on the CPU have FastGen's faster form.
+
+    For what calls models without generating, such as `fairseq-eval-lm`. `generate` has them anyway.
+    """
+    from fastgen.decoding.layers import FastLayers
+
+    with contextlib.ExitStack() as layers:
+        for model in models:
+            layers.enter_context(FastLayers.of(model))
+        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,13 +96,13 @@ def _weights() -> list[str]:
         "keep": ["packed_weights is keep: weights that are written to through parameter.data go unnoticed"],
         "never": ["packed_weights is never: linear layers run on torch's own products"],
     }[settings.current().packed_weights]
-    wanted = settings.current().cpu_weights
+    wanted = settings.current().weight_dtype
     if wanted == "fp32":
         return notes
-    reason = unavailable(wanted)
+    reason = unavailable(wanted, settings.current().linear_products == "measured")
     if reason is not None:
-        return [*notes, f"cpu_weights is {wanted}, but {reason}: weights stay in float32"]
-    return [*notes, f"cpu_weights is {wanted}: results on the CPU are not those of float32"]
+        return [*notes, f"weight_dtype is {wanted}, but {reason}: weights stay in float32"]
+    return [*notes, f"weight_dtype is {wanted}: results on the CPU are not those of float32"]
 
 
 def _samples() -> list[str]:

@@ -10,12 +10,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from fastgen_cli.shared import DONE, INTERRUPTED, SETUP, UsageError, fail, model_of_its_own, reported, timing_line
+from fastgen_cli.shared import (
+    DONE,
+    SETUP,
+    UsageError,
+    allow_interrupts,
+    check_stream,
+    fail,
+    interrupts_end,
+    model_of_its_own,
+    renamed,
+    reported,
+    standard_streams,
+    timing_line,
+)
 
 GENERATE, INTERACTIVE, EVAL_LM = "fastgen-generate-for-fairseq", "fastgen-interactive-for-fairseq", "fastgen-eval-lm"
 GENERATE_ANY = "fastgen-generate"
@@ -61,6 +75,7 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
         from fastgen.pipeline import fairseq
         from fastgen.pipeline.fairseq.files import dictionaries_of
 
+        check_stream("stdin", source == "-")
         cfg.task.data = dictionaries_of(model)
         _write_records(fairseq.interact, cfg, own, output, overwrite)
 
@@ -78,9 +93,11 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:
     """Runs a command of FairSeq's with its lines in a work file, and makes the output from what it printed."""
-    from fastgen.pipeline.fairseq.commands import log_to
+    from fastgen.pipeline.fairseq.command import log_to
     from fastgen.pipeline.fairseq.files import Records
 
+    check_stream("stdout", output == "-")
+    allow_interrupts()
     log_to(sys.stderr)
     records = Records(output, overwrite)
     try:
@@ -115,23 +132,21 @@ def _command(
         own, cfg = _parse(program, words, make_parser)
         with (
             model_of_its_own(),
-            settings.changed(cpu_weights=own.cpu_weights),
+            settings.changed(weight_dtype=own.weight_dtype),
             fastgen.disabled() if own.no_fastgen else contextlib.nullcontext(),
         ):
             run(cfg, own)
         return DONE
 
-    try:
+    with standard_streams(), interrupts_end(program):
         return reported(program, work, debug="--debug" in words)
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; what was finished has been printed", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _parse(
     program: str, words: Sequence[str], make_parser: Callable[[], argparse.ArgumentParser]
 ) -> tuple[argparse.Namespace, Any]:
     """FastGen's own options, and the configuration that FairSeq makes of all others."""
+    words = renamed(program, words)
     # FairSeq looks for --user-dir there.
     sys.argv = [program, *words]
     from fairseq import options
@@ -149,16 +164,16 @@ def _parse(
         help="processes that put outputs into words; 0: a thread (default: a quarter of the cores, 1 to 4)",
     )
     group.add_argument(
-        "--cpu-weights",
-        choices=settings.CPU_WEIGHTS,
-        default=settings.current().cpu_weights,
+        "--weight-dtype",
+        choices=settings.WEIGHT_DTYPES,
+        default=settings.current().weight_dtype,
         help="int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
     )
     group.add_argument("--no-fastgen", action="store_true", help="run FairSeq's own generation, for comparison")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.error = _usage_error  # type: ignore[method-assign]
-    args = options.parse_args_and_arch(parser, list(words))
-    names = ("postprocess_workers", "cpu_weights", "no_fastgen", "debug")
+    args = options.parse_args_and_arch(parser, words)
+    names = ("postprocess_workers", "weight_dtype", "no_fastgen", "debug")
     own = argparse.Namespace(**{name: vars(args).pop(name) for name in names})
     own.no_fastgen |= settings.current().disabled
     try:
@@ -210,12 +225,15 @@ def _eval_lm_parser() -> argparse.ArgumentParser:
 def _generate(cfg: Any, own: argparse.Namespace) -> None:
     from fastgen.pipeline import fairseq
 
-    _summary(cfg, fairseq.generate(cfg, own.postprocess_workers))
+    check_stream("stdout", cfg.common_eval.results_path is None)
+    _summary(cfg, fairseq.generate(cfg, own.postprocess_workers, begins=allow_interrupts))
 
 
 def _interact(cfg: Any, own: argparse.Namespace) -> None:
     from fairseq.distributed import utils as distributed
 
+    check_stream("stdin", cfg.interactive.input == "-")
+    check_stream("stdout", True)
     # Models that are spread over several processes are started there.
     distributed.call_main(cfg, _interact_here, workers=own.postprocess_workers)
 
@@ -223,12 +241,14 @@ def _interact(cfg: Any, own: argparse.Namespace) -> None:
 def _interact_here(cfg: Any, workers: int | None) -> None:
     from fastgen.pipeline import fairseq
 
-    _summary(cfg, fairseq.interact(cfg, workers))
+    _summary(cfg, fairseq.interact(cfg, workers, begins=allow_interrupts))
 
 
 def _evaluate(cfg: Any, own: argparse.Namespace) -> None:
     from fastgen.pipeline import fairseq
 
+    # The numbers go to the log: to standard output, unless a module of FairSeq's has set up a log on standard error.
+    check_stream("stderr" if logging.getLogger().handlers else "stdout", True)
     fairseq.evaluate(cfg)
 
 

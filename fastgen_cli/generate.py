@@ -7,14 +7,32 @@ be set up, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from fastgen.pipeline import generation_fields
+from fastgen.pipeline.settings import RunOptions
 from fastgen_cli import fairseq
-from fastgen_cli.shared import DONE, INTERRUPTED, SKIPPED, UsageError, model_of_its_own, reported, timing_line
+from fastgen_cli.shared import (
+    DONE,
+    INTERRUPTED,
+    SKIPPED,
+    UsageError,
+    allow_interrupts,
+    check_stream,
+    fail,
+    interrupts_end,
+    model_of_its_own,
+    renamed,
+    reported,
+    standard_streams,
+    timing_line,
+)
 
 PROGRAM = "fastgen-generate"
 
@@ -24,9 +42,9 @@ inputs:   .txt (or any other name): a sample a line; .jsonl, .csv, .tsv, .parque
 outputs:  .txt (or any other name): the best output of each record on the line of the same number, line breaks within
           it replaced by spaces, an empty line for a skipped record; .jsonl and .parquet: id, input, text, sequences,
           scores, input_tokens, output_tokens, without the skipped records; - is standard output (lines of text)
-errors:   records that cannot be done (empty, too long, no string, invalid UTF-8, missing column, refused by the model)
-          are reported with their line number in OUTPUT.errors.jsonl (until the run is complete, in
-          OUTPUT.errors.jsonl.partial) and skipped, unless --strict
+errors:   bad records (empty, too long, no string, invalid UTF-8, a row of a damaged CSV or JSON file, missing column,
+          refused by the model) are reported with their line number in OUTPUT.errors.jsonl (until the run is complete,
+          in OUTPUT.errors.jsonl.partial) and skipped, unless --strict
 resuming: work is kept in OUTPUT.partial until the output is complete; after an interrupt or a kill the same command
           with --resume continues, and ends in the same file as a run that was not interrupted
 replacing: OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report are replaced only with --overwrite,
@@ -38,120 +56,28 @@ repeating: batches depend on the input and the options alone, and every batch ha
 FairSeq:  MODEL may be a checkpoint of FairSeq's (.pt, several separated by :) and INPUT a directory of
           fairseq-preprocess, or a text where the dictionaries are beside the checkpoint; options are those of
           fairseq-generate then, and OUTPUT is .txt or .jsonl. DATA --path MODEL ... prints what fairseq-generate does
-status:   0 all records done, 1 some were skipped, 2 the run could not be set up, 130 interrupted
+status:   0 all records done, 1 some were skipped, 2 the run could not be done, 130 interrupted
 
 Names of the Transformers example scripts are understood (--num_beams, --source_prefix, --text_column, --bs, ...).
 """
 
-# (names, settings field, keyword arguments of add_argument)
-_Option = tuple[tuple[str, ...], str, dict[str, Any]]
 
-_DATA: list[_Option] = [
-    (("--input-column", "--text-column"), "input_column", {"help": "column to read; a.b is field b of column a"}),
-    (("--id-column",), "id_column", {"help": "column that names the records in the output (default: 0, 1, 2, ...)"}),
-    (("--input-format",), "input_format", {"help": "txt, jsonl, csv, tsv, parquet or dataset (default: by the name)"}),
-    (("--output-format",), "output_format", {"help": "txt, jsonl or parquet (default: by the name)"}),
-    (
-        ("--dataset-config", "--dataset-config-name"),
-        "dataset_config",
-        {"help": "configuration of the data set INPUT names"},
-    ),
-    (("--split",), "split", {"help": "split of the data set (default: test, validation, or the only one)"}),
-    (
-        ("--limit", "--n-obs", "--max-eval-samples", "--max-predict-samples"),
-        "limit",
-        {"type": int, "help": "do only the first N records"},
-    ),
-    (
-        ("--overwrite",),
-        "overwrite",
-        {
-            "help": "replace OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report when the run is "
-            "complete, and drop what an interrupted run has left"
-        },
-    ),
-    (("--resume",), "resume", {"help": "continue the interrupted run for this OUTPUT"}),
-    (("--strict",), "strict", {"help": "stop at the first bad record"}),
-    (("--token-ids",), "token_ids", {"help": "also write the generated token ids (.jsonl, .parquet)"}),
-]
-_TASK: list[_Option] = [
-    (
-        ("--task",),
-        "task",
-        {
-            "help": "auto, text2text, text-generation, translation, summarization, or a name in the model's "
-            "task_specific_params, whose prefix and options are then used (default: auto)"
-        },
-    ),
-    (("--prefix", "--source-prefix"), "prefix", {"help": "text put before every input"}),
-    (("--src-lang", "--source-lang"), "src_lang", {"help": "source language, for multilingual models"}),
-    (("--tgt-lang", "--target-lang"), "tgt_lang", {"help": "target language, for multilingual models"}),
-    (
-        ("--max-source-length",),
-        "max_source_length",
-        {"type": int, "help": "truncate inputs to N tokens (prompts of decoder-only models keep their end)"},
-    ),
-    (("--truncation",), "truncation", {"help": "truncate inputs that are too long for the model instead of skipping"}),
-    (("--include-prompt",), "include_prompt", {"help": "decoder-only models: put the prompt before the new text"}),
-    (("--detokenizer",), "detokenizer", {"help": "moses: detokenise the outputs with sacremoses"}),
-    (("--lang",), "lang", {"help": "language of the detokenizer (default: --tgt-lang, or en)"}),
-]
-_RUN: list[_Option] = [
-    (("--device",), "device", {"help": "torch device (default: cuda where there is one, otherwise cpu)"}),
-    (("--dtype",), "dtype", {"help": "fp32, fp16 or bf16 (default: fp32)"}),
-    (
-        ("--cpu-weights",),
-        "cpu_weights",
-        {"help": "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)"},
-    ),
-    (
-        ("--batch-size", "--bs", "--per-device-eval-batch-size"),
-        "batch_size",
-        {"help": "rows in a batch, or auto for what the free memory has room for (default: 16)"},
-    ),
-    (
-        ("--max-tokens",),
-        "max_tokens",
-        {"type": int, "help": "at most N input tokens in a batch, padding included"},
-    ),
-    (
-        ("--workers",),
-        "workers",
-        {"type": int, "help": "processes for detokenising and metrics (default: a quarter of the cores, 1 to 4)"},
-    ),
-    (("--seed",), "seed", {"type": int, "help": "seed for sampling (default: 42)"}),
-    (("--trust-remote-code",), "trust_remote_code", {"help": "run code that comes with the model"}),
-    (("--quiet",), "quiet", {"help": "no progress and no summary"}),
-]
-_SCORES: list[_Option] = [
-    (("--reference", "--reference-path"), "reference", {"help": "file of references, a line each"}),
-    (("--reference-column", "--summary-column"), "reference_column", {"help": "column of INPUT with the references"}),
-    (
-        ("--metrics",),
-        "metrics",
-        {"help": "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"},
-    ),
-    (("--score-path",), "score_path", {"help": "write the metrics to this JSON file"}),
-    (("--report",), "report", {"help": "write timing, memory and counts to this JSON file"}),
-]
-_GROUPS = [("data", _DATA), ("task", _TASK), ("running", _RUN), ("scores", _SCORES)]
-_BOOLEAN = {
-    "overwrite", "resume", "strict", "token_ids", "truncation", "include_prompt", "trust_remote_code", "quiet",
-}  # fmt: skip
-_WORDS = ("true", "false", "none", "null")
+_METAVARS = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "json": "JSON"}
+_WORDS = ("true", "false", "none", "null", "never")
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports an error as one line, without a page of options above it."""
 
+    generation: Any  # the group of generation options
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
-    """The parser, and for each option of `GenerationConfig` the field that it sets."""
+def build_parser() -> _Parser:
+    """The parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
     from fastgen import __version__
-    from fastgen.pipeline.generation_fields import generation_fields
 
     parser = _Parser(
         prog=PROGRAM,
@@ -160,79 +86,80 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, str]]:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    taken: set[str] = {"--version", "--help"}
-    for title, options in _GROUPS:
-        group = parser.add_argument_group(title)
-        for names, target, keywords in options:
-            flag: dict[str, Any] = {"metavar": names[0].split("-")[-1].upper()}
-            if target in _BOOLEAN:
-                flag = {"action": "store_true"}
-            group.add_argument(*names, dest=target, default=argparse.SUPPRESS, **flag, **keywords)
-            taken.update(names)
+    _add_settings(parser)
     group = parser.add_argument_group("FastGen")
     group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
-    group.add_argument("--fp16", dest="dtype", action="store_const", const="fp16", default=argparse.SUPPRESS,
-                       help="the same as --dtype fp16")  # fmt: skip
-    group.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default=argparse.SUPPRESS,
-                       help="the same as --dtype bf16")  # fmt: skip
+    for dtype in ("fp16", "bf16"):
+        about = f"the same as --dtype {dtype}"
+        group.add_argument(f"--{dtype}", dest="dtype", action="store_const", const=dtype, help=about)
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    taken |= {"--no-fastgen", "--fp16", "--bf16", "--debug", "--generation-config"}
-
-    group = parser.add_argument_group(
+    parser.generation = parser.add_argument_group(
         "generation",
-        "Every field of GenerationConfig; the model's own value applies where an option is not given. Lists and "
-        "dictionaries are JSON, none unsets a value, and --no-X is --X false.",
+        "Every field of GenerationConfig, which the documentation of Transformers describes. The model's own value "
+        "applies where an option is not given. Lists and dictionaries are JSON, none unsets a value, and --no-X is "
+        "--X false.",
     )
-    group.add_argument("--generation-config", metavar="FILE", default=argparse.SUPPRESS,
-                       help="JSON file of fields; options override it")  # fmt: skip
-    fields: dict[str, str] = {}
-    for field in generation_fields():
-        option = "--" + field.name.replace("_", "-")
-        if option in taken:
-            option = "--generation-" + option[2:]
-        group.add_argument(
-            option,
-            dest=option,
-            type=_parsed_by(field.parse),
-            default=argparse.SUPPRESS,
-            metavar=_metavar(field.types),
-            help=field.description.replace("%", "%%") or None,
-        )
-        fields[option] = field.name
-        if field.is_flag:
-            negated = "--no-" + option[2:]
-            group.add_argument(
-                negated,
-                dest=option,
-                action="store_const",
-                const=False,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
-    return parser, fields
+    parser.generation.add_argument(
+        "--generation-config", metavar="FILE", help="JSON file of fields; options override it"
+    )
+    for name in generation_fields.TYPES:
+        _add_generation(parser, name)
+    return parser
 
 
-def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options that `RunOptions` declares."""
+    group: Any = parser
+    for field in dataclasses.fields(RunOptions):
+        about = field.metadata
+        if not about:
+            continue
+        if about["group"]:
+            group = parser.add_argument_group(about["group"])
+        names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
+        if field.type == "bool":
+            group.add_argument(*names, dest=field.name, action="store_true", help=about["help"])
+            continue
+        usual: Callable[[str], Any] = int if str(field.type).startswith("int") else str
+        kind = {"batch_size": _number_or_word, "metrics": _listed}.get(field.name, usual)
+        metavar = "N" if kind is int else field.name.split("_")[-1].upper()
+        group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=about["help"])
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+def _add_generation(parser: _Parser, name: str) -> None:
+    """The option of a field of `GenerationConfig`."""
+
     def convert(text: str) -> Any:
         try:
-            return parse(text)
+            return generation_fields.parse(name, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return convert
+    option = "--" + name.replace("_", "-")
+    types = generation_fields.TYPES.get(name, ())
+    metavar = "|".join(word for kind, word in _METAVARS.items() if kind in types) or "VALUE"
+    parser.generation.add_argument(option, dest=option, type=convert, metavar=metavar)
+    if generation_fields.is_flag(name):
+        parser.generation.add_argument(
+            f"--no-{option[2:]}", dest=option, action="store_const", const=False, help=argparse.SUPPRESS
+        )
 
 
-def _metavar(types: frozenset[str]) -> str:
-    names = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "json": "JSON"}
-    return "|".join(names[name] for name in names if name in types) or "VALUE"
-
-
-def normalise(arguments: Sequence[str], flags: set[str], values: Sequence[str] = ()) -> list[str]:
+def normalise(arguments: Sequence[str], flags: set[str]) -> list[str]:
     """Options as the parser wants them: `-` for `_` in names, and flags with their value attached.
 
     A flag of `GenerationConfig` may stand alone or before `true` or `false`; which of the two cannot be left to the
@@ -254,7 +181,7 @@ def normalise(arguments: Sequence[str], flags: set[str], values: Sequence[str] =
         name = name.replace("_", "-")
         if name in flags and not equals:
             value = "true"
-            if position < len(words) and words[position].lower() in (*_WORDS, *values):
+            if position < len(words) and words[position].lower() in _WORDS:
                 value = words[position]
                 position += 1
             result.append(f"{name}={value}")
@@ -263,65 +190,62 @@ def normalise(arguments: Sequence[str], flags: set[str], values: Sequence[str] =
     return result
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The command line as a namespace and the generation options in it. Raises `UsageError`."""
-    parser, fields = build_parser()
-    flags = {option for option in fields if f"--no-{option[2:]}" in parser._option_string_actions}
-    namespace, unknown = parser.parse_known_args(normalise(arguments, flags, values=("never",)))
+def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings and the generation options of a command line. Raises `UsageError`."""
+    parser = build_parser()
+    flags = {"--" + name.replace("_", "-") for name in generation_fields.TYPES if generation_fields.is_flag(name)}
+    words = renamed(PROGRAM, normalise(arguments, flags))
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in parser._option_string_actions:
+            name = option[2:].replace("-", "_")
+            if not generation_fields.is_field(name):
+                near = difflib.get_close_matches(option, list(parser._option_string_actions), n=1)
+                raise UsageError(f"unknown option {option}" + (f": did you mean {near[0]}?" if near else ""))
+            _add_generation(parser, name)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        word = unknown[0].partition("=")[0]
-        if not word.startswith("-"):
-            raise UsageError(f"unexpected argument {word!r}: MODEL INPUT OUTPUT are given already")
-        near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
-        raise UsageError(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
-    generation = {field: vars(namespace).pop(option) for option, field in fields.items() if option in vars(namespace)}
-    if "batch_size" in namespace and namespace.batch_size != "auto":
-        try:
-            namespace.batch_size = int(namespace.batch_size)
-        except ValueError:
-            raise UsageError(f"--batch-size is {namespace.batch_size!r}: give a number or auto") from None
-    if "metrics" in namespace:
-        namespace.metrics = tuple(name for name in namespace.metrics.replace(",", " ").split())
-    return namespace, generation
+        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+        raise UsageError(f"{what} {unknown[0]!r}: MODEL INPUT OUTPUT are given already")
+    given = vars(namespace)
+    generation = {name[2:].replace("-", "_"): given.pop(name) for name in list(given) if name.startswith("--")}
+    return given, generation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    of_fairseq = fairseq.recognised(words)
-    if of_fairseq is not None:
-        return of_fairseq()
 
     def work() -> int:
-        namespace, generation = parse(words)
-        return _run(namespace, generation, words)
+        of_fairseq = fairseq.recognised(words)
+        return _run(words) if of_fairseq is None else of_fairseq()
 
-    try:
+    with standard_streams(), interrupts_end(PROGRAM):
         return reported(PROGRAM, work, debug="--debug" in words)
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
-def _run(namespace: argparse.Namespace, generation: dict[str, Any], words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     import fastgen
-    from fastgen.pipeline import Settings, run
+    from fastgen.pipeline import run
 
-    given = vars(namespace).copy()
-    given.pop("debug")
-    if given.pop("no_fastgen"):
+    given, generation = parse(words)
+    given.pop("debug", None)
+    if given.pop("no_fastgen", False):
         fastgen.disable()
-    settings = Settings(generation=generation, **given)
+    settings = RunOptions(generation=generation, **given)
+    check_stream("stdin", settings.from_stdin)
+    check_stream("stdout", settings.to_stdout)
     try:
         with model_of_its_own():
-            report = run(settings)
+            report = run(settings, begins=allow_interrupts)
     except KeyboardInterrupt:
         if settings.to_stdout or not settings.partial_path.exists():
             raise
-        again = [word for word in words if word not in ("--resume",)]
-        print(f"{PROGRAM}: interrupted; to continue: {PROGRAM} {shlex.join([*again, '--resume'])}", file=sys.stderr)
-        return INTERRUPTED
-    if not settings.quiet:
+        again = shlex.join([*(word for word in words if word != "--resume"), "--resume"])
+        return fail(PROGRAM, f"interrupted; to continue: {PROGRAM} {again}", INTERRUPTED)
+    if report.resumed_samples and not report.batches:
+        print(f"{PROGRAM}: all records were done before: the output is complete", file=sys.stderr)
+    elif not settings.quiet:
         print(_summary(report), file=sys.stderr)
     if report.metrics and not (settings.quiet and settings.score_path):
         print("  ".join(f"{name} {score:.2f}" for name, score in report.metrics.items()), file=sys.stderr)

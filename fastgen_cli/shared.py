@@ -1,13 +1,18 @@
-"""What the commands have in common: exit statuses, errors on one line, and the line about waiting."""
+"""What the commands have in common: exit statuses, errors on one line, interrupts, and closed streams."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
+# Names that options had, and their names now.
+_RENAMED = {"--cpu-weights": "--weight-dtype"}
 
 
 class UsageError(Exception):
@@ -20,6 +25,19 @@ def fail(program: str, message: str, status: int) -> int:
     return status
 
 
+def renamed(program: str, words: Sequence[str]) -> list[str]:
+    """The words of a command line with the names that options have now. Each old one gets a line on standard error."""
+    options = list(words)
+    for position, word in enumerate(options):
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if name in _RENAMED:
+            print(f"{program}: DeprecationWarning: {name} is now called {_RENAMED[name]}", file=sys.stderr)
+            options[position] = _RENAMED[name] + equals + value
+    return options
+
+
 def reported(program: str, work: Callable[[], int], debug: bool) -> int:
     """The status that `work` returns, or that of the error that ended it, which is reported on one line.
 
@@ -28,6 +46,8 @@ def reported(program: str, work: Callable[[], int], debug: bool) -> int:
     """
     try:
         return work()
+    except KeyboardInterrupt:
+        return fail(program, "interrupted", INTERRUPTED)
     except UsageError as error:
         return fail(program, f"{error} (--help lists the options)", SETUP)
     except Exception as error:
@@ -44,12 +64,86 @@ def reported(program: str, work: Callable[[], int], debug: bool) -> int:
 
 
 @contextlib.contextmanager
+def interrupts_end(program: str) -> Iterator[None]:
+    """Inside this block Ctrl-C ends the process with one line and status 130, until `allow_interrupts` is called.
+
+    Imports take seconds, and libraries catch a KeyboardInterrupt or print it where it cannot be raised. Nothing is
+    half-written then, so the process can end on the spot.
+    """
+
+    def end(*_: object) -> None:
+        os.write(2, f"{program}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    # Whoever has a handler of their own, or runs this in a thread, keeps what they have.
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _interrupts_before.append(before)
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        allow_interrupts()
+
+
+# The handler of Ctrl-C to go back to, while `interrupts_end` has its own.
+_interrupts_before: list[Any] = []
+
+
+def allow_interrupts() -> None:
+    """From now on Ctrl-C is an exception again; see `interrupts_end`."""
+    if _interrupts_before:
+        signal.signal(signal.SIGINT, _interrupts_before.pop())
+
+
+_closed: set[str] = set()
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Inside this block the standard streams are there: one that was closed is the null device.
+
+    Without, printing would fail, and a file that is opened later would be given the number of the closed stream.
+    """
+    streams = {
+        name: mode for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")) if not getattr(sys, name)
+    }
+    for name, mode in streams.items():
+        setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (closed below)
+    _closed.update(streams)
+    try:
+        yield
+    finally:
+        for name in streams:
+            getattr(sys, name).close()
+            setattr(sys, name, None)
+        _closed.clear()
+
+
+def check_stream(name: str, needed: bool) -> None:
+    """Raises `UsageError` where a standard stream is needed that was closed when the command began."""
+    if needed and name in _closed:
+        raise UsageError(f"{name} is closed: give a file")
+
+
+@contextlib.contextmanager
 def model_of_its_own() -> Iterator[None]:
-    """Inside this block packed weights live as long as the model: nobody writes to its weights between two batches."""
+    """Settings for a model that nobody else uses, whose output can be repeated to the last digit.
+
+    Packed weights live as long as the model, because nobody writes to its weights between two batches. The products of
+    linear layers are chosen by fixed rules. What the user asked for otherwise stays.
+    """
     from fastgen import settings
 
-    asked_for = settings.current().packed_weights != "call" or bool(os.environ.get("FASTGEN_PACKED_WEIGHTS"))
-    with contextlib.nullcontext() if asked_for else settings.changed(packed_weights="keep"):
+    now = settings.current()
+    changes = {}
+    if now.packed_weights == "call" and not os.environ.get("FASTGEN_PACKED_WEIGHTS"):
+        changes["packed_weights"] = "keep"
+    if not os.environ.get("FASTGEN_LINEAR_PRODUCTS"):
+        changes["linear_products"] = "fixed"
+    with settings.changed(**changes):
         yield
 
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import settings
 
-# A shared or cold machine makes any single case slow; that is not a failure. CI tries the same cases each time.
-settings.register_profile("fastgen", deadline=None, derandomize=bool(os.environ.get("CI")))
+from tests import near_ties
+
+_NEAR_TIE = "near-tie"
+
+# A shared or cold machine makes any single case slow; that is not a failure. Every run tries the same cases; others are
+# tried with --hypothesis-profile=explore.
+settings.register_profile("fastgen", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("fastgen")
 
 # Triton runs kernels on a CPU in its interpreter. It decides that when it is imported, which toolkits do, and so do the
 # other conftest files: before there are options.
 if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Processes that share out the tests leave each other a core, and so does what they start.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
 
 # What tests measure while others run is nothing to remember.
 os.environ.setdefault("FASTGEN_CACHE", "")
@@ -31,6 +33,44 @@ os.environ.setdefault("FASTGEN_CACHE", "")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device that the tests run on: cpu (default), cuda, cuda:1, ...")
     parser.addoption("--captured", action="store_true", help="equivalence tests run with a simulated captured step")
+    parser.addoption("--threads", type=int, help="threads of torch, here and in processes that tests start")
+    parser.addoption("--onednn", choices=["on", "off"], default="on", help="whether torch uses oneDNN (on by default)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    threads = config.getoption("--threads")
+    if threads is None and "PYTEST_XDIST_WORKER" in os.environ:
+        # Processes that share out the tests leave each other a core, and so does what they start.
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    torch.backends.mkldnn.set_flags(config.getoption("--onednn") == "on")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return (
+        f"torch {torch.__version__}: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
+        f"oneDNN {config.getoption('--onednn')}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def near_ties_are_counted(record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near-ties go into the report of their test, which also processes that share out the tests hand on."""
+    monkeypatch.setattr(near_ties, "report", lambda line: record_property(_NEAR_TIE, line))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    found = [
+        f"{report.nodeid}: {line}"
+        for report in terminalreporter.getreports("passed")
+        for name, line in report.user_properties
+        if name == _NEAR_TIE
+    ]
+    if found:
+        terminalreporter.section(f"{len(found)} near-ties in {len({line.split(': ')[0] for line in found})} tests")
+        terminalreporter.write_line("\n".join(found))
 
 
 @pytest.fixture(scope="session")

@@ -94,6 +94,7 @@ class RecordedGraph:
         finally:
             recorder.put_back()
         self._operations, self._storages, self._captured = recorder.operations, recorder.storages, True
+        self._memory = _Memory(recorder.operations, recorder.storages)
         return result
 
     @property
@@ -110,27 +111,58 @@ class RecordedGraph:
         """
         if not self._captured:
             raise RuntimeError("replay before capture")
-        memory = _Memory([_alive(storage) for storage in self._storages])
-        for operation in self._operations:
-            _execute(operation, memory)
+        storages = [_alive(storage) for storage in self._storages]
+        with self._memory.filled(storages) as values:
+            for operation, arguments in zip(self._operations, self._memory.arguments, strict=True):
+                _execute(operation, arguments, values, storages)
 
 
 class _Memory:
-    """Tensors made from places, for the time of one replay."""
+    """The tensors and constants of a graph's operators in one list, so that a replay makes each tensor once at most.
 
-    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
-        self.storages = storages
-        self._tensors: dict[_Place, Tensor] = {}
+    Attributes:
+        arguments: what each operator is called with, positional and named, with places in the list as leaves.
+    """
 
-    def __call__(self, leaf: _Place | _Constant) -> Any:
-        if isinstance(leaf, _Constant):
-            return leaf.value
-        tensor = self._tensors.get(leaf)
-        if tensor is None:
-            tensor = torch.empty(0, dtype=leaf.dtype)
-            tensor.set_(self.storages[leaf.storage], leaf.offset, leaf.size, leaf.stride)
-            self._tensors[leaf] = tensor
-        return tensor
+    def __init__(self, operations: list[_Operation], storages: list[torch.UntypedStorage | StorageWeakRef]) -> None:
+        self._places: dict[_Place, int] = {}
+        self._values: list[Any] = []
+        self._of_others: list[_Place] = []
+        self.arguments: list[tuple[tuple, dict]] = []
+        for operation in operations:
+            numbers = [self._number(leaf, storages) for leaf in operation.leaves]
+            self.arguments.append(tree_unflatten(numbers, operation.structure))
+
+    def _number(self, leaf: _Place | _Constant, storages: list[torch.UntypedStorage | StorageWeakRef]) -> int:
+        if isinstance(leaf, _Place):
+            number = self._places.setdefault(leaf, len(self._values))
+            if number < len(self._values):
+                return number
+            storage = storages[leaf.storage]
+            if isinstance(storage, torch.UntypedStorage):
+                self._values.append(_tensor(leaf, storage))
+            else:
+                self._of_others.append(leaf)
+                self._values.append(None)
+        else:
+            self._values.append(leaf.value)
+        return len(self._values) - 1
+
+    @contextlib.contextmanager
+    def filled(self, storages: list[torch.UntypedStorage]) -> Iterator[list[Any]]:
+        """The list, for one replay: memory of others is not held beyond it."""
+        for place in self._of_others:
+            self._values[self._places[place]] = _tensor(place, storages[place.storage])
+        try:
+            yield self._values
+        finally:
+            for place in self._of_others:
+                self._values[self._places[place]] = None
+
+
+@torch.inference_mode()
+def _tensor(place: _Place, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
 
 
 def _alive(storage: torch.UntypedStorage | StorageWeakRef) -> torch.UntypedStorage:
@@ -141,18 +173,29 @@ def _alive(storage: torch.UntypedStorage | StorageWeakRef) -> torch.UntypedStora
     return torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
 
-def _execute(operation: _Operation, memory: _Memory) -> None:
+def _execute(
+    operation: _Operation, arguments: tuple[tuple, dict], values: list[Any], storages: list[torch.UntypedStorage]
+) -> None:
     if operation.function.overloadpacket in _UNINITIALISED:
         for place in filter(None, operation.fresh):
-            _poison(memory(place))
+            _poison(_tensor(place, storages[place.storage]))
         return
-    args, kwargs = tree_unflatten([memory(leaf) for leaf in operation.leaves], operation.structure)
-    results = _tensors(operation.function(*args, **kwargs))
-    for place, result in zip(operation.fresh, results, strict=True):
+    args, kwargs = arguments
+    result = operation.function(
+        *[values[part] if type(part) is int else _filled(part, values) for part in args],
+        **{name: _filled(part, values) for name, part in kwargs.items()},
+    )
+    results = [result] if isinstance(result, Tensor) else _tensors(result)
+    for place, tensor in zip(operation.fresh, results, strict=True):
         if place is not None:
-            assert (tuple(result.shape), result.stride()) == (place.size, place.stride), operation.function
+            assert (tuple(tensor.shape), tensor.stride()) == (place.size, place.stride), operation.function
             # Bytes, because elements may share memory.
-            memory.storages[place.storage].copy_(result.untyped_storage())
+            storages[place.storage].copy_(tensor.untyped_storage())
+
+
+def _filled(part: Any, values: list[Any]) -> Any:
+    """An argument: the value at a place of the list, or a list of values."""
+    return values[part] if type(part) is int else type(part)(_filled(each, values) for each in part)
 
 
 _one_capture = threading.Lock()

@@ -26,6 +26,14 @@ def test_counts_by_entry_point_and_reason():
     assert counters.snapshot() == {}
 
 
+def test_not_used_is_no_fallback():
+    settings.change(strict=True)
+    counters.count_not_used("a", "why")
+    assert counters.snapshot() == {"a": {"accelerated": 0, "fallback": {}, "not used": {"why": 1}}}
+    counters.reset()
+    assert counters.snapshot() == {}
+
+
 def test_strict_raises_and_counts():
     settings.change(strict=True)
     with pytest.raises(counters.FallbackError, match="entry would fall back .*: reason"):

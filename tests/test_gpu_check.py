@@ -315,14 +315,14 @@ class TestEquivalence:
         from fastgen import counters
         from tools import pytest_share
 
-        for name in ("count_accelerated", "count_left_out"):
+        for name in ("count_accelerated", "count_not_used"):
             monkeypatch.setattr(counters, name, getattr(counters, name))
         pytest_share._take_captured()
         pytest_share.watch_captured_steps()
         counters.count_accelerated("transformers.captured_step")
         counters.count_accelerated("transformers.generate")
         counters.reset()
-        counters.count_left_out("transformers.captured_step", "a streamer")
+        counters.count_not_used("transformers.captured_step", "a streamer")
         assert pytest_share._take_captured() == {"captured": 1, "left_out": {"a streamer": 1}}
         assert pytest_share._take_captured() == {}
 
@@ -455,7 +455,7 @@ class TestBenchmarks:
 class TestKernelTimes:
     def test_every_row_is_checked_and_timed(self, tmp_path, capsys):
         """Small, on the CPU, where the references take the place of the kernels."""
-        code = f"import sys; from tools.kernel_times import main; sys.exit(main({self.arguments(tmp_path)!r}))"
+        code = f"import sys; from benchmarks.kernel_times import main; sys.exit(main({self.arguments(tmp_path)!r}))"
         environment = gpu_check.environment_of_stages()
         done = subprocess.run(python(code), env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -467,7 +467,7 @@ class TestKernelTimes:
         return ["--device", "cpu", "--small", "--out", str(folder / "kernels.json")]
 
     def test_a_wrong_kernel_is_a_failure(self, tmp_path, capsys, monkeypatch):
-        from tools import kernel_times
+        from benchmarks import kernel_times
 
         wrong = kernel_times.Case("wrong", lambda: (lambda: torch.ones(3), lambda: torch.zeros(3)), 1)
         monkeypatch.setattr(kernel_times, "cases", lambda device, small: iter([wrong]))

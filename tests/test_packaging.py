@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,8 +106,81 @@ def environment_with(wheel: Path, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree, tmp_path_factory) -> Path:
-    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))[0]
+def built(tree, tmp_path_factory) -> tuple[Path, str]:
+    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    return built[0]
+
+
+def test_compilers_are_quiet_unless_they_fail(built):
+    assert not re.findall(r"^.*\.(?:h|cpp):\d+:\d+: .*$", built[1], re.MULTILINE)
+
+
+def test_what_a_failing_compiler_prints_is_shown(tree, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nfor line in 1 2 3; do echo error on line $line >&2; done\nexit 1\n")
+    compiler.chmod(0o755)
+    _, output = build_wheel(tree, tmp_path / "wheel", CC=str(compiler), CXX=str(compiler))
+    lines = [line.strip() for line in output.splitlines()]
+    start = lines.index("error on line 1")
+    assert lines[start : start + 3] == [f"error on line {number}" for number in (1, 2, 3)]
+    assert [line for line in lines if line.startswith("fastgen: ")] == [
+        "fastgen: fastgen.ops.libfastgen_cpu was not built (the compiler's errors are above); "
+        "the operators will run on their torch reference"
+    ]
+
+
+STREAMS = """
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+extern "C" int has_sse2() { return __builtin_cpu_supports("sse2") != 0; }
+std::vector<std::string> lines;
+extern "C" void say(int number) {
+  std::ostringstream stream;
+  std::stringstream other;
+  stream << "number " << number << other.str();
+  lines.push_back(stream.str());
+  throw std::runtime_error(lines.back());
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the wheel is for Linux")
+def test_the_compiler_of_the_wheel_asks_for_no_newer_system(tmp_path):
+    """glibc 2.28 and the libstdc++ of GCC 8, by the versions of the symbols that a library asks for."""
+    pytest.importorskip("ziglang", reason="`make wheel` installs it")
+    if not has_compiler():
+        pytest.skip("it takes the libstdc++ of g++")
+    (tmp_path / "say.cpp").write_text(STREAMS)
+    run(ROOT / "tools/manylinux/c++", "-O3", "-fPIC", "-shared", tmp_path / "say.cpp", "-o", tmp_path / "libsay.so")
+    library = (tmp_path / "libsay.so").read_bytes()
+    for name, newest in ((b"GLIBC", (2, 28)), (b"GLIBCXX", (3, 4, 24)), (b"CXXABI", (1, 3, 11))):
+        versions = re.findall(rb"\0" + name + rb"_([\d.]+)(?=\0)", library)
+        assert versions and max(tuple(map(int, version.split(b"."))) for version in versions) <= newest
+    assert ctypes.CDLL(str(tmp_path / "libsay.so")).has_sse2() == 1  # which every x86-64 processor has
+    assert b"libc++" not in library  # what is thrown must be what torch catches
+
+
+def test_make_says_in_one_line_that_python_is_too_old(tmp_path):
+    python = tmp_path / "python"
+    old = "import sys; sys.version_info = (3, 10, 12); exec(sys.argv[1])"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{old}' \"$2\"\n")
+    python.chmod(0o755)
+    for name in ("Makefile", "constraints.txt", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    # `make test` runs this: what it says to the makes below it is not meant for this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "demo", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "fastgen/csrc" not in line]
+    assert said[0].startswith(f"make: Python 3.11 or later is needed, and {python} is 3.10; name another one")
+    assert len(said) == 2  # and make's own last line
 
 
 def test_wheel_contains_everything(tree, wheel):
@@ -154,7 +229,10 @@ def test_library_that_cannot_be_loaded_is_no_failure(wheel, tmp_path):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}, "fastgen.ops.libfastgen_cpu was not built"),
+        (
+            {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"},
+            "fastgen.ops.libfastgen_cpu was not built (there is no C++ compiler /nonexistent/c++)",
+        ),
         ({"FASTGEN_NO_EXT": "1"}, "FASTGEN_NO_EXT is set, so csrc is not built"),
     ],
     ids=["no compiler", "FASTGEN_NO_EXT"],

@@ -296,7 +296,7 @@ class Check:
     def times(self, seconds: float) -> Outcome:
         target = self.out / "kernels.json"
         target.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tools.kernel_times", "--out", str(target)]
+        command = [sys.executable, "-m", "benchmarks.kernel_times", "--out", str(target)]
         command += ["--seconds", str(seconds - 2 * _GRACE_SECONDS)]
         done = self.processes.run("times", command, seconds - _GRACE_SECONDS)
         for line in done.output.splitlines():

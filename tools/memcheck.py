@@ -37,8 +37,8 @@ def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
 
 def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """The cache and what reads it: with tensor cores and asynchronous loads in half precision, without in float32."""
-    batch, copies, heads, dim, prefix, suffix = 3, 3, 2, 80, 137, 7
-    rows = batch * copies
+    batch, per_input, heads, dim, prefix, suffix = 3, 3, 2, 80, 137, 7
+    rows = batch * per_input
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
@@ -65,14 +65,14 @@ def check_triton(device: str) -> None:
     """Each kernel once or twice, at sizes that fill no block."""
     check_attention(device, torch.float32, 1e-4)
     check_attention(device, torch.float16, 1e-2)
-    batch, copies = 3, 3
-    rows = batch * copies
-    scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, copies, device=device)
-    found = beam_step.best_candidates(scores, running, 2 * copies).scores
-    same(found, beam_step.reference(scores, running, 2 * copies).scores, "best_candidates")
+    batch, per_input = 3, 3
+    rows = batch * per_input
+    scores, running = torch.randn(rows, 4099, device=device), torch.randn(batch, per_input, device=device)
+    found = beam_step.best_continuations(scores, running, 2 * per_input).scores
+    same(found, beam_step.reference(scores, running, 2 * per_input).scores, "best_continuations")
     for width in (1000, 17001):
-        x = torch.randn(3, width, device=device)
-        same(norm.layer_norm(x), torch.nn.functional.layer_norm(x, (width,)), "layer_norm")
+        x, weight = torch.randn(3, width, device=device), torch.randn(width, device=device)
+        same(norm.rms_norm(x, weight), norm.reference(x, weight, 1e-6), "rms_norm")
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float = 1e-4) -> None:
@@ -90,7 +90,7 @@ def main() -> int:
     watched = "no_repeat_ngram"
     if package.available(torch.empty(0, device="cuda")):
         check_triton("cuda")
-        watched += ", decode_attention, kv_write, best_candidates, layer_norm"
+        watched += ", decode_attention, kv_write, best_continuations, rms_norm"
     torch.cuda.synchronize()
     print(f"memcheck: {watched}: no error")
     return 0

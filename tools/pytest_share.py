@@ -72,18 +72,18 @@ def watch_captured_steps() -> None:
     """Counts calls with a captured step and without: tests set FastGen's own counts to zero."""
     from fastgen import counters
 
-    accelerated, left_out = counters.count_accelerated, counters.count_left_out
+    accelerated, not_used = counters.count_accelerated, counters.count_not_used
 
     def count_accelerated(entry_point: str) -> None:
         _captured["captured"] += entry_point == _CAPTURED_STEP
         accelerated(entry_point)
 
-    def count_left_out(entry_point: str, reason: str) -> None:
+    def count_not_used(entry_point: str, reason: str) -> None:
         if entry_point == _CAPTURED_STEP:
             _captured["left_out"][reason] += 1
-        left_out(entry_point, reason)
+        not_used(entry_point, reason)
 
-    counters.count_accelerated, counters.count_left_out = count_accelerated, count_left_out
+    counters.count_accelerated, counters.count_not_used = count_accelerated, count_not_used
 
 
 def _take_captured() -> dict[str, Any]:

@@ -13,6 +13,7 @@ _MODULES = (
     "no_repeat_ngram",
     "attention",
     "small_cases",
+    "real_calls",
     "bart_base",
     "t5_base",
     "gpt2",

@@ -3,7 +3,7 @@
 Reading K/V is the floor: each byte has to come from memory once per step. How near the operator comes to it is the
 metric "of_copy_bandwidth": bytes of K/V per second, over the bytes per second (read and written) of a `copy_` of
 tensors of the same size in the same run. Every call works on the K/V of another layer, so that none is in the caches
-already. Sides:
+already. Backends:
 
 * transformers: `scaled_dot_product_attention` on K/V that is repeated for each beam, as the library's cache holds it;
 * fastgen: the operator;
@@ -65,7 +65,7 @@ class SharedPrefixAttention(Workload):
             record.errors.append(f"the operator differs from scaled_dot_product_attention by {difference:.3g}")
         runs = {name: sampler(call, context.device) for name, call in work.items()}
         samples = alternate(runs, self.repetitions_in(context), context.log)
-        record.sides = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
+        record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
         record.compare()
         self._bandwidths(record, bytes_read=target.nbytes)
 
@@ -74,7 +74,7 @@ class SharedPrefixAttention(Workload):
         return torch.randn(2, self.batch, self.heads, self.prefix, self.dim).to(device)
 
     def _bandwidths(self, record: Record, bytes_read: int) -> None:
-        medians = {name: side["median"] for name, side in record.sides.items()}
+        medians = {name: backend["median"] for name, backend in record.backends.items()}
         # As STREAM counts a copy: what it reads and what it writes.
         record.metrics["copy_gb_per_second"] = 2 * bytes_read / medians["copy"] / 1e9
         record.metrics["kv_gb_per_second"] = bytes_read / medians["fastgen"] / 1e9

@@ -19,7 +19,7 @@ WORKLOADS = [
         length=512,
         new_tokens=64,
         options=_OPTIONS,
-        further_sides=("ctranslate2", "ctranslate2-int8", "fastgen-int8"),
+        further_backends=("ctranslate2", "ctranslate2-int8", "fastgen-int8"),
         quick=True,
         quick_memory=True,
         targets=(
@@ -37,7 +37,7 @@ WORKLOADS = [
         length=1024,
         new_tokens=64,
         options=_OPTIONS,
-        further_sides=("ctranslate2", "fairseq", "fastgen-fairseq"),
+        further_backends=("ctranslate2", "fairseq", "fastgen-fairseq"),
         targets=(
             Target("times as fast as unpatched", "ratio", at_least=3.2),
             faster_on_cpu(8),

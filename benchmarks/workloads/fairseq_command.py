@@ -2,7 +2,7 @@
 
 The text is that of the examples, split into words by Moses, preprocessed by FairSeq's command, and a small model is
 trained on it for a minute or less: its outputs end where a model's outputs end, and have words to be put together. Each
-run is a command in a process of its own; its time is that of the process, from its start to its end. Sides:
+run is a command in a process of its own; its time is that of the process, from its start to its end. Backends:
 
 * fairseq: `python -m fastgen.fairseq --no-fastgen generate`, which is FairSeq's own command;
 * fastgen-fairseq: `fastgen-generate-for-fairseq`.
@@ -98,7 +98,7 @@ class FairSeqCommand(Workload):
                 _FAST: run_of("fastgen_cli.fairseq", "generate"),
             }
             results = alternate(runs, self.repetitions_in(context), context.log)
-        record.sides = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
+        record.backends = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
         record.compare()
         self._check(record, [run for _, run in results[_ALONE]], [run for _, run in results[_FAST]])
 
@@ -107,8 +107,8 @@ class FairSeqCommand(Workload):
         from sacremoses import MosesTokenizer
 
         moses = MosesTokenizer("en")
-        for side, language in (("src", "de"), ("ref", "en")):
-            texts = (self.texts / f"heldout.{side}.txt").read_text(encoding="utf-8").splitlines()
+        for backend, language in (("src", "de"), ("ref", "en")):
+            texts = (self.texts / f"heldout.{backend}.txt").read_text(encoding="utf-8").splitlines()
             lines = [moses.tokenize(text, return_str=True) for text in texts]
             for part, chosen in (("train", lines), ("test", islice(cycle(lines), self.outputs))):
                 path = folder / f"{part}.{language}"

@@ -1,6 +1,6 @@
 """FairSeq's own models: translation in the shape of the WMT systems, and a language model behind a long prefix.
 
-All sides are FairSeq's `SequenceGenerator` on the same random weights: "fairseq" is FairSeq alone, "fastgen-fairseq"
+All backends are FairSeq's `SequenceGenerator` on the same random weights: "fairseq" is FairSeq alone, "fastgen-fairseq"
 FairSeq with FastGen, and "fastgen-fairseq-plain" the same with torch's own matrix products. The tokens that are
 compared are those of all hypotheses, not of the best ones alone.
 """
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import sides
+from benchmarks import backends
+from benchmarks.backends import BASELINE, SUBJECT, Backend, Job
+from benchmarks.backends.generate import Patched
 from benchmarks.record import Record, Target
-from benchmarks.sides import BASELINE, SUBJECT, Job, Side
-from benchmarks.sides.generate import Patched
 from benchmarks.workload import (
     Context,
     Outcome,
     Workload,
     check_code,
     check_tokens,
-    open_sides,
+    open_backends,
     profile_missed,
-    time_sides,
+    time_backends,
 )
 
 _ALONE, _FAST, _PLAIN = "fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"
@@ -155,12 +155,12 @@ class InFairSeq(Workload):
         record.parameters["model_parameters"] = sum(parameter.numel() for parameter in model.network.parameters())
         job = Job(self, model, inputs, torch.get_num_threads())
         with ExitStack() as stack:
-            chosen = _sides(packed=context.device.type == "cpu")
-            ready = open_sides(stack, {name: (side, job) for name, side in chosen.items()}, context, record)
-            outcomes = time_sides(ready, self.repetitions_in(context), context, record)
+            chosen = _backends(packed=context.device.type == "cpu")
+            ready = open_backends(stack, {name: (backend, job) for name, backend in chosen.items()}, context, record)
+            outcomes = time_backends(ready, self.repetitions_in(context), context, record)
             record.compare([(_ALONE, _PLAIN)])
             profile_missed(self.targets, context, record, ready)
-        record.sides[_ALONE]["version"] = fairseq.__version__
+        record.backends[_ALONE]["version"] = fairseq.__version__
         check_code(record, ready, outcomes)
         check_tokens(record, ready, outcomes)
         self._check_lengths(record, outcomes)
@@ -179,9 +179,9 @@ class InFairSeq(Workload):
         return collate_tokens([hypothesis["tokens"] for each in found for hypothesis in each], generator.pad)
 
 
-def _sides(packed: bool) -> dict[str, Side]:
+def _backends(packed: bool) -> dict[str, Backend]:
     """The library alone, FastGen, and where it packs weights FastGen without; all must make the same tokens."""
-    both = {_ALONE: sides.make(BASELINE), _FAST: sides.make(SUBJECT)}
+    both = {_ALONE: backends.make(BASELINE), _FAST: backends.make(SUBJECT)}
     if not packed:
         return both
     plain = Patched(SUBJECT, {"packed_weights": "never"})

@@ -16,7 +16,7 @@ WORKLOADS = [
         new_tokens=64,
         options={"num_beams": 4, "do_sample": False},
         quick=True,
-        further_sides=("ctranslate2",),
+        further_backends=("ctranslate2",),
         targets=(Target("times as fast as unpatched", "ratio", at_least=4.0), faster_on_cpu(9)),
     )
 ]

@@ -25,13 +25,13 @@ from benchmarks.workloads.gpu_models import (
 )
 
 
-def _compiled(work: OnGpu, *sides: str) -> OnGpu:
+def _compiled(work: OnGpu, *backends: str) -> OnGpu:
     """The same beside what has to be compiled first, which takes a minute or more."""
     return replace(
         work,
         name=f"{work.name}-compiled",
         title=f"{work.title}, beside compiled code",
-        gpu_sides=sides,
+        gpu_backends=backends,
         repetitions=1,
         seconds=150,
         targets=(),

@@ -1,6 +1,6 @@
 """What each part of FastGen adds, in the style of table 2 of the FastSeq paper (Yan et al., ACL 2021).
 
-BART-large summarises a file of articles, and every side has one more part than the one before it:
+BART-large summarises a file of articles, and every backend has one more part than the one before it:
 
 * transformers: batches in the order of the file, one after the other: tokenised, generated, decoded, written;
 * + n-gram operator: the library's processor replaced by FastGen's operator;
@@ -10,8 +10,8 @@ BART-large summarises a file of articles, and every side has one more part than 
 * + larger batch: all inputs in as few batches as `larger` allows;
 * + captured step: with tier 2.
 
-The vocabulary is one of numbers, so that no tokenizer has to be fetched. All sides write the same lines as far as half
-precision allows: "same" has the share of them.
+The vocabulary is one of numbers, so that no tokenizer has to be fetched. All backends write the same lines as far as
+half precision allows: "same" has the share of them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Ablation(Workload):
                         work(path, out)  # graphs are made for the sizes of a whole run
                         out.unlink()
                     seconds, _ = timed(lambda work=work, out=out: work(path, out), context.device)
-                record.sides[name] = summary([seconds])
+                record.backends[name] = summary([seconds])
                 context.log(f"{name}: {seconds:.3g} s")
                 lines[name] = out.read_text().splitlines()
                 record.same[name] = _share(lines["transformers"], lines[name])
@@ -165,7 +165,7 @@ def _share(expected: list[str], found: list[str]) -> float:
 
 
 def ablation(seconds: float) -> Ablation:
-    """With summaries of half the length, about what trained models write: six sides take their time."""
+    """With summaries of half the length, about what trained models write: six backends take their time."""
     return Ablation(
         name="gpu-bart-large-parts",
         title="BART-large, fp16, 128 articles, what each part adds",

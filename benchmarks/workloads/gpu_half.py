@@ -81,9 +81,10 @@ class HalfPrecision(Workload):
         else:
             report = work()
             counts = fastgen.stats().get(self.entry_point, {})
-            record.accelerated = bool(record.accelerated and counts.get("accelerated") and not counts.get("fallback"))
+            left = counts.get("fallback") or counts.get("not used")
+            record.accelerated = bool(record.accelerated and counts.get("accelerated") and not left)
         name = f"{way}, {dtype}"
-        record.sides[name] = summary([report.seconds["generate"]])
+        record.backends[name] = summary([report.seconds["generate"]])
         context.log(f"{name}: {report.seconds['generate']:.3g} s, {report.metrics}")
         return out.read_text().splitlines(), report.metrics
 

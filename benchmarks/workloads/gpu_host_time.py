@@ -113,13 +113,15 @@ class HostTime(Workload):
             short, long = (_measure(lambda work=work: work.generate(model, inputs), context.device) for work in works)
             steps = lengths[1] - lengths[0]
             found.append(_Run(*((b - a) / steps for a, b in zip(short, long, strict=True))))
-        record.sides["fastgen"] = summary([each.host for each in found])
-        record.metrics["host_ms_per_step"] = record.sides["fastgen"]["median"] * 1e3
+        record.backends["fastgen"] = summary([each.host for each in found])
+        record.metrics["host_ms_per_step"] = record.backends["fastgen"]["median"] * 1e3
         record.metrics["wall_ms_per_step"] = summary([each.wall for each in found])["median"] * 1e3
         record.metrics["waits_per_step"] = summary([each.waits for each in found])["median"]
         counts = fastgen.stats().get(self.entry_point, {})
-        record.accelerated = bool(counts.get("accelerated")) and not counts.get("fallback")
-        record.fallbacks = {name: entry["fallback"] for name, entry in fastgen.stats().items() if entry["fallback"]}
+        left = counts.get("fallback") or counts.get("not used")
+        record.accelerated = bool(counts.get("accelerated")) and not left
+        reasons = {name: {**entry["fallback"], **entry.get("not used", {})} for name, entry in fastgen.stats().items()}
+        record.fallbacks = {name: found for name, found in reasons.items() if found}
         if not record.accelerated:
             record.notes.append("no step was captured: the time is that of tier 1")
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernel_times import attention_case, measure
 from benchmarks.measure import copy_bandwidth, seconds_of, summary
 from benchmarks.record import Record, Target
 from benchmarks.workload import Context, Workload
 from benchmarks.workloads.no_repeat_ngram import NoRepeatNGram
-from tools.kernel_times import attention_case, measure
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoRepeatNGramInGraph(NoRepeatNGram):
-    """The sides of `no_repeat_ngram.py`, started by the host, and the operator as it runs in a captured step.
+    """The backends of `no_repeat_ngram.py`, started by the host, and the operator as it runs in a captured step.
 
-    The metric "graph_us" is the time of one call among many in a CUDA graph, in microseconds. The side "loop" is the
+    The metric "graph_us" is the time of one call among many in a CUDA graph, in microseconds. The backend "loop" is the
     loop over the rows on the CPU, which has to fetch the tokens from the GPU.
     """
 
@@ -38,13 +38,13 @@ class NoRepeatNGramInGraph(NoRepeatNGram):
         scores = torch.randn(self.rows, self.vocabulary, device=context.device)
         lengths = torch.full((self.rows,), self.length, device=context.device)
         seconds = seconds_of([lambda: no_repeat_ngram_(scores, tokens, self.n, lengths)] * self.calls, context.device)
-        record.sides["fastgen, in a graph"] = summary([seconds])
+        record.backends["fastgen, in a graph"] = summary([seconds])
         record.metrics["graph_us"] = seconds * 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeAttention(Workload):
-    """The attention of a step over a prefix that the beams share. Seconds of a call in a CUDA graph. Sides:
+    """The attention of a step over a prefix that the beams share. Seconds of a call in a CUDA graph. Backends:
 
     * transformers: `scaled_dot_product_attention` over K/V that is repeated for each beam;
     * fastgen: the kernel, whose result is compared with its reference first;
@@ -73,7 +73,7 @@ class DecodeAttention(Workload):
         record.metrics["copy_gb_per_second"] = speed / 1e9
         case = attention_case(self.title, device, dtype, self.batch, self.beams, self.heads, 1, self.dim, self.prefix)
         row = measure(case, device, speed)
-        record.sides = {
+        record.backends = {
             "transformers": summary([self._repeated(device, dtype)]),
             "fastgen": summary([row.microseconds / 1e6]),
             "copy": summary([row.floor / 1e6]),

@@ -1,8 +1,8 @@
-"""The same models, each side with the largest batch that it has memory for.
+"""The same models, each backend with the largest batch that it has memory for.
 
 Memory grows with the batch by the same amount for every input, so two runs with few inputs tell how much, and how many
-fit into nine tenths of what is free. Should that be too many all the same, a quarter less is tried. Sides run one after
-another, since none leaves room for the next. Times are seconds per input.
+fit into nine tenths of what is free. Should that be too many all the same, a quarter less is tried. Backends run one
+after another, since none leaves room for the next. Times are seconds per input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import fastgen
-from benchmarks import memory, sides
+from benchmarks import backends, memory
+from benchmarks.backends import SUBJECT, Backend, Job
 from benchmarks.budget import Budget
 from benchmarks.measure import summary, timed
 from benchmarks.record import Record
-from benchmarks.sides import SUBJECT, Job, Side
 from benchmarks.workload import CAPTURED_STEP, Context, Outcome, Workload, check_code
 from benchmarks.workloads.gpu_models import OnGpu
 from fastgen.pipeline.memory import free_memory
@@ -51,15 +51,15 @@ class LargestBatch(Workload):
         del record.parameters["batch"]
         model, _ = self.work.build(context.device)
         budget = Budget(self.seconds)
-        ready: dict[str, Side] = {}
+        ready: dict[str, Backend] = {}
         outcomes: dict[str, list[Outcome]] = {}
-        for name in context.chosen_sides():
-            side = ready[name] = sides.make(name)
+        for name in context.chosen_backends():
+            backend = ready[name] = backends.make(name)
             with budget.limit(name):
-                batches[name] = self.largest(side, model, context)
-                outcomes[name] = self._time(side, model, batches, context, record)
-            context.log(f"{name}: {batches[name]} inputs, {record.sides[name]['median'] * 1e3:.3g} ms each")
-        record.compare(sides.pairs(ready.values()))
+                batches[name] = self.largest(backend, model, context)
+                outcomes[name] = self._time(backend, model, batches, context, record)
+            context.log(f"{name}: {batches[name]} inputs, {record.backends[name]['median'] * 1e3:.3g} ms each")
+        record.compare(backends.pairs(ready.values()))
         record.metrics |= {f"batch {name}": float(batch) for name, batch in batches.items()}
         check_code(record, ready, outcomes)
         found = [
@@ -67,52 +67,54 @@ class LargestBatch(Workload):
         ]
         record.notes.append(f"inputs of a batch: {', '.join(found)}")
 
-    def largest(self, side: Side, model: Any, context: Context) -> int:
+    def largest(self, backend: Backend, model: Any, context: Context) -> int:
         """Inputs of the largest batch that should fit."""
         found = []
         for batch in self.probes:
             job = self._job(model, batch)
-            side.setup(job)
-            found.append(_bytes_of(lambda: side.run(self.work.new_tokens), context.device))
-            _let_go(side)
+            backend.setup(job)
+            found.append(_bytes_of(lambda: backend.run(self.work.new_tokens), context.device))
+            _let_go(backend)
         (few, many), (below, above) = self.probes, found
         each = max(above - below, 1) / (many - few)
         fit = int((_OF_FREE * free_memory(context.device) - below) / each) + few
         # Graphs are made for batches of these sizes.
         return max(1, min(fit // 16 * 16, self.most)) if fit >= 16 else max(1, fit)
 
-    def _time(self, side: Side, model: Any, batches: dict[str, int], context: Context, record: Record) -> list[Outcome]:
-        """Times the side with its batch, or with as many inputs of it as do fit."""
+    def _time(
+        self, backend: Backend, model: Any, batches: dict[str, int], context: Context, record: Record
+    ) -> list[Outcome]:
+        """Times the backend with its batch, or with as many inputs of it as do fit."""
         while True:
-            batch = batches[side.name]
+            batch = batches[backend.name]
             try:
-                return self._time_batch(side, self._job(model, batch), context, record)
+                return self._time_batch(backend, self._job(model, batch), context, record)
             except Exception as error:
                 if batch == 1 or not is_out_of_memory(error):
                     raise
             # Outside of the handler: the exception held the tensors of its frames.
-            context.log(f"{side.name}: {batch} inputs do not fit")
-            batches[side.name] = max(1, batch * 3 // 4)
-            _let_go(side)
+            context.log(f"{backend.name}: {batch} inputs do not fit")
+            batches[backend.name] = max(1, batch * 3 // 4)
+            _let_go(backend)
 
-    def _time_batch(self, side: Side, job: Job, context: Context, record: Record) -> list[Outcome]:
+    def _time_batch(self, backend: Backend, job: Job, context: Context, record: Record) -> list[Outcome]:
         peaks = memory.DevicePeaks(context.device)
         outcomes, seconds = [], []
         try:
-            with peaks.of(side.name):
-                side.setup(job)
-                side.warm_up()
+            with peaks.of(backend.name):
+                backend.setup(job)
+                backend.warm_up()
             for _ in range(self.repetitions_in(context)):
                 fastgen.reset_stats()
-                with peaks.of(side.name):
-                    taken, tokens = timed(lambda: side.run(self.work.new_tokens), context.device)
+                with peaks.of(backend.name):
+                    taken, tokens = timed(lambda: backend.run(self.work.new_tokens), context.device)
                 seconds.append(taken / job.workload.batch)
                 outcomes.append(Outcome(tokens.cpu(), fastgen.stats()))
         finally:
-            _let_go(side)
-        record.sides[side.name] = summary(seconds)
+            _let_go(backend)
+        record.backends[backend.name] = summary(seconds)
         if peaks.bytes:
-            record.memory[side.name] = {"peak_bytes": peaks.bytes[side.name], "peak_method": peaks.method}
+            record.memory[backend.name] = {"peak_bytes": peaks.bytes[backend.name], "peak_method": peaks.method}
         return outcomes
 
     def _job(self, model: Any, batch: int) -> Job:
@@ -126,10 +128,10 @@ def _bytes_of(run: Callable[[], Any], device: torch.device) -> int:
     return peak.bytes
 
 
-def _let_go(side: Side) -> None:
-    """Gives back what the side has kept between its runs."""
-    side.close()
-    if side.name == SUBJECT:
+def _let_go(backend: Backend) -> None:
+    """Gives back what the backend has kept between its runs."""
+    backend.close()
+    if backend.name == SUBJECT:
         # Graphs and their buffers go when FastGen is turned off.
         fastgen.disable()
         fastgen.enable()

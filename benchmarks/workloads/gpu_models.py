@@ -1,9 +1,9 @@
 """The models of the FastSeq paper's tables on a GPU, as shapes with random weights, in float16; and Llama-7B.
 
 Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021), table 1. All sequences get as many new tokens as the
-longest may have: random weights do not end a text, and the work is the same for every side. In half precision two sums
-of the same numbers in another order may differ in the last bit, and random weights have many tokens of almost the same
-probability: how many sequences are the same is reported, and has to be looked at on trained models.
+longest may have: random weights do not end a text, and the work is the same for every backend. In half precision
+two sums of the same numbers in another order may differ in the last bit, and random weights have many tokens of almost
+the same probability. So the share of equal sequences is reported, and only trained models can judge it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnGpu(Generation):
     needs_gpu: bool = True
     repetitions: int = 2
     memory: bool = False  # measured on the device, beside the times
-    gpu_sides: tuple[str, ...] = (TIER_1,)
+    gpu_backends: tuple[str, ...] = (TIER_1,)
 
     entry_point = CAPTURED_STEP
 
@@ -58,7 +58,7 @@ class WeightBound(OnGpu):
         speed = copy_bandwidth(context.device, self.copy_bytes)
         record.parameters["weight_bytes_read"] = read
         record.metrics["copy_gb_per_second"] = speed / 1e9
-        for name, found in record.sides.items():
+        for name, found in record.backends.items():
             share = read * self.new_tokens / found["median"] / speed
             record.metrics["mbu" if name == record.subject else f"mbu {name}"] = share
 
@@ -85,7 +85,7 @@ def ahead_of_fastseq(ratio: float) -> Target:
 
 
 def ten_times() -> Target:
-    """What BART-large has to reach where each side has its largest batch."""
+    """What BART-large has to reach where each backend has its largest batch."""
     return Target("times as fast as unpatched, largest batch each", "ratio", at_least=10)
 
 

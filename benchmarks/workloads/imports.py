@@ -1,6 +1,6 @@
 """What `import fastgen` costs, each measured in a fresh interpreter by its own clock.
 
-Sides:
+Backends:
 
 * import torch;
 * import fastgen: in an interpreter that has imported nothing else;
@@ -69,9 +69,9 @@ class Imports(Workload):
         for run in runs.values():
             run()  # compiles to byte code, and brings the files into memory
         samples = alternate(runs, self.repetitions_in(context), context.log)
-        record.sides = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
+        record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
         record.compare()
-        medians = {name: side["median"] for name, side in record.sides.items()}
+        medians = {name: backend["median"] for name, backend in record.backends.items()}
         record.metrics["alone_minus_torch_ms"] = 1e3 * (medians[_FASTGEN] - medians[_TORCH])
         record.metrics["after_torch_ms"] = 1e3 * medians[f"{_FASTGEN} after torch"]
         record.metrics["after_transformers_ms"] = 1e3 * medians[f"{_FASTGEN} after transformers"]

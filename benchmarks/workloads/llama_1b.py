@@ -24,7 +24,7 @@ WORKLOADS = [
         length=128,
         new_tokens=32,
         options={"do_sample": False},
-        further_sides=("transformers-compile",),
+        further_backends=("transformers-compile",),
         targets=(NEVER_SLOWER, faster_on_cpu(2.2)),
     ),
 ]

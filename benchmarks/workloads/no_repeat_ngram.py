@@ -1,7 +1,7 @@
 """The no-repeat n-gram operator, at the size of a step of BART-base with 16 inputs and 4 beams.
 
-Every side gets the same scores and tokens. The tokens are drawn from few different ones, so that there is something to
-ban. Sides:
+Every backend gets the same scores and tokens. The tokens are drawn from few different ones, so that there is something
+to ban. Backends:
 
 * transformers: the library's processor, which makes new scores and leaves the old as they are;
 * loop: a plain Python loop over the rows, as the library's processor was in earlier releases;
@@ -62,7 +62,7 @@ class NoRepeatNGram(Workload):
         tokens = tokens.to(context.device)
         scores = torch.randn(self.rows, self.vocabulary).to(context.device)
         processor = NoRepeatNGramLogitsProcessor(self.n)
-        # Banning the same tokens again changes nothing, so the sides that work in place keep their scores.
+        # Banning the same tokens again changes nothing, so the backends that work in place keep their scores.
         in_place, by_reference = scores.clone(), scores.clone()
 
         def unpatched() -> Tensor:
@@ -87,10 +87,10 @@ class NoRepeatNGram(Workload):
 
         runs = {name: sampler(call, context.device) for name, call in work.items()}
         samples = alternate(runs, self.repetitions_in(context), context.log)
-        record.sides = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
+        record.backends = {name: summary([seconds for seconds, _ in found]) for name, found in samples.items()}
         record.compare()
         # A call of an operator is far under the second from which "never slower" is promised for `generate`.
-        record.metrics["ratio_to_loop"] = record.sides["loop"]["median"] / record.sides["fastgen"]["median"]
+        record.metrics["ratio_to_loop"] = record.backends["loop"]["median"] / record.backends["fastgen"]["median"]
 
 
 def sampler(call: Callable[[], Any], device: torch.device) -> Callable[[], tuple[float, None]]:

@@ -2,7 +2,7 @@
 
 The model is the small trained one of the examples, its inputs are the held-out sources, repeated as often as needed.
 Each run is the command in a process of its own, and its times are those of its report: from the first record read until
-the output is in place, without loading the model. Sides:
+the output is in place, without loading the model. Backends:
 
 * transformers: with --no-fastgen;
 * fastgen: the command as it is;
@@ -22,11 +22,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.backends import BASELINE, SUBJECT
 from benchmarks.machine import ROOT
 from benchmarks.measure import alternate, summary
 from benchmarks.memory import child_environment
 from benchmarks.record import Record, Target
-from benchmarks.sides import BASELINE, SUBJECT
 from benchmarks.workload import NEVER_SLOWER, Context, Workload
 
 _DETOKENIZER = ("--detokenizer", "moses", "--lang", "en")
@@ -77,7 +77,7 @@ class Pipeline(Workload):
             if self.plain:
                 runs[_PLAIN] = run_of()
             results = alternate(runs, self.repetitions_in(context), context.log)
-        record.sides = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
+        record.backends = {name: summary([seconds for seconds, _ in runs]) for name, runs in results.items()}
         record.compare()
         patched = [run for _, run in results[SUBJECT]]
         self._check(record, [run for _, run in results[BASELINE]], patched)
@@ -86,7 +86,7 @@ class Pipeline(Workload):
         record.metrics["held_up_percent"] = max(100 * _held_up(run.report["seconds"]) for run in patched)
         record.metrics["samples_per_second"] = max(run.report["samples_per_second"] for run in patched)
         if self.plain:
-            plain, full = record.sides[_PLAIN]["median"], record.sides[SUBJECT]["median"]
+            plain, full = record.backends[_PLAIN]["median"], record.backends[SUBJECT]["median"]
             record.metrics["detokenising_cost_percent"] = 100 * (full / plain - 1)
 
     def _run_command(
@@ -116,7 +116,7 @@ class Pipeline(Workload):
         for run in patched:
             stats = run.report["fastgen"].get("stats") or {}
             for entry_point, entry in stats.items():
-                for reason, calls in entry["fallback"].items():
+                for reason, calls in {**entry["fallback"], **entry.get("not used", {})}.items():
                     reasons = record.fallbacks.setdefault(entry_point, {})
                     reasons[reason] = reasons.get(reason, 0) + calls
             counts = stats.get("transformers.generate", {})

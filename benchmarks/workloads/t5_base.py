@@ -14,7 +14,7 @@ WORKLOADS = [
         length=128,
         new_tokens=64,
         options={"num_beams": 4, "do_sample": False},
-        further_sides=("transformers-compile", "ctranslate2"),
+        further_backends=("transformers-compile", "ctranslate2"),
         targets=(NEVER_SLOWER, faster_on_cpu(3), faster_than_ctranslate2(1.6)),
     )
 ]

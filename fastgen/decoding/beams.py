@@ -1,4 +1,4 @@
-"""How the sequences of one input branch: which part of their histories any two of them have in common."""
+"""The beams of each input: which part of their histories any two of them have in common, and where it is stored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.decoding.growth import capacity
+from fastgen.memory import capacity
 
 
-def rows_of(inputs: Tensor, copies: int) -> Tensor:
-    """The rows of the given inputs, [n] -> [n * copies], where each has `copies` rows next to each other."""
-    return (inputs.unsqueeze(1) * copies + torch.arange(copies, device=inputs.device)).flatten()
+def rows_of(inputs: Tensor, per_input: int) -> Tensor:
+    """The rows of the given inputs, [n] -> [n * per_input], where each has `per_input` rows next to each other."""
+    return (inputs.unsqueeze(1) * per_input + torch.arange(per_input, device=inputs.device)).flatten()
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,42 @@ class Move:
 
 
 class Beams:
-    """The `copies` sequences that continue each of `batch` inputs, and the history any two of them share.
+    """The `per_input` sequences that continue each of `batch` inputs, and the history any two of them share.
 
-    After a reorder, row r continues the history of row `index[r]`. Sequences of one input descend from one another, so
+    After a reorder, row r continues the history of row `index[r]`. Sequences of one input have common ancestors, so
     most of their history is the same, and only what lies behind the point where the two rows parted needs to be moved.
     `common[b, i, j]` is the number of suffix positions, from the first, that sequences i and j of input b agree on.
-    Where attention can read through a table, nothing is moved at all: `descend` changes the table.
+    Where attention can read through a table, nothing is moved at all: `update_ancestry` changes the table.
     """
 
-    def __init__(self, batch: int, copies: int) -> None:
+    def __init__(self, batch: int, per_input: int) -> None:
         self.batch = batch
-        self.copies = copies
-        self._common: Tensor | None = None  # [batch, copies, copies], on the host; made at the first reorder
+        self.per_input = per_input
+        self._common: Tensor | None = None  # [batch, per_input, per_input], on the host; made at the first reorder
         self._index: Tensor | None = None
         self._move: Move | None = None
-        self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first descent
-        self._descended: tuple[Tensor, int] | None = None
+        self._ancestry: Tensor | None = None  # [rows, capacity], int32; made at the first update
+        self._last_update: tuple[Tensor, int] | None = None
+        self._checked: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        return self.batch * self.copies
+        return self.batch * self.per_input
+
+    def check(self, index: Tensor) -> None:
+        """Looks at the row indices of a reorder, [rows]: at the same tensor once, and at values on the host alone.
+
+        Raises:
+            ValueError: `index` has another length, or crosses from one input to another.
+        """
+        if index is self._checked:
+            return
+        if index.shape != (self.rows,):
+            raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
+        own = torch.arange(self.rows) // self.per_input
+        if index.device.type == "cpu" and not torch.equal(index // self.per_input, own):
+            raise ValueError("a row cannot continue a sequence of another input")
+        self._checked = index
 
     def reorder(self, index: Tensor, length: int) -> Move | None:
         """What to move so that every row r continues row `index[r]`; None when nothing has to move.
@@ -52,7 +68,7 @@ class Beams:
         All layers of a model are reordered by the same `index` object one after another: the answer is worked out once.
 
         Args:
-            index: [rows], integer; row r must descend from a row of the same input.
+            index: [rows], integer; row r must continue a row of the same input.
             length: suffix positions that are filled.
 
         Raises:
@@ -66,46 +82,43 @@ class Beams:
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order; the rows of the others are gone."""
         self.batch = inputs.shape[0]
-        self._index = self._move = self._descended = None
+        self._index = self._move = self._last_update = self._checked = None
         if self._common is not None:
             self._common = self._common[inputs.cpu()]
         if self._ancestry is not None:
-            rows = rows_of(inputs, self.copies)
+            rows = rows_of(inputs, self.per_input)
             moved = (rows - torch.arange(rows.shape[0])).int()  # ancestors are rows of the same input
             self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
 
-    def descend(self, index: Tensor, length: int) -> None:
+    def update_ancestry(self, index: Tensor, length: int) -> None:
         """Every row r continues row `index[r]`, and nothing is moved: `ancestry` says where its positions lie.
 
-        All layers of a model descend by the same `index` object one after another: it is done once. For the host only.
+        All layers of a model pass the same `index` object one after another; the first changes the table. CPU only.
 
         Args:
-            index, length: as for `reorder`. All layers that descend have the same length.
+            index, length: as for `reorder`. The length is the same for all layers.
 
         Raises:
-            ValueError: as in `reorder`, or they have not.
+            ValueError: as in `reorder`, or the lengths differ.
         """
-        if self._descended is not None and index is self._descended[0]:
-            if length != self._descended[1]:
-                raise ValueError(f"layers of {self._descended[1]} and of {length} positions cannot share a table")
+        if self._last_update is not None and index is self._last_update[0]:
+            if length != self._last_update[1]:
+                raise ValueError(f"layers of {self._last_update[1]} and of {length} positions cannot share a table")
             return
-        if index.shape != (self.rows,):
-            raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
-        if not torch.equal(index // self.copies, torch.arange(self.rows) // self.copies):
-            raise ValueError("a row cannot continue a sequence of another input")
+        self.check(index)
         table = self._reserve(length)
         table[:, :length] = table[:, :length].index_select(0, index)
-        self._descended = index, length
+        self._last_update = index, length
 
     def ancestry(self, length: int) -> Tensor | None:
         """[rows, length], int32: position t of row r lies in row `ancestry[r, t]`. None while it is row r itself.
 
-        A view, valid until the next `descend` or `keep`.
+        A view, valid until the next `update_ancestry` or `keep`.
         """
         return None if self._ancestry is None else self._reserve(length)[:, :length]
 
     def _reserve(self, length: int) -> Tensor:
-        """The table, with room for `length` positions. Those that are new lie in their own row."""
+        """The table, with a capacity of `length` positions at least. Those that are new lie in their own row."""
         table = self._ancestry
         have = table.shape[1] if table is not None else 0
         if table is None or have < length:
@@ -115,19 +128,16 @@ class Beams:
         return table
 
     def _plan(self, index: Tensor, length: int) -> Move | None:
-        if index.shape != (self.rows,):
-            raise ValueError(f"expected {self.rows} row indices, got a tensor of shape {tuple(index.shape)}")
+        self.check(index)
         if index.device.type != "cpu":
             # Looking at the indices would make the host wait for the device: move everything there.
             return Move(torch.arange(self.rows, device=index.device), index.long(), 0)
-        parents = index.long().view(self.batch, self.copies)
-        parents = parents - torch.arange(self.batch).unsqueeze(1) * self.copies
-        if int(parents.min()) < 0 or int(parents.max()) >= self.copies:
-            raise ValueError("a row cannot continue a sequence of another input")
-        own = torch.arange(self.copies)
+        parents = index.long().view(self.batch, self.per_input)
+        parents = parents - torch.arange(self.batch).unsqueeze(1) * self.per_input
+        own = torch.arange(self.per_input)
         common = self._common
         if common is None:
-            common = torch.zeros(self.batch, self.copies, self.copies, dtype=torch.long)
+            common = torch.zeros(self.batch, self.per_input, self.per_input, dtype=torch.long)
         # How much of the history of its parent each row has already.
         known = common.gather(2, parents.unsqueeze(2)).squeeze(2)
         moved = parents != own

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beams import Beams, rows_of
-from fastgen.decoding.growth import capacity
 from fastgen.decoding.shared import SharedKV
+from fastgen.memory import capacity
 from fastgen.ops import attention
 
 # A prefix is shared when it has at least so many positions, and its K and V, repeated for every row, at least so
@@ -21,6 +21,9 @@ MIN_SHARED_BYTES = 2**20
 # A suffix behind a prefix that is not worth sharing is read through a table when a position of K and V has so many
 # bytes over all rows. Below, moving what a reorder changes takes less time than an attention that is not the library's.
 MIN_TABLE_BYTES = 2**17
+# K, or V, of all rows of a layer up to so many bytes is moved whole by a reorder: that takes less time than working out
+# which part has to move.
+MAX_WHOLE_BYTES = 2**18
 
 
 def _span(rows: Tensor) -> slice | None:
@@ -41,9 +44,9 @@ class GrowingTensor:
     instead of once per step.
     """
 
-    def __init__(self, first: Tensor, room: int) -> None:
+    def __init__(self, first: Tensor, spare: int) -> None:
         rows, heads, self.length, width = first.shape
-        self._data = first.new_empty(rows, heads, self.length + max(room, 1), width)
+        self._data = first.new_empty(rows, heads, self.length + max(spare, 1), width)
         self._data[:, :, : self.length] = first
 
     def view(self) -> Tensor:
@@ -61,6 +64,15 @@ class GrowingTensor:
         self._data[:, :, self.length : end] = new
         self.length = end
 
+    @property
+    def nbytes(self) -> int:
+        """What is allocated."""
+        return self._data.nbytes
+
+    def move_whole(self, index: Tensor) -> None:
+        """Row r takes all positions of what row `index[r]` was before the call."""
+        self._data = self._data.index_select(0, index)
+
     def move(self, rows: Tensor, sources: Tensor, start: int) -> None:
         """Row `rows[i]` takes positions `start:` of what row `sources[i]` was before the call."""
         part = self._data[:, :, start : self.length]
@@ -77,19 +89,20 @@ class GrowingTensor:
         self._data[:, :, : self.length] = kept
 
 
-def _settle(layer: weakref.ref[LayerKV]) -> None:
+def _materialize_suffix(layer: weakref.ref[LayerKV]) -> None:
     """For the handles, which the layer holds: it must not be held by them."""
     found = layer()
     if found is not None:
-        found.settle()
+        found.materialize_suffix()
 
 
 class LayerKV:
     """K and V of one attention layer through one call of `generate`.
 
     First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
-    `branch` says that every input is continued by several sequences, and from then on `extend` takes
-    [batch * copies, heads, T, dim]. What `keys` and `values` return stands for [batch * copies, heads, length, dim]:
+    `expand` says that every input is continued by several sequences, and from then on `extend` takes
+    [batch * per_input, heads, T, dim]. What `keys` and `values` return stands for
+    [batch * per_input, heads, length, dim]:
 
     * a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay;
     * a `SharedKV` otherwise, which never holds the repeated prefix.
@@ -99,13 +112,13 @@ class LayerKV:
     on.
 
     Args:
-        room: suffix positions to allocate at first.
+        initial_capacity: suffix positions to allocate at first.
         window: a query sees so many positions, its own included; None for all. What no later query can see is dropped
             from the prefix. The suffix is kept whole: what a mask leaves out of it is the caller's business.
     """
 
-    def __init__(self, room: int, window: int | None = None) -> None:
-        self._room = room
+    def __init__(self, initial_capacity: int, window: int | None = None) -> None:
+        self._initial_capacity = initial_capacity
         self._window = window
         self.dropped = 0
         self._beams: Beams | None = None
@@ -114,9 +127,10 @@ class LayerKV:
         # Positions at the front of the suffix that belong to the prefix: the same in all rows of an input.
         self._repeated = 0
         self._is_short = False  # the prefix is not worth sharing
-        self._descends = False  # reorders change the table of `Beams`; the suffix stays where it is
+        self._is_small = True  # a reorder may move all of the suffix
+        self._uses_ancestry = False  # reorders change the table of `Beams`; the suffix stays where it is
         # Positions of the suffix at the last reorder: up to there, `Beams` knows what the rows have in common.
-        self._settled = 0
+        self._length_at_reorder = 0
         self._handles: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -130,17 +144,17 @@ class LayerKV:
         prefix = self._prefix[0].shape[2] if self._prefix is not None else 0
         return prefix + (self._suffix[0].length if self._suffix is not None else 0)
 
-    def branch(self, beams: Beams) -> None:
-        """From now on every input is continued by `beams.copies` sequences."""
+    def expand(self, beams: Beams) -> None:
+        """From now on every input is continued by `beams.per_input` sequences."""
         self._beams = beams
         self._handles = None
-        if self._prefix is None or beams.copies == 1:
+        if self._prefix is None or beams.per_input == 1:
             return
         keys, values = self._prefix
         if self._window is not None:
             self.dropped = max(keys.shape[2] - self._window + 1, 0)
             keys, values = keys[:, :, self.dropped :], values[:, :, self.dropped :]
-        repeated_bytes = (keys.nbytes + values.nbytes) * beams.copies
+        repeated_bytes = (keys.nbytes + values.nbytes) * beams.per_input
         self._is_short = keys.shape[2] < MIN_SHARED_PREFIX or repeated_bytes < MIN_SHARED_BYTES
         # Projections come with heads and positions swapped in memory; batched products would copy that every step.
         self._prefix = keys.contiguous(), values.contiguous()
@@ -164,30 +178,30 @@ class LayerKV:
 
     def _store_in_suffix(self, keys: Tensor, values: Tensor) -> None:
         """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
-        self._descends = self._may_descend(keys, values)
-        if self._is_short and not self._descends:
+        self._uses_ancestry = self._may_use_ancestry(keys, values)
+        if self._is_short and not self._uses_ancestry:
             self._repeat_prefix()
-        if self._descends and self._prefix is None:  # nothing came before the first position of the sequences
+        if self._uses_ancestry and self._prefix is None:  # nothing came before the first position of the sequences
             batch = self._beams.batch
             self._prefix = keys[:batch, :, :0].contiguous(), values[:batch, :, :0].contiguous()
         if self._prefix is not None and not self._is_shared:
             self._move_prefix(keys, values)
         else:
-            room = max(self._room - keys.shape[2], 0)
-            self._suffix = GrowingTensor(keys, room), GrowingTensor(values, room)
+            spare = max(self._initial_capacity - keys.shape[2], 0)
+            self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
 
     def _move_prefix(self, keys: Tensor, values: Tensor) -> None:
         """The suffix is the prefix, which is one row per sequence, and these."""
         first, self._prefix = self._prefix, None
         self._repeated = first[0].shape[2]
-        self._suffix = GrowingTensor(first[0], self._room), GrowingTensor(first[1], self._room)
+        self._suffix = GrowingTensor(first[0], self._initial_capacity), GrowingTensor(first[1], self._initial_capacity)
         self._suffix[0].append(keys)
         self._suffix[1].append(values)
 
-    def _may_descend(self, keys: Tensor, values: Tensor) -> bool:
+    def _may_use_ancestry(self, keys: Tensor, values: Tensor) -> bool:
         """Whether reorders are to change a table, for a suffix that starts with these."""
         return (
-            self._beams.copies > 1
+            self._beams.per_input > 1
             and (self._prefix is None or self._is_shared)
             and keys.dtype is torch.float32
             and attention.reads_ancestry(keys.device.type)
@@ -197,8 +211,8 @@ class LayerKV:
 
     def _repeat_prefix(self) -> None:
         """One row of the prefix for each sequence."""
-        copies, self._is_short = self._beams.copies, False
-        self._prefix = tuple(part.repeat_interleave(copies, dim=0) for part in self._prefix)
+        per_input, self._is_short = self._beams.per_input, False
+        self._prefix = tuple(part.repeat_interleave(per_input, dim=0) for part in self._prefix)
 
     def prefix(self) -> tuple[Tensor, Tensor]:
         """K and V of the prompt, [batch, heads, N, dim]: one row per input, before anything has been added to it.
@@ -217,24 +231,26 @@ class LayerKV:
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Has these in the place of what was stored, [rows, heads, positions, dim]. Nothing is added to them."""
         self.release()
-        self._prefix, self._is_short, self._descends = (keys, values), False, False
+        self._prefix, self._is_short, self._uses_ancestry = (keys, values), False, False
 
-    def settle(self) -> None:
+    def materialize_suffix(self) -> None:
         """The suffix row by row: something else than the attention operator needs it, and will again."""
-        if not self._descends:
+        if not self._uses_ancestry:
             return
-        ancestry, self._descends = self._beams.ancestry(self._suffix[0].length), False
-        own = [part.view() if ancestry is None else attention.descend(part.view(), ancestry) for part in self._suffix]
+        ancestry, self._uses_ancestry = self._beams.ancestry(self._suffix[0].length), False
+        own = [part.view() for part in self._suffix]
+        if ancestry is not None:
+            own = [attention.gather_suffix(part, ancestry) for part in own]
         if self._is_short:
             self._repeat_prefix()
             self._move_prefix(*own)
-            self._settled += self._repeated
+            self._length_at_reorder += self._repeated
         else:
-            self._suffix = GrowingTensor(own[0], self._room), GrowingTensor(own[1], self._room)
+            self._suffix = GrowingTensor(own[0], self._initial_capacity), GrowingTensor(own[1], self._initial_capacity)
         self._handles = None
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` positions, added since `branch` and the last `reorder`: what a step only looks at.
+        """Forgets the last `count` positions, added since `expand` and the last `reorder`: what a step only looks at.
 
         Raises:
             ValueError: there are not so many.
@@ -245,7 +261,7 @@ class LayerKV:
             self._prefix = keys[:, :, :-count], values[:, :, :-count]
             return
         grown = self._suffix[0].length if self._suffix is not None else 0
-        if grown - count < max(self._settled, self._repeated):
+        if grown - count < max(self._length_at_reorder, self._repeated):
             raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
         for part in self._suffix:
             part.length -= count
@@ -280,20 +296,26 @@ class LayerKV:
             return suffix
         if self._beams is None or not self._is_shared:
             return prefix
-        ancestry = self._beams.ancestry(suffix.shape[2]) if self._descends else None
-        settle = partial(_settle, weakref.ref(self)) if self._descends else None
-        return SharedKV.of(prefix, suffix, self._beams.copies, ancestry, settle)
+        ancestry = self._beams.ancestry(suffix.shape[2]) if self._uses_ancestry else None
+        materialize_suffix = partial(_materialize_suffix, weakref.ref(self)) if self._uses_ancestry else None
+        return SharedKV.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
 
     def reorder(self, index: Tensor) -> None:
         """Row r continues the sequence of row `index[r]`. Moves at most the part of the suffix in which they differ."""
-        if self._beams is None or self._suffix is None or self._beams.copies == 1:
+        if self._beams is None or self._suffix is None or self._beams.per_input == 1:
             return
-        self._settled = self._suffix[0].length
-        if self._descends:
-            self._beams.descend(index, self._settled)
+        self._length_at_reorder = self._suffix[0].length
+        if self._uses_ancestry:
+            self._beams.update_ancestry(index, self._length_at_reorder)
             self._handles = None
             return
-        grown = self._settled - self._repeated
+        if self._moves_whole():
+            self._beams.check(index)
+            self._handles = None
+            for part in self._suffix:
+                part.move_whole(index)
+            return
+        grown = self._length_at_reorder - self._repeated
         # Without a position of its own a row equals the other rows of its input.
         move = self._beams.reorder(index, grown) if grown else None
         if move is None:
@@ -303,11 +325,18 @@ class LayerKV:
         for part in self._suffix:
             part.move(move.rows.to(device), move.sources.to(device), move.start + self._repeated)
 
+    def _moves_whole(self) -> bool:
+        """Whether a reorder moves all positions. Once it does not, it never does again."""
+        if self._is_small:
+            small = not self._is_shared and max(part.nbytes for part in self._suffix) <= MAX_WHOLE_BYTES
+            self._is_small = small and self._suffix[0].view().device.type == "cpu"
+        return self._is_small
+
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
         if self._beams is None:
             raise ValueError("inputs can be left out once they have branched, not before")
-        rows = rows_of(inputs, self._beams.copies)
+        rows = rows_of(inputs, self._beams.per_input)
         if self._prefix is not None:
             kept = inputs if self._is_shared else rows
             span = _span(kept)

@@ -8,20 +8,19 @@ Everything that makes a layer more than its weight and bias leaves it alone: a f
 somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they
 run around `forward`.
 
-A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Writing
-through `parameter.data` is not counted by torch, which is why nothing is kept from one call to the next unless the user
-asks for it.
+A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
+not count writing through `parameter.data`. So a call does not use what was packed before it began, even if that belongs
+to a call that still runs in another thread, unless the user asks for it (`packed_weights="keep"`). A weight that is
+changed during a call counts from the next product on. If the change is made through `parameter.data`, it may also count
+later, or only in the next call: when, depends on whether the weight is packed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fastgen import counters, patching, settings
+from fastgen import counters, kept, patching, settings
 from fastgen.decoding import norms
+from fastgen.decoding.products import FixedProducts, Float32Products, MeasuredProducts, QuantizedProducts
+from fastgen.memory import free_host_memory
 from fastgen.ops import linear, quantized_linear
-from fastgen.ops.quantized_linear import QuantizedWeight
 
 # Whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -41,101 +41,15 @@ LINEAR: Kinds = {nn.Linear: False}
 # What layers compute that spell it out.
 Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
-# The time a product takes below this size is that of calling it.
-MIN_WEIGHT_BYTES = 2**18
-# A shape is measured when it has been used so often: a short call must not wait for a measurement.
-MEASURED_FROM = 24
-# A packed weight must take less time by this part to be packed for: less is not worth a copy of it.
-_MARGIN = 0.05
+# Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's product takes as long as it
+# saves.
+MIN_WEIGHT_BYTES = 2**20
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
 
-class _Gain(NamedTuple):
-    """What a product gains.
-
-    Attributes:
-        is_faster: with a packed weight than without, once it is packed.
-        seconds: that it takes less then, as far as they count for packing it.
-        streams: without one, it is faster here than torch's.
-    """
-
-    is_faster: bool
-    seconds: float
-    streams: bool = False
-
-
-_NO_GAIN = _Gain(False, 0.0)
-
-
-class _Shape:
-    """What is gained for the layers of one shape, by the number of rows.
-
-    Attributes:
-        precision: of the packed weight.
-        itemsize: bytes of an element of it.
-        packing: seconds that packing takes, once that is known.
-    """
-
-    precision = "fp32"
-    itemsize = 4
-
-    def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
-        self._shape = inputs, outputs, transposed
-        self._uses: dict[int, int] = {}
-        self._gains: dict[int, _Gain] = {}
-        self.packing = float("inf")
-
-    def gain(self, rows: int) -> _Gain:
-        """What a product with so many rows gains; nothing as long as it is not known."""
-        known = self._gains.get(rows)
-        if known is not None:
-            return known
-        # The rows get fewer when inputs are finished; what is about as many is one case.
-        about = rows.bit_length()
-        uses = self._uses[about] = self._uses.get(about, 0) + 1
-        costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
-        if costs is None:
-            return _NO_GAIN
-        self.packing = costs.packing
-        unpacked = min(costs.plain, costs.streamed)
-        saved = unpacked - costs.packed
-        seconds = saved if saved > _MARGIN * unpacked else 0.0
-        self._gains[rows] = _Gain(saved > 0.0, seconds, streams=costs.streamed < costs.plain)
-        return self._gains[rows]
-
-    def pack(self, weight: Tensor) -> Any:
-        """The weight, [outputs, inputs], packed for `multiply`."""
-        # With its own number of outputs: a weight that replaces another may have more or fewer.
-        return linear.pack(weight), weight.shape[0]
-
-    def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
-        """The layer's result."""
-        panels, outputs = packed
-        return linear.packed_linear(x, panels, bias, outputs)
-
-
-class _Quantized:
-    """The same in a precision that the user has asked for: from the first product on, whatever the shape."""
-
-    packing = 0.0
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-        self.itemsize = 1 if precision == "int8" else 2
-
-    def gain(self, rows: int) -> _Gain:
-        return _Gain(True, 1.0)
-
-    def pack(self, weight: Tensor) -> QuantizedWeight:
-        return quantized_linear.pack(weight, self.precision)
-
-    def multiply(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        return quantized_linear.quantized_linear(x, packed, bias)
-
-
-class _Outlook:
-    """What the layers of a model know of what is still to come.
+class _PackingBudget:
+    """What decides whether a call packs another weight: how often it will be used, and the memory that is left.
 
     Attributes:
         steps: each layer of the decoder will be used so often at least.
@@ -145,10 +59,14 @@ class _Outlook:
         self.steps = 0
         self._left: int | None = None  # bytes that may still be packed
 
+    def forget(self) -> None:
+        """All packed weights have been dropped."""
+        self._left = None
+
     def take_memory(self, size: int) -> bool:
         """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
         if self._left is None:  # asked for when something is packed, which most calls of small models never do
-            self._left = int(_free_memory() * _MAX_MEMORY)
+            self._left = int(free_host_memory() * _MAX_MEMORY)
         if size > self._left:
             return False
         self._left -= size
@@ -228,19 +146,26 @@ class _Packed(NamedTuple):
     """A packed weight, and which weight it is of.
 
     Attributes:
+        generation: of its layer, when the weight was read.
         weight: the parameter.
         data: its memory, held so that no other tensor can come to lie there.
         version: counts the changes of the parameter.
         panels: what it was packed to; None when it is not to be packed.
     """
 
+    generation: int
     weight: Tensor
     data: Tensor
     version: int
     panels: Any
 
-    def is_of(self, weight: Tensor) -> bool:
-        return self.weight is weight and self.version == weight._version and self.data.data_ptr() == weight.data_ptr()
+    def is_of(self, weight: Tensor, generation: int) -> bool:
+        return (
+            self.generation == generation
+            and self.weight is weight
+            and self.version == weight._version
+            and self.data.data_ptr() == weight.data_ptr()
+        )
 
 
 class _Linear(Replacement):
@@ -251,20 +176,33 @@ class _Linear(Replacement):
     ends.
 
     Attributes:
-        outlook: shared by the layers of a model.
+        budget: shared by the layers of a model.
         used: something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_as_it_is", "_failed", "_missed", "_packed", "_shape", "_transposed", "outlook", "used")
+    __slots__ = (
+        "_as_it_is",
+        "_failed",
+        "_generation",
+        "_missed",
+        "_packed",
+        "_shape",
+        "_transposed",
+        "budget",
+        "used",
+    )
 
-    def __init__(self, module: nn.Module, transposed: bool, shape: _Shape | _Quantized, outlook: _Outlook) -> None:
+    def __init__(
+        self, module: nn.Module, transposed: bool, shape: Float32Products | QuantizedProducts, budget: _PackingBudget
+    ) -> None:
         super().__init__(module)
         self.used = False
         self._transposed = transposed
         self._shape = shape
-        self.outlook = outlook
+        self.budget = budget
         self._missed = 0.0
         self._failed = False
+        self._generation = 0
         self._packed: _Packed | None = None
         self._as_it_is: _Packed | None = None  # the weight that may be multiplied with unpacked
 
@@ -273,6 +211,14 @@ class _Linear(Replacement):
         """Of the packed weight."""
         return self._shape.precision
 
+    def forget(self) -> None:
+        """Drops the packed weight, and that which another thread is packing just now: a call begins.
+
+        What is multiplied at this moment is not disturbed.
+        """
+        self._generation += 1
+        self._missed, self._packed = 0.0, None
+
     def end_call(self) -> None:
         """Only a packed weight may outlive the call, if the user wants that."""
         self.used, self._as_it_is = False, None
@@ -280,7 +226,7 @@ class _Linear(Replacement):
     def go_on_as(self, other: _Linear) -> _Linear:
         """This one in the place of `other`: with its packed weight, and what is known of the call that begins."""
         # The weight may have another size since, and torch another number of threads.
-        self._shape, self.outlook = other._shape, other.outlook
+        self._shape, self.budget = other._shape, other.budget
         return self
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
@@ -314,25 +260,25 @@ class _Linear(Replacement):
         return weight.t() if self._transposed else weight
 
     def _may_stream(self, weight: Tensor) -> bool:
-        if self._as_it_is is None or not self._as_it_is.is_of(weight):
-            found = _Packed(weight, weight.detach(), weight._version, None)
+        if self._as_it_is is None or not self._as_it_is.is_of(weight, self._generation):
+            found = _Packed(self._generation, weight, weight.detach(), weight._version, None)
             self._as_it_is = found if is_plain(self._module) else None
         return self._as_it_is is not None
 
     def _panels(self, weight: Tensor, gain: float) -> Any:
         """The packed copy of this very weight; made when it is due, from what this and earlier products have missed."""
-        packed = self._packed  # read once: another thread may replace it
-        if packed is not None and packed.is_of(weight):
+        packed, generation = self._packed, self._generation  # read once: another thread may replace them
+        if packed is not None and packed.is_of(weight, generation):
             return packed.panels
         if packed is not None:  # it has been changed since: forget it, and see whether it may be packed again
             self._missed, self._packed = 0.0, None
         self._missed += gain
-        if gain == 0.0 or self._missed + gain * self.outlook.steps < self._shape.packing:
+        if gain == 0.0 or self._missed + gain * self.budget.steps < self._shape.packing:
             return None
         version, panels = weight._version, None
-        if is_plain(self._module) and self.outlook.take_memory(weight.numel() * self._shape.itemsize):
+        if is_plain(self._module) and self.budget.take_memory(weight.numel() * self._shape.itemsize):
             panels = self._shape.pack(self._as_rows(weight))
-        self._packed = _Packed(weight, weight.detach(), version, panels)
+        self._packed = _Packed(generation, weight, weight.detach(), version, panels)
         return panels
 
 
@@ -357,8 +303,9 @@ def is_plain(module: nn.Module) -> bool:
 class FastLayers:
     """A context in which layers of a model have a faster form.
 
-    Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when the last
-    one ends, or with `Settings.packed_weights == "keep"` with the model. Other threads that use the model meanwhile get
+    Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when another
+    context begins, because that must see the weights as they are then, and when the last one ends. With
+    `Settings.packed_weights == "keep"` they live as long as the model. Other threads that use the model meanwhile get
     the ordinary forward pass if FastGen is suspended for them.
 
     Args:
@@ -368,14 +315,14 @@ class FastLayers:
 
     _lock = threading.RLock()
     _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
-    _shapes: dict[tuple[int, int, int, bool], _Shape] = {}
+    _shapes: dict[tuple[int, int, int, bool], MeasuredProducts] = {}
 
     def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions) -> None:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._functions = functions
         self._users = 0
-        self._outlook = _Outlook()
+        self._budget = _PackingBudget()
         self._installed: dict[nn.Module, Replacement] = {}
         self._kept: dict[nn.Module, Replacement] = {}
 
@@ -397,7 +344,7 @@ class FastLayers:
 
     def expect(self, steps: int) -> None:
         """From now on each layer that is still in use will be used so often at least."""
-        self._outlook.steps = max(steps, 0)
+        self._budget.steps = max(steps, 0)
 
     def __enter__(self) -> FastLayers:
         with self._lock:
@@ -407,6 +354,8 @@ class FastLayers:
                 except BaseException:
                     self._remove()
                     raise
+            elif settings.current().packed_weights != "keep":
+                self._forget()
             self._users += 1
         return self
 
@@ -419,7 +368,7 @@ class FastLayers:
 
     def _install(self) -> None:
         model, precision = self._model(), functools.cache(_precision)
-        self._outlook = _Outlook()
+        self._budget = _PackingBudget()
         for module in model.modules() if model is not None else ():
             replacement = self._replacement(module, precision)
             if replacement is None:
@@ -431,28 +380,41 @@ class FastLayers:
             module.forward = self._installed[module] = replacement
         self._kept = {}
 
+    def _forget(self) -> None:
+        for replacement in self._installed.values():
+            if type(replacement) is _Linear:
+                replacement.forget()
+        self._budget.forget()
+
     def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> Replacement | None:
         own = vars(module).get("forward")
         # What a copy of the model has that was made while it generated is its class's, and is gone when the call is.
         if own is not None and own != type(module).forward.__get__(module):
+            if type(own) is _Linear and settings.current().packed_weights != "keep":
+                own.forget()  # of another model that shares this layer, and generates at the moment
             return None  # somebody else's, an adapter's or a hook's
         function = self._functions.get(type(module))
         if function is not None:
             return _Function(module, function)
+        if not module._parameters:
+            return None
         form = norms.form_of(module)
         if form is not None:
             return _Norm(module, form)
         transposed = self._kind(module)
         if transposed is None or settings.current().packed_weights == "never":
             return None
-        if not is_plain(module) or module.weight.nbytes < MIN_WEIGHT_BYTES:
+        weight = module._parameters.get("weight")
+        if weight is None or weight.nbytes < MIN_WEIGHT_BYTES or not is_plain(module):
             return None
         if precision() != "fp32":
-            return _Linear(module, transposed, _Quantized(precision()), self._outlook)
+            return _Linear(module, transposed, QuantizedProducts(precision()), self._budget)
+        if settings.current().linear_products == "fixed":
+            return _Linear(module, transposed, FixedProducts(), self._budget) if linear.has_vectors() else None
         if not linear.is_available():
             return None
         outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), self._outlook)
+        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), self._budget)
 
     def _remove(self) -> None:
         self._count()
@@ -480,31 +442,21 @@ class FastLayers:
         return None
 
     @classmethod
-    def _shape(cls, inputs: int, outputs: int, transposed: bool) -> _Shape:
+    def _shape(cls, inputs: int, outputs: int, transposed: bool) -> MeasuredProducts:
         # What a product costs depends on the number of threads.
         key = torch.get_num_threads(), inputs, outputs, transposed
-        return cls._shapes.setdefault(key, _Shape(inputs, outputs, transposed))
+        return cls._shapes.setdefault(key, MeasuredProducts(inputs, outputs, transposed))
+
+
+kept.register(FastLayers.drop_kept)
 
 
 def _precision() -> str:
     """The precision of packed weights that the user asks for, if this processor is fast in it."""
-    wanted = settings.current().cpu_weights
-    reason = quantized_linear.unavailable(wanted) if wanted != "fp32" else None
+    wanted = settings.current().weight_dtype
+    measure = settings.current().linear_products == "measured"
+    reason = quantized_linear.unavailable(wanted, measure) if wanted != "fp32" else None
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)
     return "fp32"
-
-
-def _free_memory() -> int:
-    """Bytes that can be allocated without swapping or passing the limit of a container, as far as the system tells."""
-    free = [2**32]
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")] or free
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(min(free), 0)

@@ -113,9 +113,7 @@ def _probed(module: nn.Module, attributes: dict[str, Any], eps: str) -> Form | N
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
         return None
     for form in (Form(eps, True, 0.0), Form(eps, False, 0.0), Form(eps, False, 1.0)):
-        found, _ = reference(
-            x, layer.weight, None, getattr(layer, eps), rms=True, offset=form.offset, rounds_scaled=form.rounds_scaled
-        )
+        found = reference(x, layer.weight, getattr(layer, eps), offset=form.offset, rounds_scaled=form.rounds_scaled)
         close = x.dtype is torch.float32 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
         if close or torch.equal(found, expected):
             return form

@@ -9,9 +9,10 @@ sinks stay the model's own code. Whatever else touches a `SharedKV` gets the ful
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastgen.ops.attention import (
-    descend,
+    gather_suffix,
     shared_prefix_attention,
     shared_prefix_context,
     shared_prefix_scores,
     suits_kernel,
 )
-
-if TYPE_CHECKING:
-    from fastgen.decoding.captured.reader import StepReader
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
 METADATA = frozenset(
@@ -53,6 +51,24 @@ METADATA = frozenset(
 )
 
 
+class Reader(Protocol):
+    """How a captured step reads the parts: `fastgen.decoding.captured.reader.StepReader`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        prefix: tuple[Tensor, Tensor],
+        suffix: tuple[Tensor | None, Tensor | None],
+        ancestry: Tensor | None,
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor: ...
+
+    def leave_out(self, scores: Tensor, prefix: int) -> Tensor: ...
+
+    def with_own(self, shared: SharedKV, own: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The stored tensors, and the view of them that a `SharedKV` stands for.
@@ -60,9 +76,9 @@ class _Parts:
     Attributes:
         prefix: [batch, kv heads, N, dim].
         suffix: [rows, kv heads, T, dim] or None.
-        copies: rows per input.
+        per_input: rows per input.
         ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
-        settle: to be called when the suffix is needed row by row, so that the store keeps it like that from now on.
+        materialize_suffix: called when the suffix is needed row by row: the store keeps it like that from now on.
         reader: of a captured step: knows how much of prefix and suffix counts, which is on the device.
         group: every kv head is repeated this many times (grouped-query attention).
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
@@ -73,10 +89,10 @@ class _Parts:
 
     prefix: Tensor
     suffix: Tensor | None
-    copies: int
+    per_input: int
     ancestry: Tensor | None = None
-    settle: Callable[[], None] | None = None
-    reader: StepReader | None = None
+    materialize_suffix: Callable[[], None] | None = None
+    reader: Reader | None = None
     group: int = 1
     ungrouped: bool = False
     folded: bool = False
@@ -85,16 +101,16 @@ class _Parts:
 
     @property
     def rows(self) -> int:
-        return self.prefix.shape[0] * self.copies
+        return self.prefix.shape[0] * self.per_input
 
     def own(self) -> Tensor | None:
         """The suffix with the positions of row r in row r."""
-        if self.suffix is not None and self.settle is not None:
-            self.settle()
+        if self.suffix is not None and self.materialize_suffix is not None:
+            self.materialize_suffix()
         if self.suffix is None or self.ancestry is None:
             return self.suffix
         if not self.gathered:
-            self.gathered.append(descend(self.suffix, self.ancestry))
+            self.gathered.append(gather_suffix(self.suffix, self.ancestry))
         return self.gathered[0]
 
     @property
@@ -128,19 +144,19 @@ class SharedKV(torch.Tensor):
     def of(
         prefix: Tensor,
         suffix: Tensor | None,
-        copies: int,
+        per_input: int,
         ancestry: Tensor | None = None,
-        settle: Callable[[], None] | None = None,
-        reader: StepReader | None = None,
+        materialize_suffix: Callable[[], None] | None = None,
+        reader: Reader | None = None,
     ) -> SharedKV:
-        """The tensor [batch * copies, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`.
+        """The tensor [batch * per_input, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`.
 
         Args:
             ancestry: [rows, T], int32: where the positions of the suffix lie, if not in their own row.
-            settle: called when something else than the attention operator needs the suffix.
+            materialize_suffix: called when something else than the attention operator needs the suffix.
             reader: of a captured step.
         """
-        return SharedKV._make(_Parts(prefix, suffix, copies, ancestry, settle, reader))
+        return SharedKV._make(_Parts(prefix, suffix, per_input, ancestry, materialize_suffix, reader))
 
     @staticmethod
     def _make(parts: _Parts) -> SharedKV:
@@ -159,7 +175,7 @@ class SharedKV(torch.Tensor):
             parts = self._parts
             if parts.reader is not None:
                 raise CannotBeCaptured("the model's attention wants all keys and values as one tensor")
-            full = parts.prefix.repeat_interleave(parts.copies, dim=0)
+            full = parts.prefix.repeat_interleave(parts.per_input, dim=0)
             own = parts.own()
             if own is not None:
                 full = torch.cat([full, own], dim=2)
@@ -263,12 +279,7 @@ def _reshape(tensor: Any, *shape: Any) -> SharedKV:
     parts = _parts_of(tensor)
     wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if -1 in wanted:
-        known = 1
-        for size in wanted:
-            known *= size if size != -1 else 1
-        total = 1
-        for size in parts.shape():
-            total *= size
+        known, total = math.prod(size for size in wanted if size != -1), math.prod(parts.shape())
         _require(known > 0 and total % known == 0)
         wanted[wanted.index(-1)] = total // known
     _require(not parts.transposed)
@@ -308,9 +319,7 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
     parts = _parts_of(tensors[0])
     _require(parts.reader is not None and not (parts.transposed or parts.folded or parts.ungrouped))
-    from fastgen.decoding.captured.streams import StreamKV
-
-    return StreamKV.of(tensors[0], [tensors[1]], None)
+    return parts.reader.with_own(tensors[0], tensors[1])
 
 
 # ---- products: what attention does with K and V
@@ -325,7 +334,7 @@ def _product(left: Any, right: Any) -> Tensor:
     heads = parts.kv_heads * parts.group
     rows = left.shape[0] // heads if parts.folded else left.shape[0]
     x = left.reshape(rows, heads, *left.shape[-2:]) if parts.folded else left
-    inner = right._parts.prefix.shape[3] if parts.transposed else parts.length
+    inner = parts.prefix.shape[3] if parts.transposed else parts.length
     _require(x.shape[:2] == (parts.rows, heads) and x.shape[3] == inner)
     compute = shared_prefix_scores if parts.transposed else shared_prefix_context
     result = compute(x, parts.prefix, parts.own())

@@ -1,13 +1,13 @@
 """Attention over a prefix that several sequences share and a suffix that each has for itself.
 
-One input is continued by `copies` sequences (its beams, or its returned samples). They have the same prefix: the
+One input is continued by `per_input` sequences (its beams, or its returned samples). They have the same prefix: the
 prompt, or the encoder output in cross-attention. Its K/V is stored once per input and read once per input: the queries
-of all copies of an input become the rows of one matrix product. The split of the attention into a shared and an own
+of all sequences of an input become the rows of one matrix product. The split of the attention into a shared and an own
 part is that of FastSeq's attention cache optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL
 2021); the softmax runs over the scores of both parts together, so the result is that of ordinary attention.
 
 Shapes, used throughout:
-    rows = batch * copies   sequences, those of one input next to each other
+    rows = batch * per_input   sequences, those of one input next to each other
     query heads             a multiple of kv heads; query head h reads kv head h // (query heads / kv heads)
     prefix                  [batch, kv heads, N, dim]
     suffix                  [rows, kv heads, T, dim], or None while there is none
@@ -21,6 +21,7 @@ has no kernel of its own. Kernels: csrc/cpu/shared_prefix_attention.cpp.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,10 @@ from torch import Tensor
 
 from fastgen.ops import _library
 
-# The most query rows (copies * query heads per kv head * Q) that go to the kernel: without a suffix, and with one, when
-# the reference has two products each and a softmax instead of one fused kernel. Beyond, blocked matrix products over
-# many rows gain more than is lost in memory traffic; bfloat16 products even have hardware of their own. Measured with
-# AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
+# The most query rows (per_input * query heads per kv head * Q) that go to the kernel: without a suffix, and with one,
+# when the reference has two products each and a softmax instead of one fused kernel. Beyond, blocked matrix products
+# over many rows gain more than is lost in memory traffic; bfloat16 products even have hardware of their own. Measured
+# with AVX-512, with AVX2 and with SSE, for prefixes of 128 and 1024 positions.
 MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
@@ -46,21 +47,21 @@ def reads_ancestry(device: str) -> bool:
     return device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::shared_prefix_attention", "CPU")
 
 
-def _by_input(x: Tensor, kv_heads: int, copies: int) -> Tensor:
-    """[rows, heads, Q, c] -> [batch, kv heads, copies * group * Q, c]: what reads the same K/V becomes one matrix."""
+def _by_input(x: Tensor, kv_heads: int, per_input: int) -> Tensor:
+    """[rows, heads, Q, c] -> [batch, kv heads, per_input * group * Q, c]: one matrix of all that reads the same K/V."""
     rows, heads, length, width = x.shape
     group = heads // kv_heads
-    x = x.reshape(rows // copies, copies, kv_heads, group, length, width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(rows // copies, kv_heads, copies * group * length, width)
+    x = x.reshape(rows // per_input, per_input, kv_heads, group, length, width)
+    return x.permute(0, 2, 1, 3, 4, 5).reshape(rows // per_input, kv_heads, per_input * group * length, width)
 
 
-def _by_row(x: Tensor, heads: int, copies: int) -> Tensor:
-    """The inverse of `_by_input`: [batch, kv heads, copies * group * Q, c] -> [rows, heads, Q, c]."""
+def _by_row(x: Tensor, heads: int, per_input: int) -> Tensor:
+    """The inverse of `_by_input`: [batch, kv heads, per_input * group * Q, c] -> [rows, heads, Q, c]."""
     batch, kv_heads, length, width = x.shape
     group = heads // kv_heads
-    length //= copies * group
-    x = x.reshape(batch, kv_heads, copies, group, length, width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(batch * copies, heads, length, width)
+    length //= per_input * group
+    x = x.reshape(batch, kv_heads, per_input, group, length, width)
+    return x.permute(0, 2, 1, 3, 4, 5).reshape(batch * per_input, heads, length, width)
 
 
 def _own(x: Tensor, kv_heads: int) -> Tensor:
@@ -82,9 +83,9 @@ def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor
     """
     rows, heads, length, _ = query.shape
     batch, kv_heads, _, _ = prefix_keys.shape
-    copies = rows // batch
-    scores = torch.matmul(_by_input(query, kv_heads, copies), prefix_keys.transpose(-1, -2))
-    scores = _by_row(scores, heads, copies)
+    per_input = rows // batch
+    scores = torch.matmul(_by_input(query, kv_heads, per_input), prefix_keys.transpose(-1, -2))
+    scores = _by_row(scores, heads, per_input)
     if suffix_keys is None:
         return scores
     own = torch.matmul(_own(query, kv_heads), suffix_keys.transpose(-1, -2))
@@ -104,9 +105,9 @@ def shared_prefix_context(weights: Tensor, prefix_values: Tensor, suffix_values:
     """
     rows, heads, length, _ = weights.shape
     batch, kv_heads, prefix_length, width = prefix_values.shape
-    copies = rows // batch
-    context = torch.matmul(_by_input(weights[..., :prefix_length], kv_heads, copies), prefix_values)
-    context = _by_row(context, heads, copies)
+    per_input = rows // batch
+    context = torch.matmul(_by_input(weights[..., :prefix_length], kv_heads, per_input), prefix_values)
+    context = _by_row(context, heads, per_input)
     if suffix_values is None:
         return context
     own = torch.matmul(_own(weights[..., prefix_length:], kv_heads), suffix_values)
@@ -183,7 +184,13 @@ def _converts_halves() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def reference(
+def reference(*args: Any, **kwargs: Any) -> Tensor:
+    """The operator in plain torch, for any device. Arguments as in the schema."""
+    _check(*args, **kwargs)
+    return _composed(*args, **kwargs)
+
+
+def _composed(
     query: Tensor,
     prefix_keys: Tensor,
     prefix_values: Tensor,
@@ -191,23 +198,7 @@ def reference(
     suffix_values: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
-    *,
     ancestry: Tensor | None = None,
-) -> Tensor:
-    """The operator in plain torch, for any device. Arguments as in the schema."""
-    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry)
-    return _composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
-
-
-def _composed(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None,
-    suffix_values: Tensor | None,
-    mask: Tensor | None,
-    scale: float | None,
-    ancestry: Tensor | None,
 ) -> Tensor:
     """Made of operations of torch, which take what autocast makes of types that differ."""
     if query.shape[0] == 0 or query.shape[2] == 0:
@@ -217,7 +208,7 @@ def _composed(
     if suffix_keys is None or suffix_values is None:
         return _prefix_attention(query, prefix_keys, prefix_values, mask, scale)
     if ancestry is not None:
-        suffix_keys, suffix_values = descend(suffix_keys, ancestry), descend(suffix_values, ancestry)
+        suffix_keys, suffix_values = gather_suffix(suffix_keys, ancestry), gather_suffix(suffix_values, ancestry)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     # Scaling the query instead of the scores: it is the smaller tensor by far.
@@ -238,7 +229,7 @@ def _composed(
     return shared_prefix_context(weights, prefix_values, suffix_values)
 
 
-def descend(suffix: Tensor, ancestry: Tensor) -> Tensor:
+def gather_suffix(suffix: Tensor, ancestry: Tensor) -> Tensor:
     """The suffix [rows, kv heads, T, dim] gathered: position t of row r is that of row `ancestry[r, t]`, [rows, T]."""
     positions = torch.arange(suffix.shape[2], device=suffix.device)
     return suffix.transpose(1, 2)[ancestry.long(), positions].transpose(1, 2)
@@ -247,90 +238,22 @@ def descend(suffix: Tensor, ancestry: Tensor) -> Tensor:
 def _prefix_attention(
     query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """`shared_prefix_attention` without a suffix: one fused kernel does it, the copies of an input being its rows."""
+    """`shared_prefix_attention` without a suffix: one fused kernel, whose rows are the sequences of an input."""
     rows, heads, length, _ = query.shape
     batch, kv_heads, prefix_length, _ = prefix_keys.shape
-    copies = rows // batch
+    per_input = rows // batch
     if mask is not None:
         # A mask for all heads stays one; the query heads of a group are rows, of which each needs a row of the mask.
         mask_heads = 1 if mask.shape[1] == 1 else kv_heads
         mask = mask.expand(rows, mask_heads * (heads // kv_heads), length, prefix_length)
-        mask = _by_input(mask, mask_heads, copies)
+        mask = _by_input(mask, mask_heads, per_input)
     context = F.scaled_dot_product_attention(
-        _by_input(query, kv_heads, copies), prefix_keys, prefix_values, attn_mask=mask, scale=scale
+        _by_input(query, kv_heads, per_input), prefix_keys, prefix_values, attn_mask=mask, scale=scale
     )
-    return _by_row(context, heads, copies)
+    return _by_row(context, heads, per_input)
 
 
 def _check(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None,
-    suffix_values: Tensor | None,
-    mask: Tensor | None,
-    ancestry: Tensor | None,
-) -> None:
-    """Raises on what the operator does not take. Keep in step with csrc/cpu/shared_prefix_attention.cpp."""
-
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise RuntimeError(f"shared_prefix_attention: {message}")
-
-    def require_part(name: str, part: Tensor, rows: int, dim: int, length: int) -> None:
-        require(
-            part.dtype == query.dtype and part.device == query.device,
-            f"{name} must have the device and the type of the query",
-        )
-        require(
-            tuple(part.shape) == (rows, kv_heads, length, dim),
-            f"{name} must be {[rows, kv_heads, length, dim]}, but is {list(part.shape)}",
-        )
-
-    require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
-    require(
-        prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim], keys and values"
-    )
-    rows, heads, queries, dim = query.shape
-    batch, kv_heads, length, _ = prefix_keys.shape
-    value_dim = prefix_values.shape[3]
-    require(
-        rows % batch == 0 if batch > 0 else rows == 0,
-        f"the {rows} rows of the query must be a multiple of the {batch} rows of the prefix",
-    )
-    require(
-        heads % kv_heads == 0 if kv_heads > 0 else heads == 0,
-        f"the {heads} heads of the query must be a multiple of the {kv_heads} heads of the prefix",
-    )
-    require_part("prefix_keys", prefix_keys, batch, dim, length)
-    require_part("prefix_values", prefix_values, batch, value_dim, length)
-    require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
-    require(suffix_keys is not None or ancestry is None, "ancestry needs a suffix")
-    suffix_length = 0
-    if suffix_keys is not None and suffix_values is not None:
-        require(suffix_keys.dim() == 4, "the suffix must be [rows, kv heads, T, dim]")
-        suffix_length = suffix_keys.shape[2]
-        require_part("suffix_keys", suffix_keys, rows, dim, suffix_length)
-        require_part("suffix_values", suffix_values, rows, value_dim, suffix_length)
-    if ancestry is not None:
-        require(
-            ancestry.dtype == torch.int32 and tuple(ancestry.shape) == (rows, suffix_length),
-            f"ancestry must be an int32 tensor {[rows, suffix_length]}",
-        )
-    if mask is not None:
-        scores = (rows, heads, queries, length + suffix_length)
-        missing = 4 - mask.dim()
-        require(
-            missing >= 0 and all(size in (1, scores[missing + i]) for i, size in enumerate(mask.shape)),
-            f"the mask {list(mask.shape)} cannot be expanded to {list(scores)}",
-        )
-        require(
-            mask.dtype in (torch.bool, torch.float32, query.dtype),
-            "the mask must be bool, float32 or of the type of the query",
-        )
-
-
-def _fake(
     query: Tensor,
     prefix_keys: Tensor,
     prefix_values: Tensor,
@@ -338,10 +261,46 @@ def _fake(
     suffix_values: Tensor | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
-    *,
     ancestry: Tensor | None = None,
-) -> Tensor:
-    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry)
+) -> None:
+    """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise RuntimeError(f"shared_prefix_attention: {message}")
+
+    require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
+    require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
+    require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")
+    require(suffix_keys is None or suffix_keys.dim() == 4, "the suffix must be [rows, kv heads, T, dim]")
+    require(suffix_keys is not None or ancestry is None, "ancestry needs a suffix")
+    rows, heads, queries, dim = query.shape
+    batch, kv_heads, prefix, _ = prefix_keys.shape
+    suffix, value_dim = 0 if suffix_keys is None else suffix_keys.shape[2], prefix_values.shape[3]
+    for what, many, few in (("rows", rows, batch), ("heads", heads, kv_heads)):
+        multiple = many % few == 0 if few > 0 else many == 0
+        require(multiple, f"the {many} {what} of the query must be a multiple of the {few} {what} of the prefix")
+    for name, part, dtype, shape in (
+        ("prefix_keys", prefix_keys, query.dtype, (batch, kv_heads, prefix, dim)),
+        ("prefix_values", prefix_values, query.dtype, (batch, kv_heads, prefix, value_dim)),
+        ("suffix_keys", suffix_keys, query.dtype, (rows, kv_heads, suffix, dim)),
+        ("suffix_values", suffix_values, query.dtype, (rows, kv_heads, suffix, value_dim)),
+        ("ancestry", ancestry, torch.int32, (rows, suffix)),
+    ):
+        if part is not None:
+            right = part.dtype == dtype and part.device == query.device and tuple(part.shape) == shape
+            given = f"{list(part.shape)} {part.dtype} on {part.device}"
+            require(right, f"{name} must be {list(shape)} {dtype} on {query.device}, but is {given}")
+    if mask is not None:
+        scores = (rows, heads, queries, prefix + suffix)
+        fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False))
+        require(fits, f"the mask {list(mask.shape)} cannot be expanded to {list(scores)}")
+        known = mask.dtype in (torch.bool, torch.float32, query.dtype)
+        require(known, "the mask must be bool, float32 or of the type of the query")
+
+
+def _fake(query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    _check(query, prefix_keys, prefix_values, *args, **kwargs)
     return query.new_empty(*query.shape[:3], prefix_values.shape[3])
 
 

@@ -28,7 +28,7 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
         count: from 1 to beams * vocabulary.
 
     Returns:
-        Their values and their places in [inputs, beams * vocabulary], both [inputs, count], best first: exactly what
+        Their values and their indices in [inputs, beams * vocabulary], both [inputs, count], best first: exactly what
         `torch.topk` gives for the sum.
 
     Raises:
@@ -40,9 +40,9 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
         and scores.device.type == running.device.type == "cpu"
         and not (torch.is_grad_enabled() and (scores.requires_grad or running.requires_grad))
     ):
-        values, places = torch.ops.fastgen.best_candidates(scores.contiguous(), running.contiguous(), count)
-        if places.numel():
-            return values, places
+        values, indices = torch.ops.fastgen.best_candidates(scores.contiguous(), running.contiguous(), count)
+        if indices.numel():
+            return values, indices
     return _reference(scores, running, count)
 
 
@@ -55,8 +55,8 @@ def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Ten
     if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
         raise RuntimeError("best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams]")
     summed = scores.view(*running.shape, scores.shape[1]) + running.unsqueeze(2)
-    values, places = summed.flatten(1).topk(count)
-    return values, places
+    values, indices = summed.flatten(1).topk(count)
+    return values, indices
 
 
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")

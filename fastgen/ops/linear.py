@@ -120,6 +120,15 @@ def is_available() -> bool:
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{name}", "CPU") for name in names)
 
 
+def has_vectors() -> bool:
+    """Whether there are kernels with vector instructions (AVX2 or AVX-512) that this process may use.
+
+    These give the same bits, whatever the number of rows and threads: each output is the sum over its inputs in one
+    order, with fused multiply-adds.
+    """
+    return is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
 def backend() -> str:
     """Which implementation serves this operator."""
     if not is_available():

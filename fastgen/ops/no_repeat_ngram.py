@@ -11,6 +11,7 @@ device that has no kernel of its own. Kernels: csrc/cpu/no_repeat_ngram.cpp and 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,9 +95,9 @@ def reference(
         source_lengths = lengths
     else:
         source_lengths = _full(context) if context_lengths is None else context_lengths.long().clamp(0, source.shape[1])
-        copies = rows // source.shape[0]
-        source = source.repeat_interleave(copies, dim=0)
-        source_lengths = source_lengths.repeat_interleave(copies, dim=0)
+        per_input = rows // source.shape[0]
+        source = source.repeat_interleave(per_input, dim=0)
+        source_lengths = source_lengths.repeat_interleave(per_input, dim=0)
 
     first = (lengths - (n - 1)).unsqueeze(1)  # where the prefix of each row begins
     banned = torch.arange(windows, device=scores.device) <= (source_lengths - n).unsqueeze(1)
@@ -117,16 +118,8 @@ def _full(tokens: Tensor) -> Tensor:
     return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
 
 
-def _fake(
-    scores: Tensor,
-    tokens: Tensor,
-    lengths: Tensor | None,
-    n: int,
-    *,
-    context: Tensor | None = None,
-    context_lengths: Tensor | None = None,
-) -> Tensor:
-    _check(scores, tokens, lengths, n, context, context_lengths)
+def _fake(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    _check(scores, *args, **kwargs)
     return scores
 
 
@@ -135,8 +128,8 @@ def _check(
     tokens: Tensor,
     lengths: Tensor | None,
     n: int,
-    context: Tensor | None,
-    context_lengths: Tensor | None,
+    context: Tensor | None = None,
+    context_lengths: Tensor | None = None,
 ) -> None:
     """Raises on what the operator does not take. Keep in step with `check` in csrc/no_repeat_ngram.h."""
 
@@ -146,10 +139,7 @@ def _check(
 
     def require_lengths(name: str, lengths: Tensor | None, rows: int) -> None:
         if lengths is not None:
-            require(
-                lengths.dim() == 1 and lengths.shape[0] == rows,
-                f"{name} must have one element for each of the {rows} rows",
-            )
+            require(lengths.shape == (rows,), f"{name} must have one element for each of the {rows} rows")
             require(lengths.dtype in _TOKEN_TYPES, f"{name} must be int32 or int64")
 
     require(n >= 1, f"n must be at least 1, but is {n}")
@@ -157,25 +147,20 @@ def _check(
     require(scores.dtype in _SCORE_TYPES, "scores must be float32, float16, bfloat16 or float64")
     require(not _overlaps_itself(scores), "elements of scores share memory (an expanded tensor?); pass a copy")
     rows = scores.shape[0]
-    require(
-        tokens.dim() == 2 and tokens.shape[0] == rows,
-        f"tokens must be [rows, length] with the {rows} rows of scores",
-    )
+    for_each_row = tokens.dim() == 2 and tokens.shape[0] == rows
+    require(for_each_row, f"tokens must be [rows, length] with the {rows} rows of scores")
     require(tokens.dtype in _TOKEN_TYPES, "tokens must be int32 or int64")
     require_lengths("lengths", lengths, rows)
     require(context is not None or context_lengths is None, "context_lengths needs a context")
     if context is not None:
         require(context.dim() == 2, "context must be [context rows, length]")
         require(context.dtype == tokens.dtype, "context must have the type of tokens")
-        require(
-            rows % context.shape[0] == 0 if context.shape[0] > 0 else rows == 0,
-            f"the {rows} rows of scores must be a multiple of the {context.shape[0]} rows of context",
-        )
-        require_lengths("context_lengths", context_lengths, context.shape[0])
-    require(
-        all(x is None or x.device == scores.device for x in (tokens, lengths, context, context_lengths)),
-        "all tensors must be on the device of scores",
-    )
+        few = context.shape[0]
+        multiple = rows % few == 0 if few > 0 else rows == 0
+        require(multiple, f"the {rows} rows of scores must be a multiple of the {few} rows of context")
+        require_lengths("context_lengths", context_lengths, few)
+    together = all(x is None or x.device == scores.device for x in (tokens, lengths, context, context_lengths))
+    require(together, "all tensors must be on the device of scores")
 
 
 def _overlaps_itself(matrix: Tensor) -> bool:

@@ -94,10 +94,16 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
-def unavailable(precision: str) -> str | None:
-    """Why weights in this precision make nothing faster here, or None. Measured once per machine, in milliseconds."""
+def unavailable(precision: str, measure: bool = True) -> str | None:
+    """Why weights in this precision make nothing faster here, or None.
+
+    Args:
+        precision: "int8" or "bf16".
+        measure: whether a measurement decides too, made once per machine in milliseconds; if not, only the processor's
+            instructions do.
+    """
     missing = _missing(precision)
-    if missing is not None:
+    if missing is not None or not measure:
         return missing
     plain, quantized = _timings.get(_KERNEL, precision, 2, lambda: _measure(precision)) or (0.0, 0.0)
     return None if quantized < plain else f"products in {precision} are not faster than in float32 on this processor"

@@ -4,8 +4,20 @@
 imports neither torch nor transformers.
 """
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from fastgen.pipeline.errors import PipelineError, SetupError, StrictError
 from fastgen.pipeline.run import RunReport, generate_dataset, run
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.settings import RunOptions
 
-__all__ = ["PipelineError", "RunReport", "Settings", "SetupError", "StrictError", "generate_dataset", "run"]
+__all__ = ["PipelineError", "RunOptions", "RunReport", "SetupError", "StrictError", "generate_dataset", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Settings":
+        warnings.warn("fastgen.pipeline.Settings is now called RunOptions", DeprecationWarning, stacklevel=2)
+        return RunOptions
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

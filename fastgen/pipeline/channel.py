@@ -1,4 +1,4 @@
-"""Bounded queues between the stages, which know how long each side had to wait."""
+"""Bounded queues between the stages. They measure how long each side waited."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Item = TypeVar("Item")
 
 
 class Cancelled(Exception):
-    """The run is being given up; the stage that meets this has nothing left to do."""
+    """The run ends early. The stage that gets this stops."""
 
 
 class Channel(Generic[Item]):
     """A queue from one thread to another.
 
-    The sender ends it with `finish`: the receiver still gets what is in it. `cancel` ends it for both at once.
+    After `finish` the receiver still gets the items in the queue. `cancel` stops both sides at once.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,12 +28,12 @@ class Channel(Generic[Item]):
         self._finished = False
         self._cancelled = False
         self.seconds_full = 0.0
-        """How long the sender has waited for room."""
+        """Seconds that the sender waited, because the queue was full."""
         self.seconds_empty = 0.0
-        """How long the receiver has waited for an item."""
+        """Seconds that the receiver waited, because the queue was empty."""
 
     def put(self, item: Item) -> None:
-        """Add an item, once there is room."""
+        """Add an item. Waits while the queue is full; raises `Cancelled` after `cancel`."""
         with self._changed:
             start = time.perf_counter()
             while len(self._items) >= self._capacity and not self._cancelled:
@@ -45,7 +45,7 @@ class Channel(Generic[Item]):
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Item]:
-        """Items until the sender has finished and none is left."""
+        """Items until the sender has finished and the queue is empty. Raises `Cancelled` after `cancel`."""
         while True:
             with self._changed:
                 start = time.perf_counter()
@@ -67,23 +67,23 @@ class Channel(Generic[Item]):
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Wake both sides with `Cancelled`; what is in the queue is dropped."""
+        """Raise `Cancelled` on both sides. The items in the queue are dropped."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
 
 class Direct(Generic[Item]):
-    """What a receiver reads by itself, in its own thread: the receiving side of a `Channel` without a sender."""
+    """The receiving side of a `Channel` for items that the receiver reads itself, in its own thread."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items = items
         self._cancelled = False
         self.seconds_empty = 0.0
-        """How long getting the items has taken."""
+        """Seconds that reading the items took."""
 
     def __iter__(self) -> Iterator[Item]:
-        """Items until there are no more."""
+        """All items. Raises `Cancelled` after `cancel`."""
         while True:
             start = time.perf_counter()
             try:
@@ -97,5 +97,5 @@ class Direct(Generic[Item]):
             yield item
 
     def cancel(self) -> None:
-        """The next item is the receiver's last: it gets `Cancelled` instead."""
+        """Raise `Cancelled` in place of the next item."""
         self._cancelled = True

@@ -15,7 +15,7 @@ from fastgen.pipeline.model import Generated, ModelStage
 from fastgen.pipeline.planner import Batch, Prepared, Window
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.readers import BadRecord, Problem
+from fastgen.pipeline.records import BadRecord, Problem
 from fastgen.pipeline.stages import Stages
 from fastgen.pipeline.tokens import Decoder
 from fastgen.pipeline.writers import Output

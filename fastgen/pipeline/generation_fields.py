@@ -1,133 +1,123 @@
-"""The fields of `GenerationConfig`, read from its source.
+"""The fields of `GenerationConfig` as options: the type of each one, and values checked against it.
 
-Importing transformers takes seconds, which is too long for `--help` or for a misspelt option. The class lists its
-fields in a form that can be read without running it: `self.name = kwargs.pop("name", default)` in the constructor, and
-their types and meaning in the docstring. Where the file does not have that form, the class itself is asked.
+The types are listed here, because importing transformers takes seconds, which is too long for `--help` or a misspelt
+option, and because the class itself has no types. A field that only a later release has may be given too: the class is
+asked for it, and its value is JSON or text.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError, one_line
 
-_ENTRY = re.compile(r"^ {8}(\w+):? *\(([^\n]*?)\)*:\s*$((?:\n(?: {9,}[^\n]*)?)*)", re.MULTILINE)
-_JSON_TYPES = ("list", "dict", "tuple", "Config")
+_NAMES = {
+    "bool": "do_sample use_cache use_mtp renormalize_logits remove_invalid_values token_healing output_attentions "
+    "output_hidden_states output_scores output_logits return_dict_in_generate is_assistant disable_compile low_memory",
+    "bool str": "early_stopping",
+    "int": "max_length max_new_tokens min_length min_new_tokens num_beams max_cache_len top_k no_repeat_ngram_size "
+    "num_return_sequences pad_token_id bos_token_id encoder_no_repeat_ngram_size "
+    "num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind "
+    "target_lookbehind num_beam_groups prefill_chunk_size",
+    "int json": "eos_token_id forced_bos_token_id forced_eos_token_id decoder_start_token_id",
+    "float": "max_time temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+    "encoder_repetition_penalty length_penalty guidance_scale assistant_confidence_threshold assistant_ensemble_weight "
+    "penalty_alpha diversity_penalty",
+    "str": "cache_implementation num_assistant_tokens_schedule speculation_type",
+    "str json": "stop_strings dola_layers",
+    "json": "cache_config bad_words_ids exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "sequence_bias watermarking_config compile_config continuous_batching_config constraints force_words_ids",
+}
+TYPES = {name: frozenset(types.split()) for types, names in _NAMES.items() for name in names.split()}
+_ANY: frozenset[str] = frozenset()
+_CLASSES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+# Smaller values make no sense to the library, which does not look at all of them itself.
+_LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
+_LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
 # Fields that describe the file a configuration came from rather than the generation.
 _METADATA = {"transformers_version"}
 
 
-@dataclass(frozen=True)
-class GenerationField:
-    """One field: its name, the types its documentation names (empty where it names none), and its description."""
-
-    name: str
-    types: frozenset[str]
-    description: str
-
-    @property
-    def is_flag(self) -> bool:
-        """Whether the field can be given without a value."""
-        return "bool" in self.types
-
-    def parse(self, text: str) -> Any:
-        """The value that a word on a command line stands for; ValueError where it is not of the field's types."""
-        word = text.strip().lower()
-        if word in ("none", "null"):
-            return None
-        if self.is_flag and word in ("true", "false"):
-            return word == "true"
-        for name, convert in (("int", int), ("float", float)):
-            if name in self.types:
-                try:
-                    return convert(text)
-                except ValueError:
-                    pass
-        bracketed = text.strip().startswith(("[", "{"))
-        if bracketed if "str" in self.types else "json" in self.types or not self.types:
-            try:
-                return json.loads(text)
-            except ValueError as error:
-                if self.types or bracketed:
-                    raise ValueError(f"{text!r} is not valid JSON: {error}") from error
-        if "str" in self.types or not self.types:
-            return text
-        wanted = " or ".join(sorted("JSON" if name == "json" else name for name in self.types))
-        raise ValueError(f"{text!r} is not a value of type {wanted}")
-
-
 @lru_cache(maxsize=1)
-def generation_fields() -> tuple[GenerationField, ...]:
-    """Every field of the installed `GenerationConfig`, in its own order."""
-    names, documentation = _from_source() or _from_class()
-    described = {name: (types, text) for name, types, text in _described(documentation)}
-    return tuple(
-        GenerationField(name, *described.get(name, (frozenset(), "")))
-        for name in names
-        if not name.startswith("_") and name not in _METADATA
-    )
-
-
-def _from_source() -> tuple[list[str], str] | None:
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        raise SetupError("the package transformers is not installed")
-    path = Path(spec.origin).parent / "generation" / "configuration_utils.py"
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "GenerationConfig":
-            init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-            names = [name for statement in ast.walk(init) if (name := _popped(statement))] if init else []
-            if len(names) > 20:
-                return names, ast.get_docstring(node, clean=False) or ""
-    return None
-
-
-def _popped(statement: ast.AST) -> str | None:
-    """The field that a statement `self.x = kwargs.pop("x", ...)` sets."""
-    if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
-        return None
-    target, call = statement.targets[0], statement.value
-    if (
-        isinstance(target, ast.Attribute)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr == "pop"
-        and call.args
-        and isinstance(call.args[0], ast.Constant)
-        and call.args[0].value == target.attr
-    ):
-        return target.attr
-    return None
-
-
-def _from_class() -> tuple[list[str], str]:
+def known_names() -> frozenset[str]:
+    """The fields of the installed `GenerationConfig`. Imports transformers."""
     from transformers import GenerationConfig
 
-    return list(vars(GenerationConfig())), GenerationConfig.__doc__ or ""
+    return frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_")) - _METADATA
 
 
-def _described(documentation: str) -> list[tuple[str, frozenset[str], str]]:
-    entries = []
-    for name, signature, body in _ENTRY.findall(documentation):
-        types = {word for word in ("bool", "int", "float", "str") if re.search(rf"(?<!\[)`?\b{word}\b", signature)}
-        if any(word in signature for word in _JSON_TYPES):
-            # `list[int]` names int as the type of an element, not of the field.
-            outside = re.sub(r"(list|dict|tuple)[\[(].*[\])]", "", signature)
-            types = {word for word in types if re.search(rf"\b{word}\b", outside)} | {"json"}
-        text = " ".join(body.split())
-        entries.append((name, frozenset(types), re.split(r"(?<=[a-z)`])\. ", text)[0][:240]))
-    return entries
+def is_field(name: str) -> bool:
+    """Whether `GenerationConfig` has this field. Imports transformers for a name that is not listed here."""
+    return name in TYPES or name in known_names()
+
+
+def is_flag(name: str) -> bool:
+    """Whether the field can be given without a value."""
+    return "bool" in TYPES.get(name, _ANY)
+
+
+def parse(name: str, text: str) -> Any:
+    """The value that a word on a command line stands for. Raises ValueError where it is not of the field's types."""
+    types = TYPES.get(name, _ANY)
+    word = text.strip().lower()
+    if word in ("none", "null"):
+        return None
+    if "bool" in types and word in ("true", "false"):
+        return word == "true"
+    for kind, convert in (("int", int), ("float", float)):
+        if kind in types:
+            try:
+                return convert(text)
+            except ValueError:
+                pass
+    bracketed = word.startswith(("[", "{"))
+    if bracketed if "str" in types else "json" in types or not types:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if types or bracketed:
+                raise ValueError(f"{text!r} is not valid JSON: {one_line(error)}") from error
+    if "str" in types or not types:
+        return text
+    raise ValueError(f"{text!r} is not a value of type {_named(types)}")
+
+
+def _named(types: frozenset[str]) -> str:
+    return " or ".join(sorted("JSON" if name == "json" else name for name in types))
+
+
+def check_values(generation: Any) -> None:
+    """Raises `SetupError` where a field of a generation config has a value of a wrong type, or too small a value."""
+    for name, types in TYPES.items():
+        value = getattr(generation, name, None)
+        if value is None:
+            continue
+        classes = tuple(kind for listed in types for kind in _CLASSES.get(listed, ()))
+        if isinstance(value, bool):
+            is_right = "bool" in types
+        else:
+            is_right = isinstance(value, classes) or ("json" in types and not isinstance(value, str))
+        if not is_right:
+            raise SetupError(f"generation option {name} is {value!r}: it must be of type {_named(types)}")
+        if name in _LEAST and value < _LEAST[name]:
+            raise SetupError(f"generation option {name} is {value}: it must be at least {_LEAST[name]}")
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises `SetupError` where it cannot be read or is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SetupError(f"cannot read {what} {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"{what} {path} is not valid JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise SetupError(f"{what} {path} is not a JSON object")
+    return values
 
 
 def read_generation_file(path: str) -> dict[str, Any]:
@@ -135,22 +125,13 @@ def read_generation_file(path: str) -> dict[str, Any]:
     file = Path(path)
     if file.is_dir():
         file = file / "generation_config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SetupError(f"cannot read the generation config {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise SetupError(f"the generation config {file} is not valid JSON: {one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise SetupError(f"the generation config {file} is not a JSON object")
-    return check_names(values, f"the generation config {file}")
+    return check_names(read_json_object(file, "the generation config"), f"the generation config {file}")
 
 
 def check_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values without metadata; a SetupError names a field that `GenerationConfig` does not have."""
+    """The values without metadata. Raises `SetupError` for a field that `GenerationConfig` does not have."""
     kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in _METADATA}
-    known = {field.name for field in generation_fields()}
-    unknown = sorted(set(kept) - known)
+    unknown = sorted(set(kept) - known_names())
     if unknown:
         raise SetupError(f"{where} has the unknown field {unknown[0]!r}")
     return kept

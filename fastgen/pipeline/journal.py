@@ -6,24 +6,33 @@ line records the settings that decide what the output is, and a run with others 
 the output file is written from the journal in input order and put in place by a rename: nobody ever sees half an
 output, and an interrupted run ends in the same file as one that was not.
 
-    {"journal": 1, "settings": {...}, "plan": {...}}
+    {"journal": 2, "settings": {...}, "environment": {...}, "plan": {...}}
     {"window": {"index": 0, "start": 0, "count": 1024, "batches": 64, "bad": [...]}}
     {"batch": {"window": 0, "index": 0, "results": [...]}}
+    {"finishing": "OUTPUT, or the file of the scores or of the report, seen from the journal's directory"}
+    {"finished": "a digest of that file, which is about to be put in place"}
+
+A file of that name that does not begin like this is somebody else's: it is neither read nor replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.errors import RESUMABLE, SetupError, cannot_write
 from fastgen.pipeline.planner import Resumed, Window
-from fastgen.pipeline.readers import BadRecord, Problem
+from fastgen.pipeline.records import BadRecord, Problem
 
-VERSION = 1
+VERSION = 2
+_FIRST = b'{"journal": '  # how every journal begins
 
 Result = dict[str, Any]
 """One record as the journal holds it: `position`, `line` and `id`, and either `text` and what belongs to it, or
@@ -52,41 +61,136 @@ def bad_result(bad: BadRecord) -> Result:
 
 
 class Collector:
-    """Turns batches, which come in the order in which they are worked on, into records in input order."""
+    """Turns batches, which come in the order in which they are worked on, into records in input order.
 
-    def __init__(self) -> None:
+    Every method raises `SetupError` where windows and batches do not fit together: records would be lost.
+
+    Args:
+        source: where they come from, for the message.
+    """
+
+    def __init__(self, source: object = "the output") -> None:
+        self._source = source
         self._window: Window | None = None
+        self._complete = True
+        self._batches: set[int] = set()
         self._results: dict[int, Result] = {}
 
     def open(self, window: Window) -> list[Result]:
         """Begin a window; its records are returned at once if it has no batches."""
-        self._window = window
-        self._results = {bad.position: bad_result(bad) for bad in window.bad}
-        return self._complete()
+        self.close()
+        self._window, self._complete, self._batches, self._results = window, False, set(), {}
+        return self._take([bad_result(bad) for bad in window.bad])
 
-    def add(self, results: list[Result]) -> list[Result]:
+    def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
         """Take the results of a batch; all records of the window are returned with its last batch."""
-        # By position: a batch that is in the journal twice counts once.
-        self._results.update((result["position"], result) for result in results)
-        return self._complete()
-
-    def _complete(self) -> list[Result]:
-        if self._window is None or len(self._results) < self._window.count:
+        self._check(self._window is not None and self._window.index == window, "a batch is without its window")
+        if index in self._batches:  # a batch that is in the journal twice counts once
             return []
-        ordered = [self._results[position] for position in sorted(self._results)]
-        self._window = None
+        self._batches.add(index)
+        return self._take(results)
+
+    def close(self) -> None:
+        """No more batches come for the window."""
+        self._check(self._complete, "a window lacks a batch")
+
+    def _take(self, results: list[Result]) -> list[Result]:
+        window = self._window
+        assert window is not None
+        self._results.update((result["position"], result) for result in results)
+        positions = range(window.start, window.start + window.count)
+        self._check(all(result["position"] in positions for result in results), "a record is not of its window")
+        if len(self._batches) < window.batches:
+            return []
+        self._check(len(self._results) == window.count, "a window lacks records")
+        self._complete = True
+        ordered = [self._results[position] for position in positions]
+        self._results = {}
         return ordered
+
+    def _check(self, fits: bool, fault: str) -> None:
+        if not fits:
+            raise SetupError(f"{self._source} is damaged: {fault} (--overwrite starts anew)")
+
+
+@dataclass(frozen=True)
+class Left:
+    """What an interrupted run has left: its journal, as far as it can be told without the run's settings."""
+
+    path: Path
+    finishing: set[str] = field(default_factory=set)
+    """The files that it had begun to write under their unfinished names."""
+    finished: set[str] = field(default_factory=set)
+    """The digests of those that were complete, which the run may have put in place."""
+
+    def has_begun(self, path: Path) -> bool:
+        """Whether the run may have left this file under its unfinished name."""
+        return _seen_from(self.path, path) in self.finishing
+
+    def has_written(self, path: Path) -> bool:
+        """Whether a file is what the run has put in place."""
+        return path.is_file() and digest(path) in self.finished
+
+
+def find(path: Path) -> Left | None:
+    """What an interrupted run has left at this path, or None. Raises `SetupError` for a file that is no journal."""
+    if not os.path.lexists(path):
+        return None
+    left = Left(path)
+    check_own(path, _FIRST)
+    with open(path, "rb") as handle:
+        for line in handle:
+            if line.startswith(b'{"finish'):
+                entry = _entry(line) or {}
+                left.finishing.add(str(entry.get("finishing", "")))
+                left.finished.add(str(entry.get("finished", "")))
+    return left
+
+
+def check_own(path: Path, beginning: bytes) -> None:
+    """Raises `SetupError` for a file that does not begin as those of FastGen do.
+
+    A kill may have cut the beginning short. Another file must not be replaced, whatever its name is.
+    """
+    if path.is_file():
+        with open(path, "rb") as handle:
+            if beginning.startswith(handle.read(len(beginning))):
+                return
+    raise SetupError(f"{path} was not written by fastgen: move it away, or choose another OUTPUT")
+
+
+def digest(path: Path) -> str:
+    """A digest of the content of a file."""
+    found = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 class Journal:
-    """The journal of one run, open for appending and locked against a second run with the same output."""
+    """The journal of one run, open for appending and locked against a second run with the same output.
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    Args:
+        settings: all that decides what the output is. A run with other settings is not resumed.
+        environment: what may change the last digits of a score: it is kept, and differences are told.
+        resume: continue what is there. Otherwise it is dropped, if a run of FastGen's has written it.
+
+    Raises:
+        SetupError: the file is not a journal, is damaged, belongs to other settings, or another run writes it.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], resume: bool, environment: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = path
         self.resumed = Resumed()
         self.plan: dict[str, Any] | None = None
         """What the interrupted run had decided for itself, or None where there was none."""
+        self.differences: list[str] = []
+        """How the environment of the interrupted run was another one, such as "threads: 2, now 1"."""
         self._settings = json.loads(dumps(dict(settings)))
+        self._environment = json.loads(dumps(dict(environment or {})))
         # Not emptied before it is locked: it may be another run's.
         try:
             self._file: BinaryIO = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 (closed by `close`)
@@ -94,6 +198,7 @@ class Journal:
             raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
         try:
             _lock(self._file, path)
+            find(path)
             if resume:
                 self._load()
             self._file.truncate()
@@ -103,35 +208,64 @@ class Journal:
 
     def _load(self) -> None:
         """Take over what the file holds and leave its end after the last complete line."""
-        end = 0
-        for entry, end_of_entry in _entries(self._file):
-            if end == 0 and "journal" not in entry:
-                raise SetupError(f"cannot resume: {self.path} was not written by fastgen")
-            if "journal" in entry:
-                self._compare(entry)
-                self.plan = entry["plan"]
-            elif "window" in entry:
+        first = self._file.readline()
+        if not first.endswith(b"\n"):  # cut short by a kill: nothing was done yet
+            self._file.seek(0)
+            return
+        end = len(first)
+        self._take_over(_entry(first))
+        collector = Collector(self.path)
+        for entry, end_of_entry in _entries(self._file, end):
+            if "window" in entry:
                 window = _window_from(entry["window"])
+                collector.open(window)
                 self.resumed.windows[window.index] = window
             elif "batch" in entry:
                 batch = entry["batch"]
+                collector.add(batch["window"], batch["index"], batch["results"])
                 self.resumed.done.setdefault(batch["window"], set()).add(batch["index"])
+            elif "environment" in entry:
+                self._compare_environment(entry["environment"])
             end = end_of_entry
         self._file.seek(end)
 
-    def _compare(self, header: Mapping[str, Any]) -> None:
-        if header["journal"] != VERSION:
+    def _take_over(self, header: Mapping[str, Any] | None) -> None:
+        """Compare the first line with the settings of this run, and keep its plan."""
+        version = None if header is None else header.get("journal")
+        if isinstance(version, int) and version != VERSION:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
-        differences = list(_differences(header["settings"], self._settings))
-        if differences:
-            name, old, new = differences[0]
+        parts = [(header or {}).get(name) for name in ("settings", "environment", "plan")]
+        if version is None or not all(isinstance(part, dict) for part in parts) or not _is_plan(parts[2]):
+            raise SetupError(f"cannot resume: the first line of {self.path} is damaged (--overwrite starts anew)")
+        settings, environment, self.plan = parts
+        for name, old, new in _differences(settings, self._settings):
+            if name.startswith("model."):
+                raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
             raise SetupError(f"cannot resume with other settings: {name} was {_short(old)} and is now {_short(new)}")
+        self._compare_environment(environment)
+
+    def _compare_environment(self, environment: Any) -> None:
+        for name, old, new in _differences(environment, self._environment):
+            told = f"{name}: {old}, now {new}"
+            if told not in self.differences:
+                self.differences.append(told)
 
     def begin(self, plan: Mapping[str, Any]) -> None:
-        """Write the first line of a new journal; a resumed one has it."""
+        """Write the first line of a new journal; a resumed one has it, and gets an environment that is another one."""
         if self.plan is None:
             self.plan = dict(plan)
-            self._append({"journal": VERSION, "settings": self._settings, "plan": self.plan})
+            first = {"settings": self._settings, "environment": self._environment, "plan": self.plan}
+            self._append({"journal": VERSION, **first})
+        elif self.differences:
+            self._append({"environment": self._environment})
+
+    def finishing(self, path: Path) -> None:
+        """Record that a file is about to be written under its unfinished name."""
+        self._append({"finishing": _seen_from(self.path, path)})
+
+    def finished(self, unfinished: Path) -> None:
+        """Record what the complete file is, before it is put in place."""
+        self._append({"finished": digest(unfinished)})
 
     def window(self, window: Window) -> None:
         """Record that a window has been begun."""
@@ -149,18 +283,23 @@ class Journal:
         self._append({"batch": {"window": window, "index": index, "results": results}})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        self._file.write(encode(entry))
-        # Out of this process, so that a kill cannot take it back.
-        self._file.flush()
+        try:
+            self._file.write(encode(entry))
+            # Out of this process, so that a kill cannot take it back.
+            self._file.flush()
+        except OSError as error:
+            raise cannot_write(self.path, error, RESUMABLE) from error
 
     def results(self) -> Iterator[Result]:
-        """Every record so far whose window is complete, in input order."""
-        collector = Collector()
+        """Every record, in input order. Raises `SetupError` where one is missing."""
+        collector = Collector(self.path)
         for entry in self._all():
             if "window" in entry:
                 yield from collector.open(_window_from(entry["window"]))
             elif "batch" in entry:
-                yield from collector.add(entry["batch"]["results"])
+                batch = entry["batch"]
+                yield from collector.add(batch["window"], batch["index"], batch["results"])
+        collector.close()
 
     def count(self) -> int:
         """How many records there are so far, those that were skipped among them."""
@@ -182,26 +321,69 @@ class Journal:
 
     def close(self) -> None:
         """Release the file and its lock."""
-        self._file.close()
+        # After a failed write this would fail as well. That write has been reported, and half a line is dropped later.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def remove(self) -> None:
-        """The run is complete and its output in place."""
+        """The run is complete and all of its files are in place."""
         self.close()
         self.path.unlink(missing_ok=True)
 
 
-def _entries(handle: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
+def _entries(handle: BinaryIO, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Complete entries and the offset after each; stops at the first line that is not one."""
-    offset = 0
     for line in handle:
-        if not line.endswith(b"\n"):
-            return
-        try:
-            entry = json.loads(line)
-        except ValueError:
+        entry = _entry(line)
+        if entry is None:
             return
         offset += len(line)
         yield entry, offset
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A line as an entry; None where it is cut short or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict):
+        return None
+    sound = True
+    if "window" in entry:
+        window = entry["window"]
+        sound = _has(window, index=int, start=int, count=int, batches=int, bad=list)
+        sound = sound and all(_is_result(bad) and "error" in bad for bad in window["bad"])
+    elif "batch" in entry:
+        batch: Any = entry["batch"]
+        sound = _has(batch, window=int, index=int, results=list) and all(map(_is_result, batch["results"]))
+    return entry if sound else None
+
+
+def _has(value: Any, **types: type) -> bool:
+    """Whether a value is an object with these names, and each has a value of just this type (true is no int)."""
+    return isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in types.items())
+
+
+def _is_result(value: Any) -> bool:
+    """Whether all that is read from a result is there, and of the right type."""
+    if not (_has(value, position=int, line=int) and "id" in value):
+        return False
+    if "error" in value:
+        return _has(value, error=str, message=str)
+    return (
+        _has(value, text=str, output_tokens=list)
+        and all(type(count) is int for count in value["output_tokens"])
+        and all(type(text) is str for text in value.get("sequences", []))
+        and all(type(score) in (int, float) for score in value.get("scores") or [])
+    )
+
+
+def _is_plan(value: Any) -> bool:
+    """Whether batches can be cut by a plan."""
+    return _has(value, batch_size=int) and value["batch_size"] > 0 and type(value.get("max_tokens")) in (int, NoneType)
 
 
 def _window_from(entry: Mapping[str, Any]) -> Window:
@@ -218,6 +400,10 @@ def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any,
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
     elif old != new:
         yield name, old, new
+
+
+def _seen_from(journal: Path, path: Path) -> str:
+    return os.path.relpath(path, journal.parent)
 
 
 def _short(value: Any) -> str:

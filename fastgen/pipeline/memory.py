@@ -3,7 +3,7 @@
 A call of `generate` goes through phases, and its peak is that of the largest:
 
     encode    the encoder's activations (decoder-only models: those of the prompt, and its K/V)
-    decode    K/V of the inputs, once each; K/V of what every sequence has generated, with room to grow;
+    decode    K/V of the inputs, once each; K/V of what every sequence has generated, with spare capacity;
               the encoder's output, which the library repeats for every beam; the scores over the vocabulary.
               A captured step has K/V in buffers of its own, and at first the other ones are still there
 
@@ -14,12 +14,11 @@ model's configuration, and the weights are in memory before anything is planned.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from fastgen import settings as switches
-from fastgen.decoding.growth import capacity
+from fastgen.memory import capacity, free_host_memory
 
 # Inputs of an automatic batch: more gain little, and on a CPU nothing.
 MOST_ROWS = {"cpu": 64, "cuda": 1024}
@@ -29,9 +28,9 @@ SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
 
 # As the optimizer has them, which is not imported where nothing is loaded yet; tests see to it that they are the same.
 MIN_SHARED_PREFIX = 32  # a shorter prefix is repeated for the beams
-FIRST_ROOM = 256  # positions of the suffix that tier 1 allocates at first, at the most
-CAPTURED_ROOMS = (64, 256)  # the suffix of a captured step: at the least, and at first at the most
-CAPTURED_PREFIX = 128  # its prefix has room for a multiple
+FIRST_CAPACITY = 256  # positions of the suffix that tier 1 allocates at first, at the most
+CAPTURED_CAPACITIES = (64, 256)  # the suffix of a captured step: at the least, and at first at the most
+CAPTURED_PREFIX = 128  # the capacity of its prefix is a multiple
 CAPTURED_BATCHES = (1, 2, 4, 8, 16, 24, 32)  # its batches; beyond, multiples of 16
 
 # float32 tensors over the vocabulary that are there at the same time: the copy of the logits, log-probabilities, what a
@@ -175,29 +174,29 @@ class MemoryModel:
         stored = prefix * (self.beams if width < MIN_SHARED_PREFIX else 1)
         output = self.hidden * self.element if self.encoder_decoder else 0
         scores = self.beams * self._score_bytes()
-        rooms = self._suffix_rooms()
-        suffix = self.beams * prefix * sum(rooms)
+        capacities = self._suffix_capacities()
+        suffix = self.beams * prefix * sum(capacities)
         # Without an encoder, K/V may hold on to a projection that the queries are in as well.
         encode = Need(0, forward + (output if self.encoder_decoder else 1.5 * prefix))
         repeated = output * self.beams
         if not self.captured:
             return encode, Need(scores + suffix, stored + repeated)
         # Every step that was outgrown is kept for the next call, with a prefix of its own.
-        padding = len(rooms) * prefix * CAPTURED_PREFIX
-        return encode, Need(scores + suffix + padding, len(rooms) * prefix + stored + repeated)
+        padding = len(capacities) * prefix * CAPTURED_PREFIX
+        return encode, Need(scores + suffix + padding, len(capacities) * prefix + stored + repeated)
 
-    def _suffix_rooms(self) -> list[int]:
+    def _suffix_capacities(self) -> list[int]:
         """Positions that are allocated for what a sequence generates: one number, or one for each captured step."""
         if self.captured:
-            least, most = CAPTURED_ROOMS
-            rooms = [min(max(least, 1 << (self.new_tokens - 1).bit_length()), most)]
-            while rooms[-1] < self.new_tokens - 1:  # the last token is not read again
-                rooms.append(2 * rooms[-1])
-            return rooms
-        room = min(self.new_tokens, FIRST_ROOM)
-        while room < self.new_tokens:
-            room = capacity(room + 1, room)
-        return [room]
+            least, most = CAPTURED_CAPACITIES
+            capacities = [min(max(least, 1 << (self.new_tokens - 1).bit_length()), most)]
+            while capacities[-1] < self.new_tokens - 1:  # the last token is not read again
+                capacities.append(2 * capacities[-1])
+            return capacities
+        positions = min(self.new_tokens, FIRST_CAPACITY)
+        while positions < self.new_tokens:
+            positions = capacity(positions + 1, positions)
+        return [positions]
 
     def _score_bytes(self) -> int:
         # A captured step has the scores of its first token as well, and one buffer for those that the host works on.
@@ -237,15 +236,4 @@ def free_memory(device: Any) -> int:
         # What torch's allocator has and does not use is free, too.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    try:
-        with open("/proc/meminfo", encoding="ascii") as handle:
-            for line in handle:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        # All of the memory where nothing tells what of it is free: take it that half is.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
+    return free_host_memory()

@@ -1,10 +1,9 @@
 """Corpus metrics as sums of per-sentence statistics.
 
-Each output is measured on its own, in a worker, and what it yields is small: counts of n-grams for BLEU and chrF, three
-F-scores for ROUGE, one bit for exact match. The corpus score is computed from their sums at the end. BLEU and chrF
-are sacrebleu's own to the last digit, because sacrebleu computes its corpus scores from the same integer sums; it is
-asked for them through the two methods that its `corpus_score` consists of. Keeping the sums in the journal lets a
-resumed run report the metrics of the whole.
+A worker measures each output by itself and returns a few numbers: counts of n-grams for BLEU and chrF, three F-scores
+for ROUGE, 0 or 1 for exact match. The corpus score is computed from their sums at the end. BLEU and chrF are equal to
+sacrebleu's to the last digit: the two methods called here are those that its `corpus_score` calls, and their sums are
+sums of integers. The journal keeps the statistics, so a resumed run reports the metrics of all records.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Statistics = dict[str, list[float]]
 
 
 def check_metrics(names: Sequence[str]) -> None:
-    """A SetupError where a metric needs a package that is not installed."""
+    """Raises `SetupError` where a metric needs a package that is not installed."""
     for name in names:
         package = _PACKAGES.get(name)
         if package and importlib.util.find_spec(package) is None:
@@ -32,7 +31,7 @@ def check_metrics(names: Sequence[str]) -> None:
 def _sacrebleu(name: str) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
-    # `force` silences a warning about tokenised text that would come from every worker.
+    # `force` silences a warning about tokenised text, which every worker would print.
     return BLEU(force=True) if name == "bleu" else CHRF()
 
 
@@ -62,7 +61,7 @@ def sentence_statistics(names: Sequence[str]) -> Callable[[str, str], Statistics
 
 
 class MetricTotals:
-    """The sums, and the scores that follow from them (0 to 100 each)."""
+    """The sums of the statistics, and the corpus scores (each from 0 to 100)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -70,7 +69,7 @@ class MetricTotals:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, statistics: Mapping[str, Sequence[float]]) -> None:
-        """Count one output. Outputs must come in input order for the last digit of ROUGE to be repeatable."""
+        """Add one output. The last digit of ROUGE depends on the order, so outputs are added in input order."""
         self.samples += 1
         for name, values in statistics.items():
             sums = self._sums.setdefault(name, [0] * len(values))
@@ -78,7 +77,7 @@ class MetricTotals:
                 sums[index] += value
 
     def scores(self) -> dict[str, float]:
-        """The corpus scores of everything added so far; empty where nothing was."""
+        """The corpus scores of all outputs added so far; empty if there is none."""
         scores: dict[str, float] = {}
         for name in self.names:
             sums = self._sums.get(name)

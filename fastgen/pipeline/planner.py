@@ -1,9 +1,9 @@
 """Which records share a batch.
 
-Records are taken in windows, in input order. Within a window they are sorted by length and cut into batches, so that a
-batch holds rows of nearly one length and little of it is padding. The plan depends on the lengths and the settings
-alone, never on timing or on what ran out of memory: the same command plans the same batches, which is what makes a
-seeded run repeatable and an interrupted run resumable.
+Records are read in windows, in input order. Each window is sorted by length and cut into batches, so that the rows of a
+batch have nearly one length and need little padding. The plan depends on the lengths and the settings alone, not on
+timing or on memory. The same command plans the same batches: therefore a seeded run can be repeated, and an interrupted
+one resumed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import BadRecord, Record
+from fastgen.pipeline.records import BadRecord, Record
 
 WINDOW_BATCHES = 64
-# A window is held in memory and, where the output is a stream, delays it: large batches get fewer of them.
+# A window is held in memory, and a streamed output comes window by window: of large batches a window has fewer.
 WINDOW_RECORDS = 8192
 
 
@@ -30,7 +30,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Window:
-    """A run of records: where it starts, how many there are, those that are skipped, and into how many batches."""
+    """Consecutive records: the position of the first one, their number, their batches, and those that are skipped."""
 
     index: int
     start: int
@@ -64,19 +64,18 @@ class Rules:
 
     @property
     def window_records(self) -> int:
-        """Records in a window: a multiple of the batch size where that leaves a window of bearable size."""
+        """Records in a window: a multiple of the batch size, if that is not too many."""
         return max(self.batch_size, min(WINDOW_BATCHES * self.batch_size, WINDOW_RECORDS))
 
 
 def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
     """Batches of indices into `lengths`, longest rows first.
 
-    A batch holds at most `batch_size` rows and, padded to its longest row, at most `max_tokens` tokens; a row that is
-    longer than that alone has a batch of its own.
+    A batch has at most `batch_size` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
     """
     batches: list[list[int]] = []
     width = 0
-    # Longest first: what does not fit in memory shows at once, and ties keep the input order.
+    # Longest first, so that a lack of memory shows at once. Rows of one length keep the input order.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         batch = batches[-1] if batches else None
         fits = (
@@ -94,14 +93,14 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
 
 
 class Resumed:
-    """What an earlier run has already done. The empty one stands for a run from the beginning."""
+    """What an interrupted run has done. It is empty for a new run."""
 
     def __init__(self) -> None:
         self.windows: dict[int, Window] = {}
         self.done: dict[int, set[int]] = {}
 
     def complete(self, window: int) -> Window | None:
-        """The window if all of it is done."""
+        """The window, if all its batches are done."""
         known = self.windows.get(window)
         return known if known and len(self.done.get(window, ())) == known.batches else None
 
@@ -113,9 +112,10 @@ def plan(
     resumed: Resumed,
     on_bad: Callable[[BadRecord], None] = lambda bad: None,
 ) -> Iterator[Window | Batch]:
-    """Windows, each followed by those of its batches that are still to be done.
+    """Each window, and after it those of its batches that are not done yet.
 
-    `on_bad` hears of every skipped record as it is met; it may raise to stop the run.
+    `on_bad` is called with each skipped record and may raise to stop the run. Raises `SetupError` where the input is
+    not the one that the interrupted run read.
     """
     stream = iter(records)
     for index in itertools.count():
@@ -124,7 +124,7 @@ def plan(
             return
         known = resumed.complete(index)
         if known is not None:
-            # Nothing is left of this window: it need not even be tokenised.
+            # All is done: no need to tokenise the window.
             _check_same(known.start == chunk[0].position and known.count == len(chunk))
             continue
         prepared: list[Prepared] = []
@@ -155,7 +155,7 @@ def _check_same(same: bool) -> None:
 
 
 def split_rows(rows: list[Prepared], parts: int) -> list[list[Prepared]]:
-    """Rows cut into consecutive parts of nearly equal size, so that neighbours in length stay together."""
+    """Rows cut into consecutive parts of nearly equal size. Rows of about the same length stay together."""
     size, more = divmod(len(rows), parts)
     pieces = []
     start = 0

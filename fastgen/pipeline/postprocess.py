@@ -1,9 +1,8 @@
-"""What happens to a text after the model, and where.
+"""Work on texts after the model, in worker processes: detokenising and metrics.
 
-Detokenising with sacremoses and measuring are Python, so they would take the interpreter lock from the model; they run
-in worker processes. Workers are spawned, not forked (the parent has threads and may hold a CUDA context), import
-neither torch nor transformers, and end with their parent however it ends. Those of FairSeq's commands are forked: what
-they need would take them seconds to import.
+Both are written in Python and would hold the interpreter lock that the model needs. Workers are spawned, not forked,
+because the parent has threads and may use CUDA. They import neither torch nor transformers, and end when their parent
+ends, even if it is killed. The workers of FairSeq's commands are forked: spawned ones would import for seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done with every output."""
+    """The work to do on each output."""
 
     detokenizer: str | None = None
     lang: str = "en"
@@ -38,22 +37,22 @@ class Work:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is work to do."""
         return self.detokenizer is not None or bool(self.metrics)
 
     def processor(self) -> Processor:
-        """What does it."""
+        """A function that does this work."""
         return Processor(self)
 
     def check(self) -> None:
-        """A SetupError where the detokenizer is not installed."""
+        """Raises `SetupError` where the detokenizer is not installed."""
         if self.detokenizer and importlib.util.find_spec("sacremoses") is None:
             raise SetupError("the moses detokenizer needs the package sacremoses, which is not installed")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The final texts of one record with their statistics, or why there are none."""
+    """The final texts of a record and the statistics of the first one, or the error."""
 
     texts: list[str]
     statistics: Statistics | None = None
@@ -65,7 +64,7 @@ Texts = list[tuple[list[str], str | None]]
 
 
 class Processor:
-    """Does the work, in whichever process it is made."""
+    """Does the work, in the process that creates it."""
 
     def __init__(self, work: Work) -> None:
         self._detokenize: Callable[[str], str] = lambda text: text
@@ -93,9 +92,9 @@ _processor: Callable[[Any], Any] | None = None
 
 def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
     global _processor
-    # Ctrl-C reaches the whole process group; the parent decides what is still to be finished.
+    # Ctrl-C reaches all processes of the group. The parent decides what is still finished.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The model's threads wait for one another at every step: a worker that takes a core from one of them stops all.
+    # The model's threads wait for each other at every step. A worker that takes the core of one would delay all.
     if hasattr(os, "nice"):
         os.nice(5)
     parent = multiprocessing.parent_process()
@@ -103,8 +102,7 @@ def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A forked process has none of the threads that torch would hand work to, and must not free what the parent has
-        # on a device.
+        # A forked process has none of torch's threads, and must not free the parent's memory on a device.
         torch.set_num_threads(1)
         gc.freeze()
     _processor = make()
@@ -125,19 +123,19 @@ def _process(item: Any) -> Any:
 
 
 def default_workers() -> int:
-    """One worker for every four cores, at least one: they keep up with far larger models than those cores run."""
+    """One worker for four cores, at least 1 and at most 4: that is enough for any model that such a machine runs."""
     return max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
 class PostProcessor(Generic[Item, Done]):
-    """Hands items to workers, or does the work on the spot where there are none.
+    """Hands items to worker processes. Without workers, it does the work in the calling thread.
 
     Args:
-        make: makes what does the work, in the worker.
-        workers: processes.
-        start: how they are started. "spawn" imports what `make` needs, which has to be picklable, and nothing else.
-            "fork" finds everything that is there already; it is for a process that has no threads yet and does not
-            use the device in its workers. Only the former is there on every system.
+        make: creates the function that does the work. It is called in the worker.
+        workers: the number of processes.
+        start: how they are started. "spawn" works on every system; `make` must be picklable, and the worker imports
+            what it needs. "fork" copies the parent with its modules; the parent must not have threads yet, and workers
+            must not use a device. There are no workers where the system has no fork.
     """
 
     def __init__(
@@ -149,13 +147,13 @@ class PostProcessor(Generic[Item, Done]):
         if self.workers:
             context = multiprocessing.get_context(start)
             self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(make,))
-            # Starting takes a second: have it over by the time the model is loaded.
+            # Starting takes about a second. It happens while the model is loaded.
             self._warm = [self._pool.submit(_ready) for _ in range(self.workers)]
         else:
             self._local = make()
 
     def submit(self, item: Item) -> Future[Done]:
-        """What will come of an item. A single worker does them in the order in which they are submitted."""
+        """The future result of an item. A single worker takes the items in order."""
         if self._pool is not None:
             return self._pool.submit(_process, item)
         assert self._local is not None
@@ -164,7 +162,7 @@ class PostProcessor(Generic[Item, Done]):
         return future
 
     def close(self) -> None:
-        """End the workers; work that has not been begun is dropped."""
+        """End the workers. Work that has not begun is dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, otherwise a line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Seconds as hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
 class Progress:
-    """Counts samples and tokens, and shows their rates and the time that is left on standard error."""
+    """Counts samples and tokens. Shows their rates and the time left, on standard error."""
 
     def __init__(self, total: int | None, already: int = 0, quiet: bool = False) -> None:
         self._total = total
@@ -37,7 +37,7 @@ class Progress:
             self._lines = True
 
     def add(self, samples: int, tokens: int) -> None:
-        """Note finished samples and the tokens written for them."""
+        """Add finished samples and their generated tokens."""
         self._samples += samples
         self._tokens += tokens
         now = time.perf_counter()
@@ -57,7 +57,7 @@ class Progress:
             print(f"{done}{of} samples, {self._samples / seconds:.1f} samples/s, {rate}{left}", file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """End the bar. It stays on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

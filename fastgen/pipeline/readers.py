@@ -1,7 +1,7 @@
-"""Reading inputs, one row at a time, whatever they are stored as.
+"""Reading inputs row by row, in all formats.
 
-A reader never stops at a bad row: it yields the row with an `error`, so that the caller can report it under the
-line number that a person would look up, and go on. Nothing here holds more than a chunk of the file in memory.
+A reader does not stop at a bad row. It yields the row with a `problem` and the line number in the file, and goes on.
+No reader holds more than a small part of the file in memory.
 """
 
 from __future__ import annotations
@@ -13,62 +13,38 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, Settings
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.records import Problem, Row
+from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
 CHUNK = 1 << 20
-# Counting the records of a CSV file means parsing all of it; beyond this size the progress bar does without a total.
+# To count the records of a CSV file is to parse all of it. Larger files are not counted; the progress shows no total.
 COUNT_CSV_UP_TO = 64 << 20
-# A JSON lines file has no schema: its columns are those of this many first rows.
+# Characters in a CSV cell. Without a limit, a quote that is not closed would read the rest of the file into memory.
+LONGEST_CELL = 1 << 26
+# A JSON lines file has no header. Its columns are those of its first rows, of this many.
 PEEK_ROWS = 100
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why a record is skipped: a short kind for programs and a message for people."""
-
-    kind: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row as stored: its fields, or the problem that kept it from being read."""
-
-    line: int
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    problem: Problem | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """One input. `position` counts records from 0; `line` is where a person finds it, counted from 1."""
-
-    position: int
-    line: int
-    id: Any
-    text: str
-    reference: str | None = None
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """An input that is skipped."""
-
-    position: int
-    line: int
-    id: Any
-    problem: Problem
+ROWS_AT_ONCE = 1024
+_COMPRESSED = re.compile(rb"\x1f\x8b|BZh[1-9]1AY&|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04")
+# The marks of UTF-32 come first: one of them begins with a mark of UTF-16.
+_MARKS = {
+    b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+# Files without a mark, if they begin with ASCII characters: which of the first four bytes are zero.
+_ZEROS = {
+    b"\0\1\1\1": "UTF-32", b"\1\1\1\0": "UTF-32", b"\0\1\0\1": "UTF-16", b"\1\0\1\0": "UTF-16",
+}  # fmt: skip
 
 
 class Source:
-    """Rows from one place. Subclasses say how they are stored."""
+    """An input. Each format is a subclass."""
 
     name: str
     columns: list[str] | None = None
@@ -78,11 +54,11 @@ class Source:
         raise NotImplementedError
 
     def count(self) -> int | None:
-        """How many rows there are, where that can be known cheaply."""
+        """The number of rows, or None where counting would take long or is impossible."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What tells this input from another one, for the journal."""
+        """What the journal keeps, so that a run is not resumed with another input."""
         return {"name": self.name}
 
 
@@ -92,12 +68,16 @@ class FileSource(Source):
     def __init__(self, path: str) -> None:
         self.name = path
         self.path = path
-        if path != STANDARD_STREAM:
-            try:
-                with open(path, "rb"):
-                    pass
-            except OSError as error:
-                raise SetupError(f"cannot read {path}: {error.strerror or error}") from error
+        if path == STANDARD_STREAM:
+            return
+        # A file is read several times: to identify it, to count its records, and to read them. A pipe gives data once.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise SetupError(f"cannot read {path}: it is not a regular file (- reads standard input)")
+        try:
+            with open(path, "rb") as handle:
+                _check_start(path, handle.read(8))
+        except OSError as error:
+            raise SetupError(f"cannot read {path}: {error.strerror or error}") from error
 
     def open(self) -> BinaryIO:
         """The bytes of the file; standard input is never closed."""
@@ -106,7 +86,7 @@ class FileSource(Source):
         return open(self.path, "rb")
 
     def identity(self) -> dict[str, Any]:
-        """Size and a digest of both ends: cheap for files of any size, and indifferent to copies and dates."""
+        """Size, and a digest of both ends: fast for files of any size, and the same for a copy."""
         if self.path == STANDARD_STREAM:
             return {"name": STANDARD_STREAM}
         size = os.path.getsize(self.path)
@@ -129,116 +109,144 @@ class FileSource(Source):
                 last = chunk[-1:]
         return lines + (last != b"\n")
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        r"""Numbered lines without their end. Only \n ends a line: the other breaks of Unicode may occur within one."""
+    def lines(self) -> Iterator[Row]:
+        r"""A row for each line, with the line as `text`. Only \n ends a line: a text may have the others of Unicode."""
         with self.open() as handle:
             for number, line in enumerate(handle, start=1):
-                if number == 1 and line.startswith(b"\xef\xbb\xbf"):
-                    line = line[3:]
-                yield number, line.rstrip(b"\n").removesuffix(b"\r")
+                if number == 1:
+                    # Standard input could not be checked earlier.
+                    _check_start("standard input", line)
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                try:
+                    row = Row(number, {"text": line.rstrip(b"\n").removesuffix(b"\r").decode("utf-8")})
+                except UnicodeDecodeError as error:
+                    row = Row(number, problem=Problem("invalid-utf8", f"the line is not UTF-8: {error.reason}"))
+                yield row
 
 
 class TextSource(FileSource):
-    """A sample a line."""
+    """A text file: each line is an input."""
 
     columns = ["text"]
 
     def rows(self) -> Iterator[Row]:
-        for number, line in self.lines():
-            try:
-                yield Row(number, {"text": line.decode("utf-8")})
-            except UnicodeDecodeError as error:
-                yield Row(number, problem=Problem("invalid-utf8", f"the line is not UTF-8: {error.reason}"))
+        return self.lines()
 
     def count(self) -> int | None:
         return self.count_lines()
 
 
 class JsonLinesSource(FileSource):
-    """A JSON object (or a bare string) a line."""
+    """A JSON lines file: each line is an object, or a string."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._peeked: list[Row] | None = None
-        if path == STANDARD_STREAM:
-            self._stream = self._parsed()
-            self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
-            first = self._peeked
-        else:
-            first = list(itertools.islice(self._parsed(), PEEK_ROWS))
-        names: dict[str, None] = {}
-        for row in first:
-            names.update(dict.fromkeys(row.fields))
-        self.columns = list(names) or None
+        self._stream = self._parsed()
+        self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
+        self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
     def rows(self) -> Iterator[Row]:
-        if self._peeked is None:
-            return self._parsed()
-        return itertools.chain(self._peeked, self._stream)
+        # Standard input gives its rows once.
+        return itertools.chain(self._peeked, self._stream) if self.path == STANDARD_STREAM else self._parsed()
 
     def _parsed(self) -> Iterator[Row]:
-        for number, line in self.lines():
-            try:
-                value = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                yield Row(number, problem=Problem("invalid-utf8", f"the line is not UTF-8: {error.reason}"))
-            except (ValueError, RecursionError) as error:
-                if not line.strip():
-                    yield Row(number, problem=Problem("empty", "the line is empty"))
-                else:
-                    yield Row(number, problem=Problem("malformed", f"the line is not JSON: {one_line(error)}"))
-            else:
-                if isinstance(value, str):
-                    yield Row(number, {"text": value})
-                elif isinstance(value, dict):
-                    yield Row(number, value)
-                else:
-                    kind = type(value).__name__
-                    yield Row(number, problem=Problem("wrong-type", f"the line is a {kind}, not an object"))
+        for row in self.lines():
+            yield row if row.problem else _json_row(row.line, row.fields["text"])
 
     def count(self) -> int | None:
         return self.count_lines()
 
 
+def _json_row(line: int, text: str) -> Row:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not text.strip():
+            return Row(line, problem=Problem("empty", "the line is empty"))
+        return Row(line, problem=Problem("malformed", f"the line is not JSON: {one_line(error)}"))
+    if isinstance(value, str):
+        value = {"text": value}
+    if isinstance(value, dict):
+        return Row(line, value)
+    return Row(line, problem=Problem("wrong-type", f"the line is a {type(value).__name__}, not an object"))
+
+
+class _Lines:
+    """Lines for the csv module. It keeps those of the current record, so that they can be read again."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self._again: deque[str] = deque()
+        self.taken: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.taken.append(self._again.popleft() if self._again else next(self._lines))
+        return self.taken[-1]
+
+    def retry(self) -> None:
+        """Go back to the second line of the current record."""
+        self._again.extendleft(reversed(self.taken[1:]))
+
+
 class CsvSource(FileSource):
-    """Comma- or tab-separated values with a header line."""
+    """Comma- or tab-separated values with a header line.
+
+    Read by the csv module under its strict rules. (pyarrow.csv accepts quotes that are not closed, numbers rows instead
+    of lines, and gives up at a cell that is longer than its block.) A record that cannot be parsed is bad on its first
+    line, and reading goes on with the line after that one: a quote that is not closed costs one line, not the file.
+    """
 
     def __init__(self, path: str, delimiter: str = ",") -> None:
         super().__init__(path)
         self.delimiter = delimiter
-        # A cell may be a whole document; the limit of the module is 128 KiB.
-        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-        header = next(self._cells(), None)
-        if header is None or header[1] is None:
+        csv.field_size_limit(LONGEST_CELL)
+        header = next(self._cells(), (1, []))[1]
+        if isinstance(header, Problem):
+            raise SetupError(f"{path}, line 1: {header.message}")
+        if not header:
             raise SetupError(f"{path} has no header line")
-        self.columns = header[1]
+        self.columns: list[str] = header
+        _check_names(path, header)
 
-    def _cells(self) -> Iterator[tuple[int, list[str] | None]]:
-        """Lines on which records start and their cells; None for a record the module cannot parse."""
+    def _cells(self) -> Iterator[tuple[int, list[str] | Problem]]:
+        """The line on which each record starts, and its cells."""
         # Bytes that are not UTF-8 come through as surrogates, which the check of the text finds.
         with io.TextIOWrapper(self.open(), encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-            reader = csv.reader(text, delimiter=self.delimiter)
+            lines = _Lines(text)
+            reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
+            line = 1
             while True:
-                start = reader.line_num + 1
+                lines.taken.clear()
                 try:
                     cells = next(reader)
                 except StopIteration:
                     return
-                except csv.Error:
-                    yield start, None
+                except csv.Error as error:
+                    yield line, Problem("malformed", f"a quote is not closed, or text follows it: {one_line(error)}")
+                    lines.retry()
+                    line += 1
                 else:
-                    yield start, cells
+                    yield line, cells
+                    line += len(lines.taken)
 
     def rows(self) -> Iterator[Row]:
-        cells = self._cells()
-        next(cells)
-        for line, values in cells:
-            if values is None:
-                yield Row(line, problem=Problem("malformed", "the line is not valid CSV"))
-            elif values:
-                yield Row(line, dict(zip(self.columns or [], values, strict=False)))
-            else:
-                yield Row(line, problem=Problem("empty", "the line is empty"))
+        for line, cells in itertools.islice(self._cells(), 1, None):
+            problem = cells if isinstance(cells, Problem) else self._problem(cells)
+            fields = {} if isinstance(cells, Problem) else dict(zip(self.columns, cells, strict=False))
+            yield Row(line, fields, problem)
+
+    def _problem(self, cells: list[str]) -> Problem | None:
+        if not cells:
+            return Problem("empty", "the line is empty")
+        if len(cells) != len(self.columns):
+            return Problem("malformed", f"number of cells: {len(cells)}, of columns: {len(self.columns)}")
+        if len(cells) > 1 and list(map(_bare, cells)) == list(map(_bare, self.columns)):
+            # Two files in one. With a single column this may be a text.
+            return Problem("malformed", "the header again")
+        return None
 
     def count(self) -> int | None:
         if self.path == STANDARD_STREAM or os.path.getsize(self.path) > COUNT_CSV_UP_TO:
@@ -246,8 +254,41 @@ class CsvSource(FileSource):
         return sum(1 for _ in self._cells()) - 1
 
 
+def _bare(cell: str) -> str:
+    """A cell without the mark that an export begins with, and without spaces and quotes around it."""
+    return cell.strip("\ufeff \t").strip('"')
+
+
+def _rows_of(tables: Iterable[Any]) -> Iterator[Row]:
+    """The rows of tables of pyarrow."""
+    line = 0
+    for table in tables:
+        names = table.schema.names
+        for values in zip(*map(_values, table.columns), strict=True):
+            line += 1
+            problem = next((value for value in values if isinstance(value, Problem)), None)
+            yield Row(line, problem=problem) if problem else Row(line, dict(zip(names, values, strict=True)))
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column, with a `Problem` for each one that Python cannot hold."""
+    try:
+        return column.to_pylist()
+    except Exception:
+        return [_value(cell) for cell in column]
+
+
+def _value(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        return Problem("invalid-utf8", f"a value is not UTF-8: {error.reason}")
+    except Exception as error:
+        return Problem("malformed", f"a value cannot be read: {one_line(error)}")
+
+
 class ParquetSource(FileSource):
-    """A Parquet file, read a few row groups' worth of the columns needed at a time."""
+    """A Parquet file, read some rows at a time, and of these the columns that are needed."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -257,15 +298,17 @@ class ParquetSource(FileSource):
         except Exception as error:
             raise SetupError(f"cannot read {path} as Parquet: {one_line(error)}") from error
         self.columns = list(self._file.schema_arrow.names)
+        _check_names(path, self.columns)
         self.needed: list[str] | None = None
 
     def rows(self) -> Iterator[Row]:
         line = 0
-        for batch in self._file.iter_batches(batch_size=1024, columns=self.needed):
-            names = batch.schema.names
-            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                line += 1
-                yield Row(line, dict(zip(names, values, strict=True)))
+        try:
+            for row in _rows_of(self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=self.needed)):
+                line = row.line
+                yield row
+        except OSError as error:
+            raise PipelineError(f"cannot read {self.path} after record {line}: {one_line(error)}") from error
 
     def count(self) -> int | None:
         return int(self._file.metadata.num_rows)
@@ -305,19 +348,14 @@ class DatasetSource(Source):
 
     def rows(self) -> Iterator[Row]:
         data = self._data.select_columns(self.needed) if self.needed else self._data
-        line = 0
-        for chunk in data.iter(batch_size=1024):
-            names = list(chunk)
-            for values in zip(*chunk.values(), strict=True):
-                line += 1
-                yield Row(line, dict(zip(names, values, strict=True)))
+        return _rows_of(data.with_format("arrow").iter(batch_size=ROWS_AT_ONCE))
 
     def count(self) -> int | None:
         return len(self._data)
 
     def identity(self) -> dict[str, Any]:
-        # The fingerprint of a data set read from its original files changes with their path and date, so it says more
-        # than is wanted here; rows and columns say enough to catch a mistake.
+        # The fingerprint of the library changes with the path and the date of the original files. Rows and columns
+        # are enough to catch a mistake.
         return {
             "name": self.name,
             "config": self.config,
@@ -328,7 +366,7 @@ class DatasetSource(Source):
 
 
 def open_source(path: str, input_format: str = "auto", config: str | None = None, split: str | None = None) -> Source:
-    """The reader for INPUT: by its format, its suffix, or what it is on disk."""
+    """The reader for INPUT. Its format is the one given, or follows from its name and from what it is on disk."""
     chosen = input_format
     suffix = TEXT_SUFFIXES.get(Path(path).suffix.lower())
     if chosen == "auto":
@@ -353,161 +391,26 @@ def open_source(path: str, input_format: str = "auto", config: str | None = None
     return {"txt": TextSource, "jsonl": JsonLinesSource, "parquet": ParquetSource}[chosen](path)
 
 
-def choose_column(source: Source, settings: Settings) -> str:
-    """The column that holds the input; a SetupError lists the columns where it is not clear or not there."""
-    columns = source.columns or []
-    there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
-    wanted = settings.input_column
-    if wanted is None:
-        if isinstance(source, TextSource):
-            return "text"
-        if len(columns) == 1:
-            return columns[0]
-        # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
-        if "translation" in columns and settings.src_lang:
-            return f"translation.{settings.src_lang}"
-        raise SetupError(f"{source.name}: choose the input column, {there}")
-    _check_column(source, wanted, "input column")
-    return wanted
-
-
-def _check_column(source: Source, wanted: str, what: str) -> None:
-    columns = source.columns or []
-    if wanted not in columns and wanted.split(".")[0] not in columns:
-        there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
-        raise SetupError(f"{source.name} has no {what} {wanted!r}, {there}")
-
-
-def field_of(fields: Mapping[str, Any], column: str) -> tuple[bool, Any]:
-    """Whether a row has a column (`a.b` looks into column `a`), and its value."""
-    if column in fields:
-        return True, fields[column]
-    value: Any = fields
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False, None
-        value = value[part]
-    return True, value
-
-
-class Inputs:
-    """The records of a run: input rows with their references, checked one by one."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.limit = settings.limit
-        self.source = open_source(settings.input, settings.input_format, settings.dataset_config, settings.split)
-        self.column = choose_column(self.source, settings)
-        self.id_column = settings.id_column
-        self.reference_column = settings.reference_column
-        for column, what in ((self.id_column, "id column"), (self.reference_column, "reference column")):
-            if column:
-                _check_column(self.source, column, what)
-        if isinstance(self.source, ParquetSource | DatasetSource):
-            wanted = (self.column, self.id_column, self.reference_column)
-            top = [c if c in (self.source.columns or []) else c.split(".")[0] for c in wanted if c]
-            self.source.needed = list(dict.fromkeys(top))
-        self.references: Source | None = None
-        if settings.reference:
-            if settings.reference == STANDARD_STREAM:
-                raise SetupError("references cannot be read from standard input")
-            if not Path(settings.reference).is_file():
-                raise SetupError(f"reference file {settings.reference} does not exist")
-            self.references = open_source(settings.reference)
-            if not isinstance(self.references, TextSource) and len(self.references.columns or []) != 1:
-                raise SetupError(
-                    f"reference file {settings.reference} must be text or have a single column; "
-                    "references that are a column of the input are chosen with the reference column"
-                )
-        self.total = self.source.count()
-        if self.limit is not None and self.total is not None:
-            self.total = min(self.total, self.limit)
-        if self.references and self.total is not None:
-            there = self.references.count()
-            if there is not None and (there < self.total or (self.limit is None and there != self.total)):
-                raise SetupError(_mismatch(self.references.name, there, self.total))
-
-    def identity(self) -> dict[str, Any]:
-        """What the journal compares before it lets a run be continued."""
-        return {
-            "input": self.source.identity(),
-            "reference": self.references.identity() if self.references else None,
-            "columns": [self.column, self.id_column, self.reference_column],
-            "limit": self.limit,
-        }
-
-    def __iter__(self) -> Iterator[Record | BadRecord]:
-        references = self.references.rows() if self.references else None
-        position = -1
-        for position, row in enumerate(itertools.islice(self.source.rows(), self.limit)):
-            reference = None
-            if references is not None:
-                reference = self._next_reference(references, position)
-            yield self._record(position, row, reference)
-        if references is not None and self.limit is None and next(references, None) is not None:
-            raise SetupError(_mismatch(_name_of(self.references), f"more than {position + 1}", position + 1))
-
-    def _next_reference(self, references: Iterator[Row], position: int) -> str:
-        row = next(references, None)
-        name = _name_of(self.references)
-        if row is None:
-            raise SetupError(_mismatch(name, position, f"at least {position + 1}"))
-        value = next(iter(row.fields.values()), None)
-        # An empty CSV or JSON line is an empty reference, which is allowed.
-        if row.problem is not None and row.problem.kind == "empty":
-            return ""
-        if row.problem is not None or not isinstance(value, str):
-            reason = row.problem.message if row.problem else "it is not a string"
-            raise SetupError(f"{name}, line {row.line}: {reason}")
-        return value
-
-    def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
-        identity: Any = position
-        if row.problem is None and self.id_column:
-            identity = field_of(row.fields, self.id_column)[1]
-            if not isinstance(identity, str | int | float | None):
-                identity = str(identity)
-
-        def bad(kind: str, message: str) -> BadRecord:
-            return BadRecord(position, row.line, identity, Problem(kind, message))
-
-        if row.problem is not None:
-            return BadRecord(position, row.line, identity, row.problem)
-        present, text = field_of(row.fields, self.column)
-        if not present:
-            return bad("missing-column", f"the record has no column {self.column!r}")
-        if not isinstance(text, str):
-            return bad("wrong-type", f"column {self.column!r} is a {type(text).__name__}, not a string")
-        if not _encodable(text):
-            return bad("invalid-utf8", "the text is not valid UTF-8")
-        if not text.strip():
-            return bad("empty", "the text is empty")
-        if self.reference_column:
-            present, reference = field_of(row.fields, self.reference_column)
-            if not isinstance(reference, str):
-                return bad("bad-reference", f"column {self.reference_column!r} holds no string")
-        return Record(position, row.line, identity, text, reference)
-
-
 def quiet_hub() -> None:
-    """No line for every attempt to reach the hub: if none succeeds, the error says so."""
+    """Print nothing for each attempt to reach the hub. If all fail, the error says so."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _name_of(source: Source | None) -> str:
-    """The name of a source for a message."""
-    return source.name if source else ""
+def _check_names(path: str, columns: list[str]) -> None:
+    """Raises `SetupError` where two columns have one name. Spreadsheets give empty columns empty names: these may."""
+    repeated = next((name for name in columns if name and columns.count(name) > 1), None)
+    if repeated is not None:
+        raise SetupError(f"{path} has column {repeated!r} twice")
 
 
-def _mismatch(name: str, there: object, wanted: object) -> str:
-    return f"reference file {name} has {there} lines but the input has {wanted}"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def _check_start(name: str, start: bytes) -> None:
+    """Raises `SetupError` where the first bytes show that the file is not UTF-8."""
+    if _COMPRESSED.match(start):
+        raise SetupError(f"{name} is compressed: decompress it first, or through a pipe into standard input (-)")
+    found = next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
+    found = found or _ZEROS.get(bytes(byte == 0 for byte in start[:4]))
+    if found:
+        raise SetupError(f"{name} is {found}: convert it to UTF-8 (iconv -f {found} -t UTF-8)")
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -6,20 +6,25 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from fastgen import settings as switches
 from fastgen.pipeline.dataset import Steps
 from fastgen.pipeline.errors import SetupError, StrictError, one_line
+from fastgen.pipeline.identity import environment, identity
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.journal import Journal
+from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
 from fastgen.pipeline.metrics import check_metrics
-from fastgen.pipeline.model import LoadedModel, ModelStage, check_path, depends_on_padding, load, prepare
+from fastgen.pipeline.model import ModelStage
 from fastgen.pipeline.planner import Resumed, Rules, plan
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.readers import BadRecord, Inputs
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.records import BadRecord
+from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
 
@@ -57,6 +62,8 @@ class RunReport:
     device: str
     dtype: str
     errors_file: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """What else there is to know, such as that the run was resumed in another environment."""
     versions: dict[str, str] = field(default_factory=dict)
     fastgen: dict[str, Any] = field(default_factory=dict)
     """What `fastgen.stats()` counted, under `stats`."""
@@ -73,7 +80,7 @@ def generate_dataset(
     """Run a model over a data set and write its outputs, in input order.
 
     `model` is a directory or hub name, or a model in memory with its `tokenizer`. `options` are the fields of
-    `Settings`; `generation` holds options of `generate`:
+    `RunOptions`; `generation` holds options of `generate`:
 
         generate_dataset("facebook/bart-large-cnn", "articles.jsonl", "summaries.jsonl", input_column="article",
                          generation={"num_beams": 4, "no_repeat_ngram_size": 3}, batch_size=16)
@@ -84,14 +91,22 @@ def generate_dataset(
     """
     in_memory = not isinstance(model, str | os.PathLike)
     name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)
-    settings = Settings(model=name, input=os.fspath(input), output=os.fspath(output), **options)
+    settings = RunOptions(model=name, input=os.fspath(input), output=os.fspath(output), **switches.renamed(options))
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
-    return run(settings, model if in_memory else None, tokenizer)
+    with switches.changed(linear_products="fixed"):  # or the last digits of scores would differ from run to run
+        return run(settings, model if in_memory else None, tokenizer)
 
 
-def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunReport:
-    """Do what the settings say."""
+def run(
+    settings: RunOptions, model: Any = None, tokenizer: Any = None, begins: Callable[[], None] = lambda: None
+) -> RunReport:
+    """Do what the settings say.
+
+    Args:
+        model, tokenizer: in memory; otherwise those that the settings name are loaded.
+        begins: called when all is checked and loaded, and the first file is about to be written.
+    """
     start = time.perf_counter()
     check_free(settings)
     metrics = resolve_metrics(settings)
@@ -106,34 +121,40 @@ def run(settings: Settings, model: Any = None, tokenizer: Any = None) -> RunRepo
     workers = default_workers() if settings.workers is None else settings.workers
     post = PostProcessor(work.processor, workers if work.any else 0)
     try:
-        return _run(settings, inputs, post, start, model, tokenizer)
+        return _run(settings, inputs, post, start, model, tokenizer, begins)
     finally:
         post.close()
 
 
 def _run(
-    settings: Settings,
+    settings: RunOptions,
     inputs: Inputs,
     post: PostProcessor[Texts, list[Outcome]],
     start: float,
     model: Any,
     tokenizer: Any,
+    begins: Callable[[], None],
 ) -> RunReport:
     loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
-    output: Output = (
-        StreamOutput(settings) if settings.to_stdout else FileOutput(settings, _identity(settings, inputs, loaded))
-    )
+    begins()
+    output: Output
+    if settings.to_stdout:
+        output, journal = StreamOutput(settings), None
+    else:
+        output = FileOutput(settings, identity(settings, inputs, loaded), environment(loaded.device))
+        journal = output.journal
     try:
-        decided = output.journal.plan if isinstance(output, FileOutput) else None
-        resumed = output.journal.resumed if isinstance(output, FileOutput) else Resumed()
+        decided = journal.plan if journal else None
+        resumed = journal.resumed if journal else Resumed()
+        notes = _notes(journal) if journal else []
         fresh = decided is None
         if decided is None:
             rows, tokens = _batch_size(loaded, settings)
             decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
-        if isinstance(output, FileOutput):
-            output.journal.begin(decided)
+        if journal:
+            journal.begin(decided)
         rules = Rules(decided["batch_size"], decided["max_tokens"], depends_on_padding(loaded))
-        already = _already_done(output)
+        already = journal.count() if journal and resumed.windows else 0
 
         def on_bad(bad: BadRecord) -> None:
             if settings.strict:
@@ -157,50 +178,54 @@ def _run(
         totals = Totals(settings.metrics)
         output.finish(totals)
         finish = time.perf_counter() - finishing + timing.draining
+        share = 1 / timing.wall if timing.wall else 0.0
+        scores = totals.metrics.scores()
+        report = RunReport(
+            samples=totals.samples,
+            skipped=totals.skipped,
+            tokens=totals.tokens,
+            metrics=scores,
+            metrics_samples=totals.metrics.samples,
+            seconds={
+                "load": loading,
+                "generate": timing.wall,
+                "model": stage.seconds,
+                "waiting_for_input": timing.waiting_for_input,
+                "waiting_for_output": timing.waiting_for_output,
+                "finish": finish,
+            },
+            samples_per_second=steps.samples * share,
+            tokens_per_second=steps.tokens * share,
+            waiting_for_input_share=timing.waiting_for_input * share,
+            waiting_for_output_share=timing.waiting_for_output * share,
+            resumed_samples=already,
+            batches=steps.batches,
+            batch_size=rules.batch_size,
+            max_tokens=rules.max_tokens,
+            out_of_memory=stage.out_of_memory,
+            peak_memory_bytes=_peak_memory(),
+            peak_device_memory_bytes=_peak_device_memory(loaded.device),
+            model=settings.model,
+            device=str(loaded.device),
+            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
+            notes=notes,
+            versions=_versions(),
+            fastgen=_fastgen(),
+        )
+        if settings.score_path:
+            write_json(
+                settings.score_path, scores | {"samples": totals.metrics.samples, "skipped": totals.skipped}, journal
+            )
+        if settings.report:
+            write_json(settings.report, dataclasses.asdict(report), journal)
+        output.complete()
     finally:
         output.close()
-    share = 1 / timing.wall if timing.wall else 0.0
-    scores = totals.metrics.scores()
-    report = RunReport(
-        samples=totals.samples,
-        skipped=totals.skipped,
-        tokens=totals.tokens,
-        metrics=scores,
-        metrics_samples=totals.metrics.samples,
-        seconds={
-            "load": loading,
-            "generate": timing.wall,
-            "model": stage.seconds,
-            "waiting_for_input": timing.waiting_for_input,
-            "waiting_for_output": timing.waiting_for_output,
-            "finish": finish,
-        },
-        samples_per_second=steps.samples * share,
-        tokens_per_second=steps.tokens * share,
-        waiting_for_input_share=timing.waiting_for_input * share,
-        waiting_for_output_share=timing.waiting_for_output * share,
-        resumed_samples=already,
-        batches=steps.batches,
-        batch_size=rules.batch_size,
-        max_tokens=rules.max_tokens,
-        out_of_memory=stage.out_of_memory,
-        peak_memory_bytes=_peak_memory(),
-        peak_device_memory_bytes=_peak_device_memory(loaded.device),
-        model=settings.model,
-        device=str(loaded.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
-        versions=_versions(),
-        fastgen=_fastgen(),
-    )
-    if settings.score_path:
-        write_json(settings.score_path, scores | {"samples": totals.metrics.samples, "skipped": totals.skipped})
-    if settings.report:
-        write_json(settings.report, dataclasses.asdict(report))
     return report
 
 
-def _batch_size(loaded: LoadedModel, settings: Settings) -> tuple[int, int | None]:
+def _batch_size(loaded: LoadedModel, settings: RunOptions) -> tuple[int, int | None]:
     """Inputs of a batch, and their tokens where memory is what limits them."""
     if settings.batch_size != "auto":
         return settings.batch_size, None
@@ -209,7 +234,7 @@ def _batch_size(loaded: LoadedModel, settings: Settings) -> tuple[int, int | Non
     return automatic_batch(loaded.model, loaded.generation, longest)
 
 
-def resolve_metrics(settings: Settings) -> tuple[str, ...]:
+def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
     """The metrics asked for; with references alone, those that the example script of the task computes."""
     if settings.metrics or not (settings.reference or settings.reference_column):
         return settings.metrics
@@ -218,38 +243,16 @@ def resolve_metrics(settings: Settings) -> tuple[str, ...]:
     return ("rouge",) if settings.task.startswith("summarization") else ("bleu", "rouge")
 
 
-# What cannot change the output: a run may be resumed with other values of these. FastGen itself is one of them,
-# because it does not change results.
-_FREE = {
-    "model", "input", "output", "generation", "generation_config", "reference", "limit", "input_column", "id_column",
-    "reference_column", "report", "score_path", "resume", "overwrite", "strict", "quiet", "workers", "device",
-    "trust_remote_code",
-}  # fmt: skip
-
-
-def _identity(settings: Settings, inputs: Inputs, loaded: Any) -> dict[str, Any]:
-    """Everything that decides what the output is."""
-    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
-    path = Path(settings.model)
-    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.bin")) if path.is_dir() else []
-    return {
-        "model": os.path.realpath(path) if path.exists() else settings.model,
-        "weights": {file.name: file.stat().st_size for file in files},
-        "generation": loaded.identity,
-        "output_format": settings.resolved_output_format,
-        "device": loaded.device.type,
-        **{name: value for name, value in own.items() if name != "output_format"},
-        **inputs.identity(),
-    }
-
-
-def _already_done(output: Output) -> int:
-    if not isinstance(output, FileOutput):
-        return 0
-    resumed = output.journal.resumed
-    if not resumed.windows:
-        return 0
-    return output.journal.count()
+def _notes(journal: Journal) -> list[str]:
+    """What the user has to know about resuming this run, told before it goes on."""
+    if not journal.differences:
+        return []
+    told = (
+        f"resumed in another environment ({'; '.join(journal.differences)}): the last digits of scores, and texts "
+        "whose best two candidates are nearly equal, may not be those of a run without interruption"
+    )
+    print(told, file=sys.stderr)
+    return [told]
 
 
 def _reset_device_peak(device: Any) -> None:

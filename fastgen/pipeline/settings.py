@@ -1,4 +1,4 @@
-"""What a run is asked to do, as one value."""
+"""The options of a run, as one value: what `fastgen-generate` and `generate_dataset` are asked to do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.paths import same_file, unfinished_path
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
@@ -20,9 +21,28 @@ DTYPES = ("fp32", "fp16", "bf16")
 STANDARD_STREAM = "-"
 
 
+def option(default: Any, help: str, *aliases: str, group: str = "", free: bool = False) -> Any:
+    """A field that is an option of the command line as well.
+
+    Args:
+        help: one sentence about it.
+        aliases: other names of the option; its own is that of the field.
+        group: title of the group of options that begins with this one.
+        free: it cannot change the output, so an interrupted run may be resumed with another value.
+    """
+    return field(default=default, metadata=_about(help, *aliases, group=group, free=free))
+
+
+def _about(help: str, *aliases: str, group: str = "", free: bool = False) -> dict[str, Any]:
+    return {"help": help, "aliases": aliases, "group": group, "free": free}
+
+
 @dataclass(frozen=True)
-class Settings:
-    """Every setting of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown."""
+class RunOptions:
+    """Every option of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown.
+
+    Raises `SetupError` for a value that an option cannot have, and for options that do not fit together.
+    """
 
     model: str
     """A directory written by `save_pretrained`, or a hub name."""
@@ -30,100 +50,129 @@ class Settings:
     """A .txt, .jsonl, .csv, .tsv or .parquet file, a `datasets` name or saved data set, or `-` (standard input)."""
     output: str
     """A .txt (or any other name: text), .jsonl or .parquet file, or `-` (standard output)."""
-
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`GenerationConfig` fields that override the model's own."""
     generation_config: str | None = None
-    """A JSON file (or a directory with generation_config.json) applied before `generation`."""
+    """A JSON file of such fields (or a directory with generation_config.json) that is applied before `generation`."""
 
-    input_format: str = "auto"
-    output_format: str = "auto"
-    input_column: str | None = None
-    """The column to read; `a.b` reads field `b` of column `a`."""
-    id_column: str | None = None
-    """The column that names a record in the output; without it, the position of the record counted from 0."""
-    reference_column: str | None = None
-    dataset_config: str | None = None
-    split: str | None = None
+    input_column: str | None = option(
+        None, "column to read; a.b is field b of column a", "--text-column", group="data", free=True
+    )
+    id_column: str | None = option(
+        None, "column that names the records in the output (default: 0, 1, 2, ...)", free=True
+    )
+    input_format: str = option("auto", "txt, jsonl, csv, tsv, parquet or dataset (default: by the name)")
+    output_format: str = option("auto", "txt, jsonl or parquet (default: by the name)")
+    dataset_config: str | None = option(None, "configuration of the data set INPUT names", "--dataset-config-name")
+    split: str | None = option(None, "split of the data set (default: test, validation, or the only one)")
+    limit: int | None = option(
+        None, "do only the first N records", "--n-obs", "--max-eval-samples", "--max-predict-samples", free=True
+    )
+    overwrite: bool = option(
+        False,
+        "replace OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report when the run is complete, and "
+        "drop what an interrupted run has left",
+        free=True,
+    )
+    resume: bool = option(False, "continue the interrupted run for this OUTPUT", free=True)
+    strict: bool = option(False, "stop at the first bad record", free=True)
+    token_ids: bool = option(False, "also write the generated token ids (.jsonl, .parquet)")
 
-    task: str = "auto"
-    prefix: str | None = None
-    src_lang: str | None = None
-    tgt_lang: str | None = None
+    task: str = option(
+        "auto",
+        "auto, text2text, text-generation, translation, summarization, or a name in the model's task_specific_params, "
+        "whose prefix and options are then used (default: auto)",
+        group="task",
+    )
+    prefix: str | None = option(None, "text put before every input", "--source-prefix")
+    src_lang: str | None = option(None, "source language, for multilingual models", "--source-lang")
+    tgt_lang: str | None = option(None, "target language, for multilingual models", "--target-lang")
+    max_source_length: int | None = option(
+        None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)"
+    )
+    truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
+    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text")
+    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses")
+    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)")
 
-    device: str | None = None
-    """A torch device; by default cuda where there is one, otherwise cpu."""
-    dtype: str = "fp32"
-    cpu_weights: str = field(default_factory=lambda: switches.current().cpu_weights)
-    """The precision of the packed weights of a model in fp32 on a CPU: fp32, int8 or bf16 (`fastgen.enable`)."""
-    batch_size: int | Literal["auto"] = 16
-    max_tokens: int | None = None
-    """At most this many input tokens in a batch, padding included."""
-    max_source_length: int | None = None
-    """Inputs are truncated to this many tokens."""
-    truncation: bool = False
-    """Truncate inputs that have more tokens than the model has positions, instead of reporting them."""
+    device: str | None = option(
+        None, "torch device (default: cuda where there is one, otherwise cpu)", group="running", free=True
+    )
+    dtype: str = option("fp32", "fp32, fp16 or bf16 (default: fp32)")
+    weight_dtype: str = field(
+        default_factory=lambda: switches.current().weight_dtype,
+        metadata=_about(
+            "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+        ),
+    )
+    batch_size: int | Literal["auto"] = option(
+        16,
+        "rows in a batch, or auto for what the free memory has room for (default: 16)",
+        "--bs",
+        "--per-device-eval-batch-size",
+    )
+    max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included")
+    workers: int | None = option(
+        None,
+        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
+        free=True,
+    )
+    seed: int = option(42, "seed for sampling (default: 42)")
+    trust_remote_code: bool = option(False, "run code that comes with the model", free=True)
+    allow_missing_weights: bool = option(
+        False, "run a model whose files lack weights, which are random then, or hold weights that it has no place for"
+    )
+    quiet: bool = option(False, "no progress and no summary", free=True)
 
-    reference: str | None = None
-    metrics: tuple[str, ...] = ()
-    score_path: str | None = None
-    report: str | None = None
-
-    limit: int | None = None
-    resume: bool = False
-    """Continue the interrupted run for this output, whose own files beside the output are rewritten."""
-    overwrite: bool = False
-    """Replace what exists of OUTPUT, its error file, the score path and the report, when the run is complete."""
-    strict: bool = False
-    quiet: bool = False
-    workers: int | None = None
-    """Worker processes for detokenising and metrics; 0 does that work in a thread of this process."""
-    detokenizer: str | None = None
-    lang: str | None = None
-    """The language of the detokenizer; by default `tgt_lang`, then `en`."""
-    trust_remote_code: bool = False
-    seed: int = 42
-    include_prompt: bool = False
-    token_ids: bool = False
-    """Also write the generated token ids (.jsonl and .parquet)."""
+    reference: str | None = option(
+        None, "file of references, a line each", "--reference-path", group="scores", free=True
+    )
+    reference_column: str | None = option(None, "column of INPUT with the references", "--summary-column", free=True)
+    metrics: tuple[str, ...] = option(
+        (), "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"
+    )
+    score_path: str | None = option(None, "write the metrics to this JSON file", free=True)
+    report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True)
 
     def __post_init__(self) -> None:
+        self._check_values()
+        self._check_together()
+        self._check_distinct()
+
+    def _check_values(self) -> None:
         _among("input_format", self.input_format, INPUT_FORMATS)
         _among("output_format", self.output_format, OUTPUT_FORMATS)
         _among("dtype", self.dtype, DTYPES)
+        _among("detokenizer", self.detokenizer or "none", ("moses", "none"))
+        for metric in self.metrics:
+            _among("metrics", metric, METRICS)
         try:
-            dataclasses.replace(switches.current(), cpu_weights=self.cpu_weights)
+            dataclasses.replace(switches.current(), weight_dtype=self.weight_dtype)
         except ValueError as error:
             raise SetupError(str(error)) from error
-        if self.detokenizer not in (None, "none", "moses"):
-            raise SetupError(f"detokenizer is {self.detokenizer!r}: it must be moses or none")
-        unknown = [name for name in self.metrics if name not in METRICS]
-        if unknown:
-            raise SetupError(f"unknown metric {unknown[0]!r}: choose from {', '.join(METRICS)}")
-        if self.metrics and not (self.reference or self.reference_column):
-            raise SetupError("metrics need references: give a reference file or a reference column")
+        if self.batch_size != "auto" and not isinstance(self.batch_size, int):
+            raise SetupError(f"batch-size is {self.batch_size!r}: give a number or auto")
+        least = {"batch_size": 1, "max_tokens": 1, "max_source_length": 1, "limit": 1, "workers": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < smallest:
+                raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
+
+    def _check_together(self) -> None:
         if self.reference and self.reference_column:
             raise SetupError("give either a reference file or a reference column, not both")
-        if self.score_path and not (self.reference or self.reference_column):
-            raise SetupError("a score path needs references: give a reference file or a reference column")
-        if self.batch_size != "auto" and self.batch_size < 1:
-            raise SetupError(f"batch size is {self.batch_size}: it must be at least 1, or auto")
-        for name in ("max_tokens", "max_source_length", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least 1")
-        if self.workers is not None and self.workers < 0:
-            raise SetupError(f"workers is {self.workers}: it must be 0 or more")
-        if self.resume and self.output == STANDARD_STREAM:
+        if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
+            what = "metrics need" if self.metrics else "a score path needs"
+            raise SetupError(f"{what} references: give a reference file or a reference column")
+        if self.resume and self.to_stdout:
             raise SetupError("resume needs an output file: standard output cannot be continued")
         if self.to_stdout and self.resolved_output_format == "parquet":
             raise SetupError("parquet cannot be written to standard output")
-        self._check_distinct()
 
     def _check_distinct(self) -> None:
-        """A SetupError where a file that is written is one that is read, or is written twice."""
+        """Raises `SetupError` where a file that is written is one that is read, or is written twice."""
         read: list[tuple[str, str | None]] = [
-            ("INPUT", self.input if not self.from_stdin and Path(self.input).exists() else None),
+            ("INPUT", self.input if not self.from_stdin and os.path.exists(self.input) else None),
             ("the reference", self.reference),
             ("the generation config", self.generation_config),
         ]
@@ -143,7 +192,7 @@ class Settings:
                 continue
             path = Path(name)
             for other, there in seen:
-                if _same_file(path, there):
+                if same_file(path, there):
                     raise SetupError(f"{other} and {what} are the same file: {path}")
             seen.append((what, path))
 
@@ -184,31 +233,6 @@ class Settings:
     def errors_partial_path(self) -> Path:
         """Where skipped records are reported until the output is complete."""
         return Path(self.output + ".errors.jsonl.partial")
-
-
-def unfinished_path(path: Path) -> Path:
-    """Where a file is written before it takes its name. The suffix stays last, for formats that are told by it."""
-    path = followed(path)
-    return path.with_name(f".{path.name}.unfinished")
-
-
-def followed(path: Path) -> Path:
-    """What a link leads to: the file is replaced, not the link."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def is_special(path: Path) -> bool:
-    """Whether a path is a device, a pipe or the like, which is written to and cannot be replaced."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    if is_special(one) or is_special(other):
-        return False
-    # By name as well, for files that do not exist yet.
-    if os.path.realpath(one) == os.path.realpath(other):
-        return True
-    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,12 +1,12 @@
-"""The stages of a run and the threads that they run in.
+"""The stages of a run and their threads.
 
     plan -> [ready] -> model -> [generated] -> post -> [writing] -> record
     (a thread)       (this thread)         (a thread)            (a thread)
                                            worker processes
 
-The model runs in the calling thread, where Ctrl-C arrives. What is ahead of it holds a few batches ready; what is
-behind it has a long queue, because a finished batch is small and the model must never wait for it to be dealt with.
-What the items are is the caller's: the stages know their order, and what happens to it when something fails.
+The model runs in the calling thread, where Ctrl-C arrives. A few planned batches are kept ready for it. The queues
+behind it are long: finished batches are small, and the model must not wait for their processing. The stages know the
+order of the items and what happens after a failure; the caller decides what the items are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pending = TypeVar("Pending")
 
 @dataclass
 class Timing:
-    """Where the wall time of the model stage went."""
+    """Seconds of the model stage, by what they were spent on."""
 
     wall: float = 0.0
     """From the start of the stages to the last item leaving the model."""
@@ -40,16 +40,15 @@ class Timing:
 
 
 class Stages(Generic[Planned, Generated, Pending]):
-    """One run of the pipeline: every planned item goes through `model`, `post` and `record`, in order.
+    """One run of the pipeline. Every planned item goes through `model`, `post` and `record`, in order.
 
     Args:
         plan: the items.
-        model: called in the thread that calls `run`.
-        post: begins what is to be done with what the model has made, in a thread: it may leave the work to others and
-            return what has been promised.
-        record: waits for that and writes it down, in a thread of its own.
-        handed_on: told of what the model has made once nothing can take it back; may raise to end the run.
-        read_ahead: read the plan in a thread. Without, the calling thread reads it between two batches.
+        model: runs in the thread that calls `run`.
+        post: runs in a thread. It may start work in other processes and return a future.
+        record: runs in another thread, waits for that work and writes the result.
+        handed_on: called with each result of the model that is sure to be recorded. It may raise to end the run.
+        read_ahead: read the plan in a thread. Otherwise the calling thread reads it between two batches.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Stages(Generic[Planned, Generated, Pending]):
         self.timing = Timing()
 
     def run(self) -> Timing:
-        """Work through the plan. An interrupt or a failure is raised once all finished batches are recorded."""
+        """Run the whole plan. An interrupt or a failure is raised after all finished batches are recorded."""
         stages = [("post", self._post_processing), ("record", self._recording)]
         if self._ahead is not None:
             stages.insert(0, ("plan", self._planning))
@@ -90,7 +89,7 @@ class Stages(Generic[Planned, Generated, Pending]):
             try:
                 self._modelling()
             finally:
-                # Whatever happened: nothing more is read, and all that is finished is written.
+                # After a failure too: stop reading, and record all that the model has finished.
                 self._ready.cancel()
                 self._generated.finish()
                 self.timing.wall = time.perf_counter() - start
@@ -102,7 +101,7 @@ class Stages(Generic[Planned, Generated, Pending]):
         except Cancelled:
             pass
         except BaseException:
-            # A second interrupt lands here too, while the threads are being waited for.
+            # This includes a second interrupt, during `join`.
             self._cancel()
             raise
         if self._failure is not None:
@@ -118,7 +117,7 @@ class Stages(Generic[Planned, Generated, Pending]):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure of a thread stops the run. A planner's leaves what is behind the model to finish."""
+        """Stop the run at the first failure in a thread. If it is the planner's, the stages behind the model finish."""
         self._failure = self._failure or error
         self._ready.cancel()
         if threading.current_thread().name != "fastgen-plan":

@@ -1,4 +1,4 @@
-"""From text to token ids before the model, and back after it."""
+"""From text to token ids before the model, and from token ids to text after it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.journal import Result
-from fastgen.pipeline.model import Generated, LoadedModel, end_ids, token_count
+from fastgen.pipeline.loading import LoadedModel
+from fastgen.pipeline.model import Generated, end_ids, token_count
 from fastgen.pipeline.planner import Prepared
-from fastgen.pipeline.readers import BadRecord, Problem, Record
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.records import BadRecord, Problem, Record
+from fastgen.pipeline.settings import RunOptions
 
 
 class Encoder:
-    """Turns records into token ids, and those that the model has no room for into bad records."""
+    """Turns records into token ids. Records that are too long for the model become bad records."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
+    def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
         self._tokenizer = loaded.tokenizer
         self._prefix = loaded.prefix
         self._positions = loaded.positions
@@ -28,7 +29,7 @@ class Encoder:
         if truncate_to is not None:
             self._options |= {"truncation": True, "max_length": truncate_to}
             if not loaded.encoder_decoder:
-                # What a prompt ends with is what the model continues.
+                # The model continues the end of a prompt.
                 self._tokenizer.truncation_side = "left"
 
     def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
@@ -37,7 +38,7 @@ class Encoder:
         try:
             encoded: list[Any] = self._encode([record.text for record in records])
         except Exception:
-            # One text that the tokenizer does not take must not cost the others.
+            # Find the text that the tokenizer refuses; the others are kept.
             encoded = [self._encode_alone(record.text) for record in records]
         return [self._checked(record, ids) for record, ids in zip(records, encoded, strict=True)]
 
@@ -63,10 +64,10 @@ class Encoder:
 
 
 class Decoder:
-    """Turns what the model returned into texts and the rest of a result."""
+    """Turns the model's sequences into texts and results."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings) -> None:
-        # A tokenizer is not made for two threads; the other one is encoding at the same time.
+    def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
+        # Tokenizers are not safe in two threads, and another thread encodes at the same time.
         self._tokenizer = copy.deepcopy(loaded.tokenizer)
         self._ends = end_ids(loaded.generation)
         self._pad_id = loaded.pad_id
@@ -75,7 +76,7 @@ class Decoder:
         self._to_text = settings.to_text
 
     def __call__(self, generated: Generated) -> list[tuple[Result, list[str], str | None]]:
-        """For every row that succeeded: its result so far, its texts, best first, and its reference."""
+        """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
         for piece in generated.pieces:
             each = len(piece.sequences) // len(piece.rows)
@@ -86,7 +87,8 @@ class Decoder:
                 shown = [row.ids + ids for ids in written] if self._include_prompt else written
                 rows.append((self._result(row, written, scores), shown, row.record.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
-        texts = iter(flat)
+        # Half of a surrogate pair has no UTF-8; it would spoil the file that it is written to.
+        texts = (text.encode("utf-8", "replace").decode() for text in flat)
         return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
 
     def _written(self, sequence: Any) -> list[int]:

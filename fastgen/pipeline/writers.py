@@ -4,20 +4,22 @@
   becomes a space, and a skipped record leaves an empty line.
 - `.jsonl`: an object a record: `id`, `input`, `text` (the best output), `sequences` (all of them), `scores` (one for
   each sequence: the library's own for beam search, otherwise the summed log-probability of its tokens; null where the
-  decoding mode has none), `input_tokens`, `output_tokens` (one for each sequence), `reference` and `token_ids` where
-  asked for. A skipped record is left out; its id is missing here and found in the error file.
+  decoding mode has none, and for a score that is NaN or infinite), `input_tokens`, `output_tokens` (one for each
+  sequence), `reference` and `token_ids` where asked for. A skipped record is left out; its id is missing here and found
+  in the error file.
 - `.parquet`: the same as columns.
 
 Nothing that exists is replaced without `overwrite`, and with it only when the run is complete: a run that ends early
-leaves the old output and its error file as they were. A resumed run continues its own work files (`OUTPUT.partial` and
-`OUTPUT.errors.jsonl.partial`) and may rewrite the error file, which it could have been interrupted after. Scores and
-report are written after the work files are gone, so those found by a resumed run are not its own: they need
-`overwrite` there as well.
+leaves the old output and its error file as they were. A file beside OUTPUT that has the name of a work file and was
+not written by FastGen is never replaced. A resumed run continues its own work files (`OUTPUT.partial` and
+`OUTPUT.errors.jsonl.partial`) and may rewrite the error file, which it could have been interrupted after. The journal
+goes last, when scores and report are written as well, and knows which of these files are the run's own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -25,16 +27,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline import journal
+from fastgen.pipeline.errors import RESUMABLE, SetupError, cannot_write, writing
 from fastgen.pipeline.journal import Collector, Journal, Result, bad_result, encode, sync
 from fastgen.pipeline.metrics import MetricTotals
+from fastgen.pipeline.paths import followed, is_special, unfinished_path
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.readers import CHUNK
-from fastgen.pipeline.settings import Settings, followed, is_special, unfinished_path
+from fastgen.pipeline.settings import RunOptions
 
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _PARQUET_ROWS = 8192
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_ERROR_START = b'{"line": '  # how every line of an error file begins
 
 
 def text_line(result: Result) -> bytes:
@@ -54,7 +60,11 @@ def error_line(result: Result) -> bytes:
 
 def _fields(result: Result) -> dict[str, Any]:
     names = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
-    return {name: result[name] for name in names if name in result}
+    fields = {name: result[name] for name in names if name in result}
+    if fields.get("scores"):
+        # JSON has no NaN and no infinity.
+        fields["scores"] = [score if math.isfinite(score) else None for score in fields["scores"]]
+    return fields
 
 
 def _write_lines(path: Path, results: Iterable[Result], line: Callable[[Result], bytes]) -> None:
@@ -133,36 +143,52 @@ class Totals:
 class FileOutput:
     """An output file: kept as a journal while the run goes on, written and put in place at its end."""
 
-    def __init__(self, settings: Settings, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: RunOptions, identity: dict[str, Any], environment: dict[str, Any] | None = None
+    ) -> None:
         self._settings = settings
         self._path = Path(settings.output)
         self._errors: BinaryIO | None = None
         self.check_free(settings)
-        self.journal = Journal(settings.partial_path, identity, resume=settings.resume)
+        self.journal = Journal(settings.partial_path, identity, settings.resume, environment)
         try:
             self._copy_errors()
+            unfinished_path(self._path).unlink(missing_ok=True)
         except BaseException:
             self.journal.close()
             raise
 
     @staticmethod
-    def check_free(settings: Settings) -> None:
-        """A SetupError where the output cannot be written or would replace something unasked."""
+    def check_free(settings: RunOptions) -> journal.Left | None:
+        """What an interrupted run has left.
+
+        Raises `SetupError` where the output cannot be written, or would replace something unasked.
+        Of the files beside OUTPUT, only what FastGen wrote is ever replaced, with `overwrite` as well.
+        """
         path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path
-        own = (partial, unfinished_path(path), errors, settings.errors_partial_path)
+        unfinished, errors_partial = unfinished_path(path), settings.errors_partial_path
         if is_special(path):
             raise SetupError(f"cannot write {path}: it is not a regular file")
-        for target in (path, *own):
+        check_suffix(path)
+        for target in (path, partial, unfinished, errors, errors_partial):
             _check_writable(target)
-        if settings.overwrite:
-            return
-        _check_absent(path)
-        if not partial.exists():
-            # With resume as well: without the work file there is no run that these could belong to.
-            for target in own:
-                _check_absent(target)
-        elif not settings.resume:
+        left = journal.find(partial)
+        if left is not None and not (settings.resume or settings.overwrite):
             raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
+        if not settings.overwrite:
+            # A kill may have come when the output was in place already.
+            if left is None or not left.has_written(path):
+                _check_absent(path)
+            if left is None:
+                # With resume as well: without the work file there is no run that these could belong to.
+                _check_absent(errors)
+                _check_absent(errors_partial)
+        for target in (errors, errors_partial):
+            if os.path.lexists(target):
+                journal.check_own(target, _ERROR_START)
+        if left is None or not left.has_begun(path):
+            _check_absent(unfinished, "move it away: it was not written by fastgen")
+        return left
 
     def _copy_errors(self) -> None:
         """Start the errors of this run with what an interrupted run has reported; without errors there is no file."""
@@ -172,10 +198,14 @@ class FileOutput:
                 self._report(result)
 
     def _report(self, result: Result) -> None:
-        if self._errors is None:
-            # Unbuffered: whoever watches a long run sees its errors as they come.
-            self._errors = open(self._settings.errors_partial_path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
-        self._errors.write(error_line(result))
+        path = self._settings.errors_partial_path
+        try:
+            if self._errors is None:
+                # Unbuffered: whoever watches a long run sees its errors as they come.
+                self._errors = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+            self._errors.write(error_line(result))
+        except OSError as error:
+            raise cannot_write(path, error, RESUMABLE) from error
 
     def window(self, window: Window) -> None:
         """Take note of a window and its skipped records."""
@@ -191,7 +221,7 @@ class FileOutput:
                 self._report(result)
 
     def finish(self, totals: Totals) -> None:
-        """Write the output from the journal and put it in place; then the journal has served its purpose."""
+        """Write the output from the journal and put it in place. The journal stays until `complete`."""
         form = self._settings.resolved_output_format
         unfinished = unfinished_path(self._path)
         errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
@@ -205,12 +235,14 @@ class FileOutput:
                 yield result
 
         try:
+            self.journal.finishing(self._path)
             if form == "parquet":
-                numbered = all(type(result["id"]) is int for result in self.journal.results())
+                numbered = all("error" in result or type(result["id"]) is int for result in self.journal.results())
                 _write_parquet(unfinished, counted(), numbered)
             else:
                 _write_lines(unfinished, counted(), text_line if form == "txt" else json_line)
             sync(unfinished)
+            self.journal.finished(unfinished)
             self._close_errors()
             if failed:
                 # In input order now, whatever the order in which they were met.
@@ -221,9 +253,14 @@ class FileOutput:
                 # Those of the output that is replaced.
                 errors.unlink(missing_ok=True)
             os.replace(unfinished, followed(self._path))
-        except OSError as error:
+        except BaseException as error:
             unfinished.unlink(missing_ok=True)
-            raise PipelineError(f"cannot write {self._path}: {one_line(error)}") from error
+            if isinstance(error, OSError):
+                raise cannot_write(self._path, error, RESUMABLE) from error
+            raise
+
+    def complete(self) -> None:
+        """All that the run writes is in place, so the journal has served its purpose."""
         self.journal.remove()
 
     def drop(self) -> None:
@@ -246,13 +283,17 @@ class FileOutput:
 class StreamOutput:
     """Standard output: written window by window in input order, not resumable. Errors go to standard error."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunOptions) -> None:
         self._line = text_line if settings.resolved_output_format == "txt" else json_line
         self._collector = Collector()
         self._totals = Totals(settings.metrics)
         self._stream: Any = getattr(sys.stdout, "buffer", None)
 
     def _write(self, results: list[Result]) -> None:
+        with writing("standard output"):
+            self._print(results)
+
+    def _print(self, results: list[Result]) -> None:
         for result in results:
             self._totals.add(result)
             if "error" in result:
@@ -271,11 +312,14 @@ class StreamOutput:
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         """Take the results of a batch."""
-        self._write(self._collector.add(results))
+        self._write(self._collector.add(window, index, results))
 
     def finish(self, totals: Totals) -> None:
         """Hand over the counts."""
         totals.__dict__.update(self._totals.__dict__)
+
+    def complete(self) -> None:
+        """There is no journal."""
 
     def drop(self) -> None:
         """Nothing can be taken back from a stream."""
@@ -287,18 +331,25 @@ class StreamOutput:
 Output = FileOutput | StreamOutput
 
 
-def check_free(settings: Settings) -> None:
+def check_free(settings: RunOptions) -> None:
     """A SetupError where a file of the run cannot be written or would replace something unasked."""
-    if not settings.to_stdout:
-        FileOutput.check_free(settings)
+    left = None if settings.to_stdout else FileOutput.check_free(settings)
     for name in (settings.score_path, settings.report):
         if name is None:
             continue
         path = Path(name)
         _check_writable(path)
         if not settings.overwrite and not is_special(path):
-            _check_absent(path)
-            _check_absent(unfinished_path(path))
+            if left is None or not left.has_written(path):
+                _check_absent(path)
+            if left is None or not left.has_begun(path):
+                _check_absent(unfinished_path(path))
+
+
+def check_suffix(path: Path) -> None:
+    """A SetupError where the name of an output promises that it is compressed."""
+    if path.suffix.lower() in _COMPRESSED:
+        raise SetupError(f"{path} is not written compressed: leave out {path.suffix}, or compress the output of -")
 
 
 def _check_writable(path: Path) -> None:
@@ -309,28 +360,38 @@ def _check_writable(path: Path) -> None:
     else:
         parent = followed(path).parent
         if not parent.is_dir():
-            raise SetupError(f"cannot write {path}: the directory {path.parent} does not exist")
+            raise SetupError(f"cannot write {path}: the directory {parent} does not exist")
         writable = os.access(parent, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))
     if not writable:
         raise SetupError(f"cannot write {path}: permission denied")
 
 
-def _check_absent(path: Path) -> None:
+def _check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
     # A link to nothing would be replaced as well.
     if os.path.lexists(path):
-        raise SetupError(f"{path} exists already (--overwrite replaces it)")
+        raise SetupError(f"{path} exists already ({remedy})")
 
 
-def write_json(name: str, value: Any) -> None:
-    """A JSON file for people and programs, which is there as a whole or not at all."""
-    path = followed(Path(name))
+def write_json(name: str, value: Any, journal: Journal | None = None) -> None:
+    """A JSON file for people and programs, which is there as a whole or not at all.
+
+    Args:
+        journal: of the run that it belongs to, which is told, so that a resumed run knows the file.
+    """
+    path = Path(name)
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-    unfinished = path if is_special(path) else unfinished_path(path)
+    unfinished = unfinished_path(path)
     try:
+        if is_special(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        if journal is not None:
+            journal.finishing(path)
         unfinished.write_text(text, encoding="utf-8")
-        if unfinished != path:
-            os.replace(unfinished, path)
+        if journal is not None:
+            journal.finished(unfinished)
+        os.replace(unfinished, followed(path))
     except OSError as error:
-        if unfinished != path:
+        if not is_special(path):
             unfinished.unlink(missing_ok=True)
-        raise PipelineError(f"cannot write {name}: {one_line(error)}") from error
+        raise cannot_write(name, error, RESUMABLE if journal is not None else "") from error

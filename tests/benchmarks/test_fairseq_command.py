@@ -46,7 +46,7 @@ def test_the_same_outputs_and_the_waiting(monkeypatch):
     assert record.metrics["waiting_percent"] == 1.0
     assert record.metrics["held_up_percent"] == pytest.approx(100 * (0.02 + 0.5) / 2.5)
     assert record.metrics["ratio"] > 0
-    assert set(record.sides) == {record.baseline, record.subject}
+    assert set(record.backends) == {record.baseline, record.subject}
 
 
 def test_other_outputs_are_found(monkeypatch):

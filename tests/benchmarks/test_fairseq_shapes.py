@@ -37,12 +37,12 @@ def tiny() -> list[InFairSeq]:
 
 @needs_fairseq
 @pytest.mark.parametrize("workload", tiny(), ids=["translation", "continuation"])
-def test_all_sides_do_the_same_work(workload):
+def test_all_backends_do_the_same_work(workload):
     record = run_workload(workload, Context(threads=1))
     assert record.errors == [] and record.notes == [] and record.fallbacks == {}
     assert record.identical is True and record.accelerated is True and record.status == "ok"
-    assert set(record.sides) == {"fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"}
-    assert all(len(side["seconds"]) == 2 for side in record.sides.values())
+    assert set(record.backends) == {"fairseq", "fastgen-fairseq", "fastgen-fairseq-plain"}
+    assert all(len(backend["seconds"]) == 2 for backend in record.backends.values())
     assert [target["measured"] for target in record.targets] == [
         record.metrics["ratio"],
         record.metrics["fairseq/fastgen-fairseq-plain"],
@@ -69,7 +69,7 @@ def test_other_hypotheses_are_noticed(monkeypatch, kind):
 
     def other(self: Any, *args: Any) -> Any:
         tokens = generate(self, *args)
-        if fastgen.stats():  # a patched side
+        if fastgen.stats():  # a patched backend
             tokens[-1, 2] += 1
         return tokens
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import fastgen
-from benchmarks import sides
+from benchmarks import backends
 from benchmarks.__main__ import DONE, main, run_workload
+from benchmarks.backends import Job
 from benchmarks.budget import Budget
 from benchmarks.measure import summary
 from benchmarks.memory import DevicePeaks
-from benchmarks.sides import Job
 from benchmarks.tables import markdown
 from benchmarks.workload import Context, Generation
 from benchmarks.workloads import all_workloads, gpu_host_time, gpu_largest, no_repeat_ngram
@@ -129,12 +129,12 @@ def test_it_is_tier_2_that_counts_as_accelerated():
     assert record.accelerated is False, "no step is captured on a CPU"
 
 
-def test_tier_1_is_a_side_on_a_gpu_alone():
+def test_tier_1_is_a_backend_on_a_gpu_alone():
     work = _WORKLOADS["gpu-bart-large-b32"]
-    on_gpu = Context(device=torch.device("cuda")).chosen_sides(work.further_sides, work.gpu_sides)
+    on_gpu = Context(device=torch.device("cuda")).chosen_backends(work.further_backends, work.gpu_backends)
     assert on_gpu == ["transformers", "fastgen", "fastgen-tier1"]
-    assert _ON_CPU.chosen_sides(work.further_sides, work.gpu_sides) == ["transformers", "fastgen"]
-    record = run_workload(tiny(work), replace(_ON_CPU, sides=("transformers", "fastgen", "fastgen-tier1")))
+    assert _ON_CPU.chosen_backends(work.further_backends, work.gpu_backends) == ["transformers", "fastgen"]
+    record = run_workload(tiny(work), replace(_ON_CPU, backends=("transformers", "fastgen", "fastgen-tier1")))
     assert "transformers/fastgen-tier1" in record.ratios and record.status == "ok"
     page = markdown(
         {"machine": {"cpu": "c", "cores": 1, "memory_gib": 1, "system": "s", "instructions": "i"},
@@ -159,7 +159,7 @@ def test_bandwidth_utilisation(monkeypatch):
     layer = 32 * 32 * 2 + 2 * 32 * 2 * head + 3 * 32 * 64 + 2 * 32
     # Two layers, the last norm and the output layer, in bfloat16; not the embedding.
     assert record.parameters["weight_bytes_read"] == 2 * (2 * layer + 32 + 97 * 32)
-    seconds = record.sides["fastgen"]["median"]
+    seconds = record.backends["fastgen"]["median"]
     assert record.metrics["mbu"] == pytest.approx(record.parameters["weight_bytes_read"] * 5 / seconds / 1e9)
 
 
@@ -180,14 +180,14 @@ def test_no_repeat_ngram():
     record = run_workload(workload, replace(_ON_CPU, repetitions=1))
     assert record.errors == [] and record.identical is True
     assert record.targets[0]["measured"] == record.metrics["graph_us"] > 0
-    assert "fastgen, in a graph" in record.sides
+    assert "fastgen, in a graph" in record.backends
 
 
 def test_decode_attention():
     workload = _WORKLOADS["gpu-attention-b128-s1024"]
     workload = replace(workload, batch=2, beams=2, heads=2, prefix=16, dim=16, dtype="float32", copy_bytes=2**12)
     record = run_workload(workload, _ON_CPU)
-    assert record.errors == [] and set(record.sides) == {"transformers", "fastgen", "copy"}
+    assert record.errors == [] and set(record.backends) == {"transformers", "fastgen", "copy"}
     assert record.targets[0]["measured"] == record.metrics["of_copy_bandwidth"] > 0
 
 
@@ -270,7 +270,7 @@ class TestLargestBatch:
         assert "16 (the most that are tried)" in record.notes[0]
 
     def test_one_that_does_not_fit_is_made_smaller(self, workload, monkeypatch):
-        run = type(sides.make("fastgen")).run
+        run = type(backends.make("fastgen")).run
         tried = []
 
         def limited(self, new_tokens):
@@ -279,7 +279,7 @@ class TestLargestBatch:
                 raise torch.OutOfMemoryError("out of memory")
             return run(self, new_tokens)
 
-        monkeypatch.setattr(type(sides.make("fastgen")), "run", limited)
+        monkeypatch.setattr(type(backends.make("fastgen")), "run", limited)
         record = run_workload(workload, _ON_CPU)
         assert record.errors == [] and record.parameters["batches"] == {"transformers": 32, "fastgen": 18}
         assert ("fastgen", 32) in tried and ("fastgen", 24) in tried
@@ -287,7 +287,7 @@ class TestLargestBatch:
     def test_times_are_those_of_an_input(self, workload, monkeypatch):
         monkeypatch.setattr(gpu_largest, "timed", lambda work, device: (6.4, work()))
         record = run_workload(workload, _ON_CPU)
-        assert record.sides["fastgen"]["median"] == pytest.approx(0.2)
+        assert record.backends["fastgen"]["median"] == pytest.approx(0.2)
 
 
 def test_what_each_part_adds():
@@ -295,7 +295,7 @@ def test_what_each_part_adds():
     assert isinstance(workload, Ablation)
     work = tiny(workload.work, dtype="float32")
     record = run_workload(replace(workload, work=work, inputs=6, larger=6), _ON_CPU)
-    assert record.errors == [] and len(record.sides) == 6
+    assert record.errors == [] and len(record.backends) == 6
     # In float32 none of the parts changes a word.
     assert set(record.same.values()) == {1.0}
     assert record.subject == "+ captured step" and record.metrics["ratio"] > 0
@@ -330,7 +330,7 @@ class TestHalfPrecision:
         record = run()
         assert record.errors == [] and record.identical is True and record.accelerated is False
         assert record.metrics["same fp32"] == 1.0 and record.metrics["bleu fp32"] == 0
-        assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.sides) == 6
+        assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.backends) == 6
         assert all(target["measured"] is not None for target in record.targets)
         assert [note.partition(":")[0] for note in record.notes] == ["fp32", "fp16", "bf16"]
 
@@ -342,7 +342,11 @@ class TestHalfPrecision:
         assert "rouge bf16" in record.metrics and "bleu bf16" not in record.metrics
 
     def test_other_outputs_in_float32_are_noticed(self, run, monkeypatch):
-        monkeypatch.setattr(Path, "read_text", lambda path, **options: f"{path}\n")
+        read = Path.read_text
+        outputs = ("transformers-fp32.txt", "fastgen-fp32.txt")
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, **options: f"{path}\n" if path.name in outputs else read(path, **options)
+        )
         assert run(dtypes=("fp32",)).identical is False
 
 
@@ -357,38 +361,38 @@ class TestCompiledLoop:
     @pytest.mark.parametrize("changes", [{}, {"batch": 3, "new_tokens": 9}])
     def test_it_makes_the_library_s_tokens(self, changes):
         job = self.job(**changes)
-        expected, side = sides.make("transformers"), sides.make("compiled-loop")
-        for each in (expected, side):
+        expected, backend = backends.make("transformers"), backends.make("compiled-loop")
+        for each in (expected, backend):
             each.setup(job)
-        side.warm_up()
+        backend.warm_up()
         try:
-            assert torch.equal(side.run(job.workload.new_tokens), expected.run(job.workload.new_tokens))
+            assert torch.equal(backend.run(job.workload.new_tokens), expected.run(job.workload.new_tokens))
         finally:
-            side.close()
+            backend.close()
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [({"options": {"num_beams": 2}}, "no options"), ({"batch": 2, "shortest": 4}, "padding")],
     )
     def test_what_it_cannot_do(self, changes, reason):
-        with pytest.raises(sides.Unsupported, match=reason):
-            sides.make("compiled-loop").setup(self.job(**changes))
+        with pytest.raises(backends.Unsupported, match=reason):
+            backends.make("compiled-loop").setup(self.job(**changes))
 
     def test_another_model(self):
         work = tiny(_WORKLOADS["gpu-gpt2-b32"], dtype="float32")
         model, inputs = work.build(torch.device("cpu"))
-        with pytest.raises(sides.Unsupported, match="written for Llama"):
-            sides.make("compiled-loop").setup(Job(work, model, inputs, threads=1))
+        with pytest.raises(backends.Unsupported, match="written for Llama"):
+            backends.make("compiled-loop").setup(Job(work, model, inputs, threads=1))
 
 
 @pytest.mark.parametrize("name", ["gpu-llama-7b-b1", "gpu-bart-large-b32"])
 def test_only_steps_are_compiled(name, monkeypatch):
-    from benchmarks.sides import compiled
+    from benchmarks.backends import compiled
 
     work = tiny(_WORKLOADS[name], dtype="float32", options={"num_beams": 1, "do_sample": False})
     model, _ = work.build(torch.device("cpu"))
     inputs = work.make_inputs(model)
-    expected = sides.make("transformers")
+    expected = backends.make("transformers")
     expected.setup(Job(work, model, inputs, threads=1))
     widths, modes = [], []
 
@@ -403,22 +407,22 @@ def test_only_steps_are_compiled(name, monkeypatch):
         return step
 
     monkeypatch.setattr(torch, "compile", compile)
-    side = sides.make("transformers-compile")
-    side.setup(Job(work, model, inputs, threads=1))
-    side._forward = compiled._compile_steps(model)
-    assert torch.equal(side.run(5), expected.run(5))
+    backend = backends.make("transformers-compile")
+    backend.setup(Job(work, model, inputs, threads=1))
+    backend._forward = compiled._compile_steps(model)
+    assert torch.equal(backend.run(5), expected.run(5))
     # The first token of a decoder-only model comes from its prompt.
     assert widths == [1] * (5 if model.config.is_encoder_decoder else 4) and modes[-1] == "reduce-overhead"
 
 
-def test_compiled_sides_come_after_the_others(monkeypatch):
+def test_compiled_backends_come_after_the_others(monkeypatch):
     order = []
     for name in ("transformers", "transformers-compile", "fastgen", "compiled-loop"):
-        kind = type(sides.make(name))
+        kind = type(backends.make(name))
         monkeypatch.setattr(kind, "warm_up", lambda self: order.append(self.name))
     work = tiny(_WORKLOADS["gpu-llama-7b-b1-compiled"])
     monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
-    run_workload(work, replace(_ON_CPU, sides=("transformers", "transformers-compile", "compiled-loop", "fastgen")))
+    run_workload(work, replace(_ON_CPU, backends=("transformers", "transformers-compile", "compiled-loop", "fastgen")))
     assert order == ["transformers", "fastgen", "transformers-compile", "compiled-loop"]
 
 
@@ -447,7 +451,7 @@ class TestBudget:
     def test_a_workload_that_does_not_look_at_its_time(self, monkeypatch):
         class Endless(HostTime):
             def run(self, context, record):
-                record.sides.update(measured)
+                record.backends.update(measured)
                 time.sleep(60)
 
         monkeypatch.setattr("benchmarks.__main__._GRACE_SECONDS", 0.1)
@@ -484,10 +488,10 @@ class TestBudget:
         thread.join()
         assert found == [True]
 
-    def test_a_side_that_takes_too_long_costs_its_row(self, monkeypatch):
-        monkeypatch.setattr(type(sides.make("compiled-loop")), "warm_up", lambda self: time.sleep(60))
+    def test_a_backend_that_takes_too_long_costs_its_row(self, monkeypatch):
+        monkeypatch.setattr(type(backends.make("compiled-loop")), "warm_up", lambda self: time.sleep(60))
         work = tiny(_WORKLOADS["gpu-llama-7b-b1-compiled"], seconds=8)
-        record = run_workload(work, replace(_ON_CPU, sides=("transformers", "fastgen", "compiled-loop")))
+        record = run_workload(work, replace(_ON_CPU, backends=("transformers", "fastgen", "compiled-loop")))
         assert record.errors == [] and record.metrics["ratio"] > 0
         assert "getting ready took longer" in record.skipped["compiled-loop"]
 
@@ -495,7 +499,7 @@ class TestBudget:
         work = tiny(_WORKLOADS["gpu-gpt2-b32"], repetitions=3)
         monkeypatch.setattr(Budget, "is_spent", property(lambda self: True))
         record = run_workload(work, _ON_CPU)
-        assert record.errors == [] and [len(side["seconds"]) for side in record.sides.values()] == [1, 1]
+        assert record.errors == [] and [len(backend["seconds"]) for backend in record.backends.values()] == [1, 1]
 
 
 class TestDevicePeaks:
@@ -510,7 +514,7 @@ class TestDevicePeaks:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=now["allocated"]))
         return now
 
-    def test_what_a_side_keeps_is_its_own(self, device):
+    def test_what_a_backend_keeps_is_its_own(self, device):
         peaks = DevicePeaks(torch.device("cuda"))
         with peaks.of("fastgen"):  # takes 70 for a moment and keeps 50
             device.update(peak=170, allocated=150)
@@ -523,7 +527,7 @@ class TestDevicePeaks:
     def test_in_a_record(self, device, monkeypatch):
         peaks = DevicePeaks(torch.device("cuda"))
         peaks.bytes = {"transformers": 3000, "fastgen": 1000}
-        monkeypatch.setattr(peaks, "of", lambda side: nullcontext())
+        monkeypatch.setattr(peaks, "of", lambda backend: nullcontext())
         monkeypatch.setattr("benchmarks.workload.memory.DevicePeaks", lambda device: peaks)
         record = run_workload(tiny(_WORKLOADS["gpu-gpt2-b32"]), _ON_CPU)
         assert record.memory["fastgen"] == {"peak_bytes": 1000, "peak_method": "torch.cuda.max_memory_allocated"}

@@ -14,7 +14,7 @@ def test_summary_of_nothing_is_an_error():
         summary([])
 
 
-def test_sides_alternate():
+def test_backends_alternate():
     order = []
 
     def run_of(name):
@@ -32,7 +32,7 @@ def test_sides_alternate():
 
 
 @pytest.mark.parametrize("fails_in", [1, 2])
-def test_a_side_that_fails_is_left_out(fails_in):
+def test_a_backend_that_fails_is_left_out(fails_in):
     runs, told = [], []
 
     def broken():
@@ -41,13 +41,13 @@ def test_a_side_that_fails_is_left_out(fails_in):
             raise ValueError("it broke")
         return 1.0, "b"
 
-    sides = {"a": lambda: (1.0, "a"), "b": broken, "c": lambda: (2.0, "c")}
-    results = alternate(sides, 3, failed=lambda name, error: told.append((name, str(error))))
+    backends = {"a": lambda: (1.0, "a"), "b": broken, "c": lambda: (2.0, "c")}
+    results = alternate(backends, 3, failed=lambda name, error: told.append((name, str(error))))
     assert results == {"a": [(1.0, "a")] * 3, "c": [(2.0, "c")] * 3}
     assert told == [("b", "it broke")] and len(runs) == fails_in
     with pytest.raises(ValueError, match="it broke"):
         runs.clear()
-        alternate(sides, 3)
+        alternate(backends, 3)
 
 
 def test_timed_gives_the_result():

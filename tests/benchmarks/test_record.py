@@ -13,14 +13,16 @@ def record(**fields) -> Record:
 
 
 def test_ratio_of_medians_and_its_spread():
-    made = record(sides={"transformers": summary([4.0, 6.0, 5.0]), "fastgen": summary([2.0, 2.0, 1.0])})
+    made = record(backends={"transformers": summary([4.0, 6.0, 5.0]), "fastgen": summary([2.0, 2.0, 1.0])})
     made.compare()
     assert made.metrics == {"ratio": 2.5, "ratio_min": 2.0, "ratio_max": 5.0, "baseline_seconds": 5.0}
 
 
-def test_ratios_of_further_sides():
+def test_ratios_of_further_backends():
     made = record(
-        sides={name: summary([seconds]) for name, seconds in (("transformers", 4.0), ("other", 3.0), ("fastgen", 2.0))}
+        backends={
+            name: summary([seconds]) for name, seconds in (("transformers", 4.0), ("other", 3.0), ("fastgen", 2.0))
+        }
     )
     made.compare([("transformers", "fastgen"), ("other", "fastgen"), ("missing", "fastgen"), ("other", "missing")])
     assert made.metrics["other/fastgen"] == 1.5 and made.metrics["ratio"] == 2.0
@@ -30,8 +32,8 @@ def test_ratios_of_further_sides():
     }
 
 
-def test_no_ratio_without_both_sides():
-    made = record(sides={"transformers": summary([4.0])})
+def test_no_ratio_without_both_backends():
+    made = record(backends={"transformers": summary([4.0])})
     made.compare()
     assert made.metrics == {}
 
@@ -63,7 +65,9 @@ def test_status():
 
 
 def test_json_and_back():
-    made = record(sides={"transformers": summary([1.0]), "fastgen": summary([0.5])}, identical=True, notes=["a note"])
+    made = record(
+        backends={"transformers": summary([1.0]), "fastgen": summary([0.5])}, identical=True, notes=["a note"]
+    )
     made.compare()
     made.judge((Target("times as fast", "ratio", at_least=2),))
     data = json.loads(json.dumps(made.to_json()))

@@ -18,7 +18,7 @@ ABOUT = {
 
 def record(name: str, seconds: float = 1.0, group: str = "generation", **fields) -> Record:
     made = Record(name=name, title=f"Title of {name}", group=group, date="2026-01-02T03:04:05+00:00", **fields)
-    made.sides = {"transformers": summary([2 * seconds]), "fastgen": summary([seconds])}
+    made.backends = {"transformers": summary([2 * seconds]), "fastgen": summary([seconds])}
     made.compare()
     made.judge((Target("times as fast", "ratio", at_least=3),))
     return made
@@ -51,7 +51,7 @@ def test_merges_with_results_of_the_same_machine_and_versions(tmp_path):
     second.add(record("a", 7.0))
     second.add(record("b", 2.0))
     medians = {
-        each["name"]: each["sides"]["fastgen"]["median"] for each in json.loads(second.path.read_text())["workloads"]
+        each["name"]: each["backends"]["fastgen"]["median"] for each in json.loads(second.path.read_text())["workloads"]
     }
     assert medians == {"a": 7.0, "b": 2.0, "c": 3.0} and list(medians) == order
 
@@ -95,13 +95,13 @@ def test_table(tmp_path):
     assert "Title of busy (!)" in text and "1.5 cores busy" in text
 
 
-def test_table_and_chart_have_every_side(tmp_path):
+def test_table_and_chart_have_every_backend(tmp_path):
     made = record("a", identical=True, accelerated=True, skipped={"fairseq": "it is not installed"})
-    made.sides["ctranslate2"] = {**summary([1.5]), "version": "4.8.5"}
-    made.sides["ctranslate2-int8"] = {**summary([0.75]), "warm_up_seconds": 60.0}
-    made.sides["fastgen"]["warm_up_seconds"] = 0.5
-    made.sides["fastgen-int8"] = summary([0.5])
-    made.sides["alone"] = summary([9.0])
+    made.backends["ctranslate2"] = {**summary([1.5]), "version": "4.8.5"}
+    made.backends["ctranslate2-int8"] = {**summary([0.75]), "warm_up_seconds": 60.0}
+    made.backends["fastgen"]["warm_up_seconds"] = 0.5
+    made.backends["fastgen-int8"] = summary([0.5])
+    made.backends["alone"] = summary([9.0])
     made.same = {"ctranslate2": 0.75, "ctranslate2-int8": 0.5, "fastgen-int8": 0.25}
     made.compare([("transformers", "fastgen"), ("ctranslate2", "fastgen"), ("ctranslate2-int8", "fastgen-int8")])
     found = Results(tmp_path, ABOUT, [])
@@ -118,16 +118,17 @@ def test_table_and_chart_have_every_side(tmp_path):
     assert "| Title of a | fairseq | not measured |" in text and "fairseq is not measured: it is not installed" in text
     assert text.count("to get ready") == 1 and "ctranslate2-int8 took 60.00 s to get ready" in text
     bars = results_module.chart._bars(made)
-    assert [bar.side for bar in bars] == ["fastgen", "ctranslate2", "ctranslate2-int8", "fastgen-int8", "alone"]
+    assert [bar.backend for bar in bars] == ["fastgen", "ctranslate2", "ctranslate2-int8", "fastgen-int8", "alone"]
     assert [round(bar.ratio, 2) for bar in bars] == [2.0, 1.33, 2.67, 4.0, 0.22]
 
 
-def test_results_from_before_there_were_further_sides(tmp_path):
+def test_results_from_before_there_were_further_backends(tmp_path):
     Results(tmp_path, ABOUT, []).add(record("a"))
     data = json.loads((tmp_path / "results.json").read_text())
-    for field in ("ratios", "skipped", "same"):
-        for each in data["workloads"]:
+    for each in data["workloads"]:
+        for field in ("ratios", "skipped", "same"):
             del each[field]
+        each["sides"] = each.pop("backends")  # as they were called
     (tmp_path / "results.json").write_text(json.dumps(data))
     Results(tmp_path, ABOUT, []).add(record("b"))
     text = (tmp_path / "results.md").read_text()

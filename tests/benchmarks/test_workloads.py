@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import fastgen
+from benchmarks import smollm2
 from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
+from benchmarks.backends.generate import Unpatched
 from benchmarks.profile import OTHERS
 from benchmarks.record import Target
-from benchmarks.sides.generate import Unpatched
 from benchmarks.workload import Context, Generation, Workload
-from benchmarks.workloads import all_workloads, no_repeat_ngram
+from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls
 from fastgen.decoding import kv
 
 _TINY = {
@@ -82,7 +83,7 @@ def tiny(name: str, /, **changes) -> Generation:
     assert isinstance(workload, Generation)
     config = next(config for shape, config in _TINY.items() if workload.shape.__name__.startswith(shape))
     sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
-    fixed = {"memory": False, "targets": (), "further_sides": ()}
+    fixed = {"memory": False, "targets": (), "further_backends": ()}
     return replace(workload, **{"config": config, **sizes, **fixed, **changes})
 
 
@@ -113,7 +114,7 @@ def test_generation(name):
     record = run_workload(tiny(name), Context(threads=1))
     assert record.errors == [] and record.notes == []
     assert record.identical is True and record.accelerated is True and record.fallbacks == {}
-    assert set(record.sides) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
+    assert set(record.backends) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
     assert record.status == "ok" and record.date and record.wall_seconds > 0
     json.dumps(record.to_json())
 
@@ -137,9 +138,9 @@ def test_memory_in_paired_processes():
         tiny("bart-base-b16-s1024", config=config, batch=4, length=512, memory=True), Context(threads=1)
     )
     assert record.errors == [] and record.identical is True
-    for side in record.memory.values():
-        assert 0 < side["kv_bytes_at_end"] <= side["kv_bytes_largest"]
-        assert side["peak_bytes"] > 0 and side["model_bytes"] > 0 and side["forward_passes"] == 5
+    for backend in record.memory.values():
+        assert 0 < backend["kv_bytes_at_end"] <= backend["kv_bytes_largest"]
+        assert backend["peak_bytes"] > 0 and backend["model_bytes"] > 0 and backend["forward_passes"] == 5
     assert record.memory["fastgen"]["digest"] == record.memory["transformers"]["digest"]
     # 2 layers, keys and values, 16 rows of source and of 4 generated tokens, in float32.
     assert record.memory["transformers"]["kv_bytes_at_end"] == 2 * 2 * 16 * (512 + 5) * 64 * 4
@@ -147,8 +148,8 @@ def test_memory_in_paired_processes():
 
 
 def test_a_failure_in_the_memory_process_keeps_the_times(monkeypatch):
-    def fail(workload, side, device, threads):
-        raise RuntimeError(f"no memory for {side}")
+    def fail(workload, backend, device, threads):
+        raise RuntimeError(f"no memory for {backend}")
 
     monkeypatch.setattr(workload_module.memory, "measure_in_process", fail)
     record = run_workload(tiny("gpt2-b4-p512", memory=True), Context(threads=1))
@@ -161,7 +162,7 @@ def test_other_tokens_are_noticed(monkeypatch):
 
     def generate(self, model, inputs, new_tokens=None):
         tokens = original(self, model, inputs, new_tokens)
-        if fastgen.stats():  # the patched side
+        if fastgen.stats():  # the patched backend
             tokens[1, -1] += 1
         return tokens
 
@@ -178,10 +179,10 @@ def test_a_fallback_is_noticed():
     assert "use_cache" in reason
 
 
-def test_an_unpatched_side_that_is_patched_is_an_error(monkeypatch):
+def test_an_unpatched_backend_that_is_patched_is_an_error(monkeypatch):
     monkeypatch.setattr(Unpatched, "active", lambda self: nullcontext())
     record = run_workload(tiny("gpt2-b4-p512"), Context(threads=1))
-    assert "unpatched side ran FastGen" in record.errors[0]
+    assert "unpatched backend ran FastGen" in record.errors[0]
 
 
 def test_cost_of_beams():
@@ -189,7 +190,7 @@ def test_cost_of_beams():
     work = tiny("bart-base-b4-s512", options=workload.work.options)
     record = run_workload(replace(workload, work=work, beams=(1, 3), repetitions=1), Context(threads=1))
     assert record.errors == [] and record.identical is True
-    assert set(record.sides) == {
+    assert set(record.backends) == {
         "transformers, 1 beam",
         "transformers, 3 beams",
         "fastgen, 1 beam",
@@ -205,7 +206,7 @@ def test_attention_alone(monkeypatch):
     monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     workload = replace(_ALL["attention-b16-s1024"], batch=2, heads=3, beams=2, prefix=16, dim=8)
     record = run_workload(workload, Context(repetitions=1))
-    assert record.errors == [] and set(record.sides) == {"transformers", "fastgen", "copy"}
+    assert record.errors == [] and set(record.backends) == {"transformers", "fastgen", "copy"}
     assert record.targets[0]["measured"] == record.metrics["of_copy_bandwidth"] > 0
 
 
@@ -225,7 +226,7 @@ def test_no_repeat_ngram(length, monkeypatch):
     monkeypatch.setattr(no_repeat_ngram, "_SAMPLE_SECONDS", 0.001)
     workload = replace(_ALL["no-repeat-ngram-64"], length=length, rows=3, vocabulary=50, different_tokens=4)
     record = run_workload(workload, Context(repetitions=1))
-    assert record.errors == [] and record.identical is True and len(record.sides) == 5
+    assert record.errors == [] and record.identical is True and len(record.backends) == 5
     assert (record.metrics["banned"] > 0) == (length == 64)
 
 
@@ -256,7 +257,7 @@ def test_pipeline_reads_the_report(tmp_path, monkeypatch):
     record = run_workload(workload, Context())
     assert record.errors == [] and record.identical is True and record.accelerated is True
     assert len(calls) == 3 and "--no-fastgen" in calls[0] and "--detokenizer" not in calls[2]
-    assert record.sides["fastgen"]["seconds"] == [10.0]
+    assert record.backends["fastgen"]["seconds"] == [10.0]
     assert record.metrics["waiting_percent"] == 1.0 and record.metrics["held_up_percent"] == pytest.approx(15.0)
     assert [target["met"] for target in record.targets] == [True, False, True]
 
@@ -278,7 +279,7 @@ def test_import_reports_the_difference(monkeypatch):
     )
     monkeypatch.setattr(imports, "_SIDES", light)
     record = run_workload(_ALL["import"], Context(repetitions=1))
-    assert record.errors == [] and set(record.sides) == {name for name, _, _ in light}
+    assert record.errors == [] and set(record.backends) == {name for name, _, _ in light}
     assert {"alone_minus_torch_ms", "after_torch_ms", "after_transformers_ms"} <= set(record.metrics)
     assert [target["met"] is not None for target in record.targets] == [True, True]
 
@@ -316,7 +317,7 @@ def test_command_line(monkeypatch, tmp_path, capsys):
     assert broken["status"] == "failed" and broken["errors"] == ["ValueError: it broke"]
     assert broken["parameters"] == {"got": "this far"}
     # The workload after the broken one was run all the same.
-    assert good["status"] == "ok" and len(good["sides"]["fastgen"]["seconds"]) == 2
+    assert good["status"] == "ok" and len(good["backends"]["fastgen"]["seconds"]) == 2
     assert "not identical or failed: broken" in capsys.readouterr().err
     assert _run_main(monkeypatch, tmp_path, workloads, "--only", "none") == USAGE
 
@@ -335,3 +336,31 @@ def test_an_interruption_keeps_what_was_done(monkeypatch, tmp_path):
 def test_list(capsys):
     assert main(["--list"]) == DONE
     assert "bart-base-b16-s1024" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_calls_are_measured_one_by_one(dtype, monkeypatch):
+    monkeypatch.delenv(smollm2.VARIABLE, raising=False)
+    calls = (
+        real_calls.Call("kjv-gpt2", 2, 3, {"num_beams": 2}),
+        real_calls.Call("kjv-bart", 1, 3, {"do_sample": True}),
+        real_calls.Call("smollm2", 1, 3, {}),
+    )
+    workload = replace(_ALL[f"real-calls-{dtype}"], calls=calls, runs=1, repetitions=1)
+    record = run_workload(workload, Context(threads=1))
+    assert record.errors == [] and list(record.skipped) == ["smollm2"]
+    assert set(record.parameters["ratios"]) == {str(call) for call in calls[:2]}
+    assert record.metrics["slowest"] == pytest.approx(min(record.parameters["ratios"].values()), abs=1e-3)
+    assert record.identical is (True if dtype == "float32" else None)
+    json.dumps(record.to_json())
+
+
+def test_real_calls_see_other_tokens(monkeypatch):
+    call = real_calls.Call("kjv-gpt2", 1, 3, {})
+    repeat = real_calls.RealCalls._repeat
+    other = torch.zeros(1, 1)
+    monkeypatch.setattr(
+        real_calls.RealCalls, "_repeat", lambda *given: repeat(*given) if fastgen.patching.is_active() else other
+    )
+    record = run_workload(replace(_ALL["real-calls-float32"], calls=(call,), runs=1, repetitions=1), Context(threads=1))
+    assert record.identical is False and record.status == "different"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fastgen.pipeline import generation_fields
 from fastgen_cli.generate import build_parser, main, normalise, parse
 from tests.pipeline import tiny
 
@@ -42,25 +43,31 @@ def one_line(capsys):
 def test_every_generation_field_is_an_option_and_none_is_shadowed():
     from transformers import GenerationConfig
 
-    _, fields = build_parser()
     own = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
-    assert set(fields.values()) == own
-    assert {f"--{name.replace('_', '-')}" for name in own} == set(fields)
+    found = build_parser()._option_string_actions
+    for name in own:
+        option = f"--{name.replace('_', '-')}"
+        assert found[option].dest == option
+
+
+def test_an_option_that_only_a_later_release_has(monkeypatch):
+    monkeypatch.setattr(generation_fields, "known_names", lambda: frozenset({"new_kind"}))
+    assert parse(["m", "i", "o", "--new_kind", "3"])[1] == {"new_kind": 3}
 
 
 def test_options_reach_the_settings():
-    namespace, generation = parse(
+    given, generation = parse(
         ["--do-sample", "m", "i", "o", "--early_stopping", "never", "--num_beams=4", "--length-penalty", "-1.5",
          "--no-use-cache", "--bad-words-ids", "[[1]]", "--text_column", "article", "--fp16", "--bs", "auto",
          "--metrics", "bleu,exact", "--renormalize_logits", "False", "--source_prefix", "a_b: "]
     )  # fmt: skip
-    assert (namespace.model, namespace.input, namespace.output) == ("m", "i", "o")
+    assert (given["model"], given["input"], given["output"]) == ("m", "i", "o")
     assert generation == {
         "do_sample": True, "early_stopping": "never", "num_beams": 4, "length_penalty": -1.5, "use_cache": False,
         "bad_words_ids": [[1]], "renormalize_logits": False,
     }  # fmt: skip
-    assert (namespace.input_column, namespace.dtype, namespace.batch_size) == ("article", "fp16", "auto")
-    assert (namespace.metrics, namespace.prefix) == (("bleu", "exact"), "a_b: ")
+    assert (given["input_column"], given["dtype"], given["batch_size"]) == ("article", "fp16", "auto")
+    assert (given["metrics"], given["prefix"]) == (("bleu", "exact"), "a_b: ")
 
 
 def test_words_after_a_double_dash_are_left_alone():
@@ -82,7 +89,7 @@ def test_words_after_a_double_dash_are_left_alone():
         (["m", "i", "o", "--bad-words-ids", "[[1"], "not valid JSON"),
         (["m", "i", "o", "--batch-size", "many"], "a number or auto"),
         (["m", "i", "o", "--batch-size", "0"], "at least 1"),
-        (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "unknown metric 'meteor'"),
+        (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "metrics is 'meteor'"),
         (["m", "i", "o", "--metrics", "bleu"], "need references"),
         (["m", "i", "o", "--dtype", "fp8"], "choose from fp32, fp16, bf16"),
         (["m", "i", "-", "--resume"], "standard output cannot be continued"),
@@ -109,7 +116,7 @@ def test_setup_errors_are_one_line(bart, inputs, tmp_path, capsys):
         ([bart, inputs, out, "--reference", tmp_path / "none.txt"], "does not exist"),
         ([bart, inputs, out, "--reference", tmp_path / "short.txt"], "has 1 lines but the input has 40"),
         ([bart, inputs, out, "--score-path", tmp_path / "none" / "s.json", "--reference", inputs], "cannot write"),
-        ([bart, inputs, out, "--num-beams", "0"], "every record"),
+        ([bart, inputs, out, "--num-beams", "0"], "num_beams is 0: it must be at least 1"),
         ([bart, inputs, inputs, "--overwrite"], "same file"),
     ):
         assert call(*words, "--quiet", "--device", "cpu") == 2, words
@@ -127,14 +134,14 @@ def test_nothing_is_replaced_without_overwrite(bart, inputs, tmp_path, capsys):
     for option, path in files.items():
         words += [option, path]
     for path in old:
-        path.write_text("old")
+        path.write_text('{"line": "old"}')
         for resume in ([], ["--resume"]):
             assert call(*words, *resume) == 2
             assert f"{path} exists already (--overwrite replaces it)" in one_line(capsys)
-        assert path.read_text() == "old"
+        assert path.read_text() == '{"line": "old"}'
         path.unlink()
     for path in old:
-        path.write_text("old")
+        path.write_text('{"line": "old"}')
     assert call(*words, "--overwrite") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "in.txt", "out.txt", "out.txt.errors.jsonl", "r.json", "s.json", "some.txt",
@@ -177,6 +184,43 @@ def test_what_is_read_or_written_already_is_never_replaced(bart, inputs, tmp_pat
     assert call(bart, errors, out, "--overwrite") == 2
     assert "INPUT and the error file of OUTPUT are the same file" in one_line(capsys)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "name", ["out.txt.partial", "out.txt.errors.jsonl", "out.txt.errors.jsonl.partial", ".out.txt.unfinished"]
+)
+@pytest.mark.parametrize("options", [[], ["--resume"], ["--overwrite"], ["--resume", "--overwrite"]])
+def test_a_file_that_fastgen_did_not_write_is_never_replaced(bart, inputs, tmp_path, capsys, name, options):
+    mine = tmp_path / name
+    for content in ("my notes\n", '{"journals": 1}\n', "\0"):
+        mine.write_text(content)
+        assert call(bart, inputs, tmp_path / "out.txt", *FAST, *options) == 2
+        assert str(mine) in one_line(capsys)
+        assert mine.read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["in.txt", name])
+
+
+def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, capsys, monkeypatch):
+    """Between the last rename and the removal of the work file: the output is complete."""
+    out = tmp_path / "out.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastgen.pipeline.journal.Journal.remove", lambda self: os._exit(9))
+        child = os.fork()
+        if not child:
+            call(bart, inputs, out, *FAST, "--quiet")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    whole = out.read_bytes()
+    capsys.readouterr()
+    assert call(bart, inputs, out, *FAST) == 2
+    assert "is left from an interrupted run (--resume continues it" in one_line(capsys)
+    assert call(bart, inputs, out, *FAST, "--resume", "--quiet") == 0
+    assert "the output is complete" in one_line(capsys)
+    assert out.read_bytes() == whole
+    assert not Path(f"{out}.partial").exists()
+    # Another file of that name is nobody's output.
+    assert call(bart, inputs, out, *FAST, "--resume") == 2
+    assert "exists already" in one_line(capsys)
 
 
 def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
@@ -264,7 +308,7 @@ def test_help_and_errors_import_nothing_heavy(tmp_path):
     code = (
         "import sys; from fastgen_cli.generate import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "assert main(['m', 'i', 'o', '--nonsense']) == 2\n"
+        "assert main(['m', 'i', 'o', '--num-beams', 'x']) == 2\n"
         f"assert main(['m', 'i', 'o', '--report', {str(report)!r}]) == 2\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
@@ -310,7 +354,7 @@ def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
     source.write_text("\n".join(["", "", *tiny.sentences(800)]) + "\n")
     errors, partial = Path(f"{out}.errors.jsonl"), Path(f"{out}.partial")
     for path in (out, errors, report):
-        path.write_text("old")
+        path.write_text('{"line": "old"}')
     options = ["--do-sample", "--max-new-tokens", "10", "--batch-size", "4", "--device", "cpu", "--quiet"]
     words = [bart, source, out, *options, "--overwrite", "--report", report]
     process = subprocess.Popen(
@@ -329,7 +373,7 @@ def test_an_interrupted_command_resumes_to_the_same_file(bart, tmp_path):
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said.count("\n") == 1 and "to continue: " in said, said
-    assert {path.read_text() for path in (out, errors, report)} == {"old"}
+    assert {path.read_text() for path in (out, errors, report)} == {'{"line": "old"}'}
     assert Path(f"{errors}.partial").read_text().count("\n") == 2
     done = partial.read_bytes().count(b'{"batch"')
     assert 3 <= done < 200

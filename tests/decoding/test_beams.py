@@ -10,27 +10,27 @@ from fastgen.decoding.beams import Beams
 
 @st.composite
 def searches(draw):
-    """(batch, copies, steps): each step is the parent of every beam of every input, or None for no reorder."""
-    batch, copies = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    parents = st.lists(st.integers(0, copies - 1), min_size=batch * copies, max_size=batch * copies)
-    return batch, copies, draw(st.lists(st.none() | parents, min_size=1, max_size=12))
+    """(batch, per_input, steps): each step is the parent of every beam of every input, or None for no reorder."""
+    batch, per_input = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    parents = st.lists(st.integers(0, per_input - 1), min_size=batch * per_input, max_size=batch * per_input)
+    return batch, per_input, draw(st.lists(st.none() | parents, min_size=1, max_size=12))
 
 
 @given(searches())
 @settings(max_examples=200, deadline=None)
 def test_moving_what_beams_say_gives_the_histories_of_the_parents(search):
-    batch, copies, steps = search
-    beams = Beams(batch, copies)
-    expected = [[] for _ in range(batch * copies)]
-    stored = torch.full((batch * copies, len(steps)), -1)
+    batch, per_input, steps = search
+    beams = Beams(batch, per_input)
+    expected = [[] for _ in range(batch * per_input)]
+    stored = torch.full((batch * per_input, len(steps)), -1)
     for step, parents in enumerate(steps):
-        for row in range(batch * copies):
+        for row in range(batch * per_input):
             token = 1000 * step + row  # every row appends something of its own
             expected[row].append(token)
             stored[row, step] = token
         if parents is None:
             continue
-        index = torch.tensor([parent + row // copies * copies for row, parent in enumerate(parents)])
+        index = torch.tensor([parent + row // per_input * per_input for row, parent in enumerate(parents)])
         expected = [list(expected[parent]) for parent in index.tolist()]
         move = beams.reorder(index, step + 1)
         if move is not None:
@@ -63,13 +63,13 @@ def test_an_index_that_crosses_inputs_is_refused(index):
     with pytest.raises(ValueError, match="row indices|another input"):
         Beams(2, 2).reorder(torch.tensor(index), 1)
     with pytest.raises(ValueError, match="row indices|another input"):
-        Beams(2, 2).descend(torch.tensor(index), 1)
+        Beams(2, 2).update_ancestry(torch.tensor(index), 1)
 
 
 def test_layers_of_different_lengths_do_not_share_a_table():
     beams, index = Beams(1, 2), torch.tensor([1, 0])
-    beams.descend(index, 3)
-    beams.descend(index, 3)
+    beams.update_ancestry(index, 3)
+    beams.update_ancestry(index, 3)
     assert beams.ancestry(4).tolist() == [[1, 1, 1, 0], [0, 0, 0, 1]]
     with pytest.raises(ValueError, match="3 and of 2 positions"):
-        beams.descend(index, 2)
+        beams.update_ancestry(index, 2)

@@ -32,7 +32,7 @@ def test_growing_tensor_equals_concatenation(rows, first, room, appended):
 
 
 def test_growing_tensor_does_not_reallocate_within_its_room():
-    growing = GrowingTensor(torch.zeros(2, 1, 1, 4), room=8)
+    growing = GrowingTensor(torch.zeros(2, 1, 1, 4), spare=8)
     before = growing.view().data_ptr()
     for _ in range(8):
         growing.append(torch.ones(2, 1, 1, 4))
@@ -41,35 +41,37 @@ def test_growing_tensor_does_not_reallocate_within_its_room():
 
 @given(
     batch=st.integers(1, 3),
-    copies=st.integers(1, 4),
+    per_input=st.integers(1, 4),
     chunks=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     room=st.integers(1, 3),
     steps=st.integers(0, 7),
     shared=st.booleans(),
+    whole=st.sampled_from([0, 300, 2**18]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_layer_equals_repeating_concatenating_and_indexing(batch, copies, chunks, room, steps, shared, seed):
+def test_layer_equals_repeating_concatenating_and_indexing(batch, per_input, chunks, room, steps, shared, whole, seed):
     torch.manual_seed(seed)
-    layer, beams = LayerKV(room), Beams(batch, copies)
+    layer, beams = LayerKV(room), Beams(batch, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
+        patch.setattr(kv, "MAX_WHOLE_BYTES", whole)
         full = [torch.zeros(batch, 2, 0, 3), torch.zeros(batch, 2, 0, 5)]
         for count in chunks:
             new = torch.randn(batch, 2, count, 3), torch.randn(batch, 2, count, 5)
             full = [torch.cat([old, part], dim=2) for old, part in zip(full, new, strict=True)]
             for have, want in zip(layer.extend(*new), full, strict=True):
                 assert torch.equal(have, want)
-        layer.branch(beams)
-        full = [part.repeat_interleave(copies, dim=0) for part in full]
+        layer.expand(beams)
+        full = [part.repeat_interleave(per_input, dim=0) for part in full]
         for _ in range(steps):
-            new = torch.randn(batch * copies, 2, 1, 3), torch.randn(batch * copies, 2, 1, 5)
+            new = torch.randn(batch * per_input, 2, 1, 3), torch.randn(batch * per_input, 2, 1, 5)
             full = [torch.cat([old, part], dim=2) for old, part in zip(full, new, strict=True)]
             for have, want in zip(layer.extend(*new), full, strict=True):
-                assert isinstance(have, SharedKV) == (shared and copies > 1)
+                assert isinstance(have, SharedKV) == (shared and per_input > 1)
                 assert have.shape == want.shape and torch.equal(have + 0, want)
-            index = torch.randint(copies, (batch, copies)) + torch.arange(batch).unsqueeze(1) * copies
+            index = torch.randint(per_input, (batch, per_input)) + torch.arange(batch).unsqueeze(1) * per_input
             layer.reorder(index.view(-1))
             full = [part[index.view(-1)] for part in full]
         assert layer.length == sum(chunks) + steps
@@ -78,7 +80,7 @@ def test_layer_equals_repeating_concatenating_and_indexing(batch, copies, chunks
 
 
 @given(
-    copies=st.integers(1, 3),
+    per_input=st.integers(1, 3),
     prefix=st.integers(0, 4),
     left=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5),
     shared=st.booleans(),
@@ -86,63 +88,63 @@ def test_layer_equals_repeating_concatenating_and_indexing(batch, copies, chunks
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_inputs_that_are_finished_leave_the_layer(copies, prefix, left, shared, grows, seed):
+def test_inputs_that_are_finished_leave_the_layer(per_input, prefix, left, shared, grows, seed):
     torch.manual_seed(seed)
     batch = 4
-    layer, beams = LayerKV(2), Beams(batch, copies)
+    layer, beams = LayerKV(2), Beams(batch, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
         keys = torch.randn(batch, 2, prefix, 3)
         if prefix:
             layer.extend(keys, keys)
-        layer.branch(beams)
-        full = keys.repeat_interleave(copies, dim=0)
+        layer.expand(beams)
+        full = keys.repeat_interleave(per_input, dim=0)
         for goes_on in left:
             if grows or not prefix:
-                new = torch.randn(batch * copies, 2, 1, 3)
+                new = torch.randn(batch * per_input, 2, 1, 3)
                 full = torch.cat([full, new], dim=2)
                 assert torch.equal(layer.extend(new, new)[0] + 0, full)
             inputs = torch.tensor(goes_on[:batch]).nonzero().squeeze(1)
             if 0 < len(inputs) < batch:
                 layer.keep(inputs)
                 beams.keep(inputs)
-                full = full.unflatten(0, (batch, copies))[inputs].flatten(0, 1)
+                full = full.unflatten(0, (batch, per_input))[inputs].flatten(0, 1)
                 batch = len(inputs)
                 assert torch.equal(layer.read()[0] + 0, full)
-            index = torch.randint(copies, (batch, copies)) + torch.arange(batch).unsqueeze(1) * copies
+            index = torch.randint(per_input, (batch, per_input)) + torch.arange(batch).unsqueeze(1) * per_input
             layer.reorder(index.view(-1))
             full = full[index.view(-1)]
         assert torch.equal(layer.materialize()[1], full)
 
 
 @given(
-    copies=st.integers(1, 3),
+    per_input=st.integers(1, 3),
     prefix=st.integers(1, 4),
     steps=st.lists(st.integers(1, 3), min_size=1, max_size=5),
     shared=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=100, deadline=None)
-def test_positions_that_a_step_only_looks_at_are_forgotten(copies, prefix, steps, shared, seed):
+def test_positions_that_a_step_only_looks_at_are_forgotten(per_input, prefix, steps, shared, seed):
     torch.manual_seed(seed)
-    layer, beams = LayerKV(2), Beams(2, copies)
+    layer, beams = LayerKV(2), Beams(2, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
         full = torch.randn(2, 2, prefix + 2, 3)
         layer.extend(full, full)
         layer.crop(2)
-        layer.branch(beams)
-        full = full[:, :, :prefix].repeat_interleave(copies, dim=0)
+        layer.expand(beams)
+        full = full[:, :, :prefix].repeat_interleave(per_input, dim=0)
         for kept in steps:
-            new = torch.randn(2 * copies, 2, kept + 1, 3)
+            new = torch.randn(2 * per_input, 2, kept + 1, 3)
             seen = torch.cat([full, new], dim=2)
             assert torch.equal(layer.extend(new, new)[0] + 0, seen)
             layer.crop(1)
             full = seen[:, :, :-1]
             assert torch.equal(layer.read()[0] + 0, full) and layer.length == full.shape[2]
-            index = torch.randint(copies, (2, copies)) + torch.arange(2).unsqueeze(1) * copies
+            index = torch.randint(per_input, (2, per_input)) + torch.arange(2).unsqueeze(1) * per_input
             layer.reorder(index.view(-1))
             full = full[index.view(-1)]
         assert torch.equal(layer.materialize()[1], full)
@@ -151,7 +153,7 @@ def test_positions_that_a_step_only_looks_at_are_forgotten(copies, prefix, steps
 def test_what_a_reorder_has_settled_is_not_forgotten():
     layer, beams = LayerKV(4), Beams(1, 2)
     layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
-    layer.branch(beams)
+    layer.expand(beams)
     with pytest.raises(ValueError, match="1 positions cannot be forgotten"):
         layer.crop(1)
     layer.extend(torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2))
@@ -163,6 +165,18 @@ def test_what_a_reorder_has_settled_is_not_forgotten():
     assert layer.length == 5
 
 
+@pytest.mark.parametrize("whole", [0, 2**18])
+def test_a_reorder_stays_within_an_input(whole, monkeypatch):
+    monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", whole)
+    layer = LayerKV(2)
+    layer.extend(torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4))
+    layer.expand(Beams(2, 2))
+    layer.extend(torch.randn(4, 1, 1, 4), torch.randn(4, 1, 1, 4))
+    for index in ([0, 2, 2, 3], [0, 1], [0, 1, 2, 4]):
+        with pytest.raises(ValueError, match="another input|row indices"):
+            layer.reorder(torch.tensor(index))
+
+
 def test_inputs_leave_a_layer_only_when_they_have_branched():
     with pytest.raises(ValueError, match="branched"):
         LayerKV(1).keep(torch.tensor([0]))
@@ -172,7 +186,7 @@ def test_the_prefix_is_stored_once_and_never_moves():
     layer, beams = LayerKV(4), Beams(2, 4)
     keys = torch.randn(2, 8, 1024, 16)
     layer.extend(keys, keys.clone())
-    layer.branch(beams)
+    layer.expand(beams)
     shared = layer.read()[0]
     assert isinstance(shared, SharedKV) and shared.shape == (8, 8, 1024, 16)
     assert shared._parts.prefix.data_ptr() == keys.data_ptr()
@@ -180,16 +194,16 @@ def test_the_prefix_is_stored_once_and_never_moves():
     assert layer.read()[0]._parts.prefix.data_ptr() == keys.data_ptr()
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_window_drops_what_lies_behind_it_from_the_prefix(copies):
+@pytest.mark.parametrize("per_input", [1, 2])
+def test_a_window_drops_what_lies_behind_it_from_the_prefix(per_input):
     layer, keys = LayerKV(2, window=10), torch.randn(3, 2, 40, 4)
     layer.extend(keys, keys)
     assert (layer.length, layer.stored, layer.dropped) == (40, 40, 0)
-    layer.branch(Beams(3, copies))
-    kept = 40 if copies == 1 else 9
+    layer.expand(Beams(3, per_input))
+    kept = 40 if per_input == 1 else 9
     assert (layer.length, layer.stored, layer.dropped) == (40, kept, 40 - kept)
-    new = torch.randn(3 * copies, 2, 1, 4)
-    expected = torch.cat([keys[:, :, -kept:].repeat_interleave(copies, dim=0), new], dim=2)
+    new = torch.randn(3 * per_input, 2, 1, 4)
+    expected = torch.cat([keys[:, :, -kept:].repeat_interleave(per_input, dim=0), new], dim=2)
     assert torch.equal(layer.extend(new, new)[0] + 0, expected)
     assert (layer.length, layer.stored) == (41, kept + 1)
 
@@ -200,18 +214,18 @@ def test_reading_an_empty_layer_is_an_error():
 
 
 @given(
-    copies=st.integers(2, 4),
+    per_input=st.integers(2, 4),
     prefix=st.integers(0, 5),
     worth=st.booleans(),
     steps=st.lists(st.sampled_from(["step", "two", "reorder", "look", "leave", "crop"]), max_size=14),
     seed=st.integers(0, 10_000),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_suffix_that_is_read_through_a_table(copies, prefix, worth, steps, seed):
+def test_a_suffix_that_is_read_through_a_table(per_input, prefix, worth, steps, seed):
     """Two layers: in both nothing is moved, until of one of them the full tensor is looked at."""
     torch.manual_seed(seed)
     batch, heads, width = 3, 2, 8
-    beams = Beams(batch, copies)
+    beams = Beams(batch, per_input)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if worth else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
@@ -220,8 +234,8 @@ def test_a_suffix_that_is_read_through_a_table(copies, prefix, worth, steps, see
         for layer in layers:
             if prefix:
                 layer.extend(full, full)
-            layer.branch(beams)
-        full = full.repeat_interleave(copies, dim=0)
+            layer.expand(beams)
+        full = full.repeat_interleave(per_input, dim=0)
         may_crop = False
         for step in ["step", *steps]:
             rows = full.shape[0]
@@ -232,18 +246,18 @@ def test_a_suffix_that_is_read_through_a_table(copies, prefix, worth, steps, see
                     layer.extend(new, new)
                 may_crop = True
             elif step == "reorder":
-                index = (torch.randint(copies, (rows // copies, copies)) + torch.arange(0, rows, copies)[:, None]).view(
-                    -1
-                )
+                index = (
+                    torch.randint(per_input, (rows // per_input, per_input)) + torch.arange(0, rows, per_input)[:, None]
+                ).view(-1)
                 for layer in layers:
                     layer.reorder(index)
                 full, may_crop = full[index], False
-            elif step == "leave" and rows > copies:
-                inputs = torch.arange(rows // copies)[torch.randperm(rows // copies) > 0]
+            elif step == "leave" and rows > per_input:
+                inputs = torch.arange(rows // per_input)[torch.randperm(rows // per_input) > 0]
                 for layer in layers:
                     layer.keep(inputs)
                 beams.keep(inputs)
-                full = full.unflatten(0, (-1, copies))[inputs].flatten(0, 1)
+                full = full.unflatten(0, (-1, per_input))[inputs].flatten(0, 1)
             elif step == "crop" and may_crop and full.shape[2] > 1:
                 for layer in layers:
                     layer.crop(1)
@@ -257,7 +271,7 @@ def test_a_suffix_that_is_read_through_a_table(copies, prefix, worth, steps, see
                 assert layer.length == full.shape[2]
                 found = torch.nn.functional.scaled_dot_product_attention(query, *layer.read())
                 torch.testing.assert_close(found, expected)
-        assert layers[0]._descends
+        assert layers[0]._uses_ancestry
         for layer in layers:
             assert torch.equal(layer.materialize()[0], full)
 
@@ -267,7 +281,7 @@ def test_a_table_is_not_used_without_a_kernel_that_reads_it(monkeypatch):
     monkeypatch.setattr(kv.attention, "reads_ancestry", lambda device: False)
     with torch.no_grad():
         layer = LayerKV(4)
-        layer.branch(Beams(2, 2))
+        layer.expand(Beams(2, 2))
         keys, _ = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
     assert type(keys) is torch.Tensor
 
@@ -279,7 +293,7 @@ def test_nothing_is_held_by_what_was_handed_out(monkeypatch):
     try:
         with torch.no_grad():
             layer = LayerKV(4)
-            layer.branch(Beams(2, 2))
+            layer.expand(Beams(2, 2))
             keys, values = layer.extend(torch.randn(4, 2, 1, 8), torch.randn(4, 2, 1, 8))
         assert type(keys) is SharedKV and type(values) is SharedKV
         gone = weakref.ref(layer)

@@ -15,7 +15,7 @@ from torch import nn
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers
+from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers, _Linear
 from fastgen.ops import linear
 
@@ -28,7 +28,7 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
     packed: list[torch.Tensor] = []
     pack = linear.pack
     monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
-    monkeypatch.setattr(layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
     monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
     monkeypatch.setattr(FastLayers, "_shapes", {})
@@ -90,11 +90,12 @@ def test_contexts_of_a_model_share_their_weights(packed_at_once: list[torch.Tens
     model, x = _model(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         model(x)
-        with FastLayers.of(model, KINDS):
-            model(x)
+        with FastLayers.of(model, KINDS):  # which packs them again: they may have been changed
+            for _ in range(2):
+                model(x)
         assert _is_packed(model[0])
         model(x)
-    assert len(packed_at_once) == 3 and not _is_packed(model[0])
+    assert len(packed_at_once) == 6 and not _is_packed(model[0])
 
 
 @pytest.fixture(params=["packed", "as it is"])
@@ -346,7 +347,7 @@ def test_a_copy_made_meanwhile_is_a_model_of_its_own() -> None:
 
 def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 2.5) if measure else None)
-    monkeypatch.setattr(layers, "MEASURED_FROM", 4)
+    monkeypatch.setattr(products, "MEASURED_FROM", 4)
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     with FastLayers.of(model, KINDS):
         for _ in range(5):
@@ -464,7 +465,7 @@ def test_a_weight_as_it_is_where_memory_is_short(
     packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 0.0, 2.0))
-    monkeypatch.setattr(layers, "_free_memory", lambda: 0)
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 0)
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
     with FastLayers.of(model, KINDS):
         model(x)
@@ -574,18 +575,14 @@ def test_measuring_does_not_depend_on_the_defaults(change: object) -> None:
 
 
 def test_memory_is_not_used_up(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_free_memory", lambda: 2 * 100 * 4)
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 100 * 4)
     model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
     expected = model(x)
     with FastLayers.of(model, KINDS):
         for _ in range(3):
             torch.testing.assert_close(model(x), expected)
     assert len(packed_at_once) == 1
-    assert layers._free_memory() == 800
-
-
-def test_free_memory_is_a_sensible_number() -> None:
-    assert 2**20 < layers._free_memory() < 2**50
+    assert layers.free_host_memory() == 800
 
 
 class Spelled(nn.Module):
@@ -608,3 +605,47 @@ def test_layers_without_a_state_use_the_function_that_they_are() -> None:
         model[0](x=x)
         assert len(calls) == 1
     assert not vars(model[0]).get("forward") and not vars(model[1]).get("forward")
+
+
+def test_a_weight_that_was_packed_before_a_call_began_is_not_used_in_it(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if the other call finishes packing it after the new one has begun."""
+    model, x, pack = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), linear.pack
+    second = FastLayers.of(model)
+
+    def interrupted(weight: torch.Tensor) -> torch.Tensor:
+        panels = pack(weight)
+        monkeypatch.setattr(linear, "pack", pack)
+        weight.data.mul_(2)
+        second.__enter__()
+        return panels
+
+    monkeypatch.setattr(linear, "pack", interrupted)
+    with FastLayers.of(model):
+        model(x)
+        torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+        second.__exit__(None, None, None)
+    assert len(packed_at_once) == 2 and not _is_packed(model[0])
+
+
+def test_a_call_of_another_model_that_shares_layers_sees_the_weights_of_now(packed_at_once: list[torch.Tensor]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    other = nn.ModuleList([model])
+    with FastLayers.of(model):
+        model(x)
+        model[0].weight.data.mul_(2)
+        with FastLayers.of(other):
+            torch.testing.assert_close(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+def test_calls_that_begin_while_others_run_do_not_use_up_the_memory(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 100 * 4)
+    model, x = nn.Sequential(nn.Linear(10, 10)), torch.randn(2, 10)
+    with FastLayers.of(model):
+        for _ in range(3):
+            with FastLayers.of(model):
+                model(x)
+    assert len(packed_at_once) == 3

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from fastgen.decoding.shared import SharedKV
 
-BATCH, COPIES, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
-ROWS, LENGTH = BATCH * COPIES, PREFIX + SUFFIX
+BATCH, PER_INPUT, HEADS, PREFIX, SUFFIX, DIM = 2, 3, 2, 7, 4, 8
+ROWS, LENGTH = BATCH * PER_INPUT, PREFIX + SUFFIX
 
 
 @pytest.fixture(params=[True, False], ids=["with suffix", "prefix only"])
@@ -17,8 +17,8 @@ def pair(request, device):
     def make():
         prefix = torch.randn(BATCH, HEADS, PREFIX, DIM, device=device)
         suffix = torch.randn(ROWS, HEADS, SUFFIX, DIM, device=device) if request.param else None
-        full = prefix.repeat_interleave(COPIES, dim=0)
-        return SharedKV.of(prefix, suffix, COPIES), full if suffix is None else torch.cat([full, suffix], dim=2)
+        full = prefix.repeat_interleave(PER_INPUT, dim=0)
+        return SharedKV.of(prefix, suffix, PER_INPUT), full if suffix is None else torch.cat([full, suffix], dim=2)
 
     return make(), make()
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from typing import Any
 from unittest import mock
+
+import pytest
+import torch
+from transformers import LogitsProcessor
 
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import kept, loop
+from fastgen.optimizer.transformers.captured import graph_cache, loop
+from tests.equivalence.models import BY_NAME, Family
+from tests.equivalence.others import OTHERS
 from tests.recorded_graph import RecordedGraph
 
 # Models whose steps can be captured in some releases of Transformers.
@@ -67,11 +75,59 @@ def on_the_cpu():
         mock.patch.object(graph, "Graph", Graph),
         mock.patch.object(graph, "LateFlag", LateFlag),
     ):
-        kept.drop_all()
+        graph_cache.drop_all()
         yield
-        kept.drop_all()
+        graph_cache.drop_all()
 
 
 def reasons():
     """Why calls did without a captured step."""
-    return fastgen.stats().get(loop.ENTRY_POINT, {"fallback": {}})["fallback"]
+    return fastgen.stats().get(loop.ENTRY_POINT, {}).get("not used", {})
+
+
+KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
+
+
+FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
+
+
+NEW = {"max_new_tokens": 24, "do_sample": False}
+
+
+BEAMS = {**NEW, "num_beams": 3}
+
+
+GREEDY = {**NEW, "num_beams": 1}
+
+
+every = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+two = pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
+
+
+def captures() -> int:
+    """Calls with a captured step since the counts were set to zero."""
+    return fastgen.stats().get(loop.ENTRY_POINT, {"accelerated": 0})["accelerated"]
+
+
+def build(family: Family, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """A model of the test's own, and inputs."""
+    return copy.deepcopy(family.build()).to(device), to(device, family.make_inputs())
+
+
+def to(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+class Counting(LogitsProcessor):
+    """A processor of the user's, with state: bans a token that depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        scores = scores.clone()
+        scores[:, (input_ids[:, -1].sum() + len(self.lengths)) % scores.shape[1]] = -float("inf")
+        return scores

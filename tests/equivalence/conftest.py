@@ -8,21 +8,42 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import kv, layers
+from fastgen.decoding import kv, layers, products
+from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import scores
+from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import on_the_cpu
 
 
 @pytest.fixture(autouse=True)
-def captured(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--captured`, decoding steps are captured in a simulated graph."""
-    with on_the_cpu() if request.config.getoption("--captured") else contextlib.nullcontext():
+def captured(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """With `--captured`, and in test_captured*.py, decoding steps are captured.
+
+    In a simulated graph; in test_captured*.py on a GPU in a real one.
+    """
+    always = request.path.name.startswith("test_captured")
+    if always and device.type == "cuda":
+        graph_cache.drop_all()
         yield
+        return
+    with on_the_cpu() if always or request.config.getoption("--captured") else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each replay of a graph."""
+    found: list[None] = []
+    kind = graph.Graph
+    original = kind.replay
+    monkeypatch.setattr(kind, "replay", lambda self: (found.append(None), original(self))[1])
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +55,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
+    monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", 2**10)  # both ways to reorder are taken, as a suffix grows
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
-    monkeypatch.setattr(layers, "MEASURED_FROM", 1)
+    monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
     before = settings.current()

@@ -33,7 +33,8 @@ class Weights:
         seed: chosen so that sequences differ, end at different steps, and no two candidates of a search are nearly
             equal (which of them comes first would be a matter of rounding).
         eos: how much more the score of the end-of-sequence token varies than those of other tokens.
-        gain: spread of what layers add to their input.
+        gain: spread of what layers add to their input. T5 does not scale its attention: with a large gain, rounding
+            grows to what separates two candidates.
         embedding: spread of the embeddings.
     """
 
@@ -70,8 +71,8 @@ class Family:
 
         Such a call is left to the original code, which reads no more than the window.
         """
-        copies = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
-        return copies == 1 and self.config.get("sliding_window", 4096) < LONG
+        per_input = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
+        return per_input == 1 and self.config.get("sliding_window", 4096) < LONG
 
     def attentions(self) -> list[str]:
         """The attention implementations to run it with."""
@@ -204,14 +205,14 @@ FAMILIES = [
         Weights(1, embedding=0.2),
         {**_BART, "decoder_start_token_id": PAD},
     ),
-    _seq2seq("t5", "T5ForConditionalGeneration", Weights(3, gain=2.5), _T5),
+    _seq2seq("t5", "T5ForConditionalGeneration", Weights(1, eos=3, embedding=0.5), _T5),
     _seq2seq(
-        "mt5", "MT5ForConditionalGeneration", Weights(3, eos=3, gain=2), {**_T5, "feed_forward_proj": "gated-gelu"}
+        "mt5", "MT5ForConditionalGeneration", Weights(1, embedding=0.2), {**_T5, "feed_forward_proj": "gated-gelu"}
     ),
     _seq2seq(
         "flan-t5",
         "T5ForConditionalGeneration",
-        Weights(9, gain=2),
+        Weights(2, embedding=0.5),
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     _seq2seq(

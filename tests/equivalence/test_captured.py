@@ -1,86 +1,36 @@
-"""Decoding steps captured in a graph (simulated on the CPU): the same results, and declined where that is not sure."""
+"""Decoding steps captured in a graph (simulated on the CPU): the same results."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import gc
-import itertools
-import threading
-import weakref
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
 
-import fastgen
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.reader import StepReader
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import kept, loop
-from fastgen.optimizer.transformers.captured.step import CapturedStep
-from tests.equivalence.captured import BY_RELEASE, CalledGraph, Graph, on_the_cpu, reasons
-from tests.equivalence.check import assert_same, check, run
+from fastgen.optimizer.transformers.captured import graph_cache, loop
+from tests.equivalence.captured import (
+    BEAMS,
+    BY_RELEASE,
+    GREEDY,
+    KNOWN,
+    CalledGraph,
+    Graph,
+    build,
+    captures,
+    every,
+    reasons,
+    to,
+)
+from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
-from tests.equivalence.others import OTHERS
 from tests.models import tiny_unilm
-
-KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-NEW = {"max_new_tokens": 24, "do_sample": False}
-BEAMS = {**NEW, "num_beams": 3}
-GREEDY = {**NEW, "num_beams": 1}
-
-every = pytest.mark.parametrize("family", FAMILIES, ids=str)
-two = pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def captured(device: torch.device) -> Any:
-    """A real graph on a GPU, a simulated one elsewhere."""
-    if device.type == "cuda":
-        kept.drop_all()
-        yield
-        return
-    with on_the_cpu():
-        yield
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each replay of a graph."""
-    found: list[None] = []
-    kind = graph.Graph
-    original = kind.replay
-    monkeypatch.setattr(kind, "replay", lambda self: (found.append(None), original(self))[1])
-    return found
-
-
-def captures() -> int:
-    """Calls with a captured step since the counts were set to zero."""
-    return fastgen.stats().get(loop.ENTRY_POINT, {"accelerated": 0})["accelerated"]
-
-
-def build(family: Family, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """A model of the test's own, and inputs."""
-    return copy.deepcopy(family.build()).to(device), to(device, family.make_inputs())
-
-
-def to(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) for name, value in inputs.items()}
-
 
 OPTIONS = {
     "greedy": GREEDY,
@@ -127,6 +77,8 @@ def test_calls_of_one_shape_share_a_step(family: Family, device: torch.device) -
 
 # What is accelerated without a captured step, and what the original code runs.
 NOT_CAPTURED = {"switch", "gpt-neo", "ctrl", "bert", "falcon", "falcon-alibi"}
+
+
 NOT_ACCELERATED = {"mpt", "xlnet", "openai-gpt", "llama4", "mamba", "rwkv", "recurrent-gemma", "jamba"}
 
 
@@ -181,7 +133,7 @@ PROPHETNET = {
 @pytest.mark.parametrize("options", PROPHETNET.values(), ids=PROPHETNET)
 def test_prophetnet(options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams with a column of their own, and buckets of distances in buffers longer than what is in them."""
-    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 16)
+    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 16)
     model, inputs = build(BY_NAME["prophetnet"], device)
     options = {**options, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
     if "decoder_input_ids" in options:
@@ -202,7 +154,7 @@ UNILM = {
 @pytest.mark.parametrize("options", UNILM.values(), ids=UNILM)
 def test_unilm(options: dict[str, Any], side: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step stores two positions and drops one, behind a source that self-attention has stored."""
-    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
     bias, read = StepReader._bias, []
 
     def recording(reader: StepReader, *args: Any) -> Any:
@@ -240,119 +192,13 @@ def test_unilm_up_to_its_last_position(device: torch.device) -> None:
     assert reasons() == {"more positions than the model has": 1}
 
 
-class Counting(LogitsProcessor):
-    """A processor of the user's, with state: bans a token that depends on how often it has been called."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.lengths.append(input_ids.shape[1])
-        scores = scores.clone()
-        scores[:, (input_ids[:, -1].sum() + len(self.lengths)) % scores.shape[1]] = -float("inf")
-        return scores
-
-
-@every
-def test_the_users_processors_run_between_two_graphs(family: Family, device: torch.device) -> None:
-    model, inputs = build(family, device)
-    seen = []
-    for disabled in (True, False):
-        processor = Counting()
-        options = {**BEAMS, "logits_processor": LogitsProcessorList([processor])}
-        with fastgen.disabled() if disabled else contextlib.nullcontext():
-            seen.append((run(model, inputs, options), processor.lengths))
-    assert_same(*seen)
-    assert captures() == 1
-
-
-class Failing(Counting):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if len(self.lengths) == 5:
-            raise ZeroDivisionError("mine")
-        return super().__call__(input_ids, scores)
-
-
-@every
-def test_what_the_users_processor_raises_is_passed_on(family: Family, device: torch.device) -> None:
-    model, inputs = build(family, device)
-    processor = Failing()
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        run(model, inputs, {**BEAMS, "logits_processor": LogitsProcessorList([processor])})
-    assert len(processor.lengths) == 5  # once, not once more on another way
-    check(model, inputs, BEAMS)
-
-
-class Stopping(StoppingCriteria):
-    """A criterion of the user's, with state: ends what has a token that depends on how often it has been called."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        assert scores is None
-        self.lengths.append(input_ids.shape[1])
-        return (input_ids[:, -1] + len(self.lengths)) % 7 == 0
-
-
-def criteria(encoder_decoder: bool = False) -> dict[str, Any]:
-    """What each call gets: objects of its own."""
-    return {
-        "the user's": Stopping(),
-        "a function": lambda ids, scores: (ids[:, -1] % 9 == 1) & (ids.shape[1] > 8),
-        "a length": MaxLengthCriteria(9 if encoder_decoder else 53),
-        "no time": MaxTimeCriteria(0.0),
-        "much time": MaxTimeCriteria(1000.0),
-    }
-
-
-@two
-@pytest.mark.parametrize("name", criteria())
-def test_stopping_criteria(family: Family, name: str, device: torch.device) -> None:
-    """The host runs them in every step, as often as the library does, and on the same continuations."""
-    model, inputs = build(family, device)
-    processors = {"logits_processor": LogitsProcessorList([Counting()])} if name == "the user's" else {}
-    for decoding in (BEAMS, {**GREEDY, "eos_token_id": None}):
-        seen = []
-        for disabled in (True, False, False):
-            criterion = criteria(family.encoder_decoder)[name]
-            options = {**decoding, "stopping_criteria": StoppingCriteriaList([criterion]), **copy.deepcopy(processors)}
-            with fastgen.disabled() if disabled else contextlib.nullcontext():
-                seen.append((run(model, inputs, options), getattr(criterion, "lengths", None)))
-        assert_same(*seen[:2])
-        assert_same(seen[0], seen[2])
-    assert captures() == 4, reasons()
-
-
-@two
-def test_stop_strings(family: Family, device: torch.device, tokenizer: Any) -> None:
-    model, inputs = build(family, device)
-    for decoding in (BEAMS, GREEDY):
-        check(model, inputs, {**decoding, "stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
-    assert captures() == 2, reasons()
-
-
-def test_what_the_users_criterion_raises_is_passed_on(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["bart"], device)
-
-    class Fails(Stopping):
-        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            super().__call__(*args, **kwargs)
-            return torch.tensor([len(self.lengths) > 5 and 1 / 0])
-
-    criterion = Fails()
-    with pytest.raises(ZeroDivisionError):
-        run(model, inputs, {**BEAMS, "min_new_tokens": 12, "stopping_criteria": StoppingCriteriaList([criterion])})
-    assert len(criterion.lengths) == 6  # once, not once more on another way
-
-
 RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
 
 
 @pytest.mark.parametrize("name", [*RETURNED, "unilm"])
 def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache as the library leaves it, also when the step was exchanged, and when steps ran past the end."""
-    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
     if name == "unilm":
         model = tiny_unilm.tiny_model(end=3.0).to(device)
         inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37)))
@@ -373,118 +219,13 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
 
 @every
 def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
     model, inputs = build(family, device)
     options = {**BEAMS, "min_new_tokens": 30, "max_new_tokens": 30}
     for _ in range(2):
         check(model, inputs, options)
     assert captures() == 2, reasons()
-    assert sorted(shape.capacity for shape in kept._of(model).steps) == [8, 16, 32]
-
-
-def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the step has been captured, what the first pass has stored is gone: the step has a copy."""
-    held: list[weakref.ref[torch.Tensor]] = []
-    begin, replay = CapturedStep.begin, graph.Graph.replay
-    alive = []
-
-    def recording(step: CapturedStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
-        held.extend(weakref.ref(part) for kv in (*prompt.own, *prompt.cross) for part in kv)
-        begin(step, prompt, *args, **kwargs)
-
-    def looking(made: Any) -> None:
-        alive.append(sum(part() is not None for part in held))
-        replay(made)
-
-    monkeypatch.setattr(CapturedStep, "begin", recording)
-    monkeypatch.setattr(graph.Graph, "replay", looking)
-    run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
-    assert held and alive[0] == len(held)
-    assert not any(alive[1:])
-
-
-def test_other_weights(device: torch.device) -> None:
-    """What is written into a parameter, a replay reads; another parameter needs another graph."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-    options = {**GREEDY, "min_new_tokens": 24}
-    first = run(model, inputs, options)
-    with torch.no_grad():
-        model.transformer.wte.weight.mul_(-1.0)
-    assert check(model, inputs, options).tolist() != first.tolist()
-    made = Graph.made
-    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(-model.transformer.h[0].mlp.c_fc.weight.detach())
-    check(model, inputs, options)
-    assert captures() == 3
-    assert device.type == "cuda" or Graph.made == made + 1
-
-
-class _Adapter(torch.nn.Module):
-    """A layer with changes to it that are switched on and off, as adapters are: by attributes that are no tensors."""
-
-    def __init__(self, layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self.layer, self.active, self.scaling = layer, ["first"], {"first": 1.0, "second": -2.0}
-        self.changes = torch.nn.ParameterDict({name: torch.randn_like(layer.weight) for name in self.scaling})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + sum(self.scaling[name] * (x @ self.changes[name].T) for name in self.active)
-
-
-def test_other_settings_of_modules(device: torch.device) -> None:
-    """A graph has frozen them: none is replayed with others."""
-    model, inputs = build(BY_NAME["llama"], device)
-    layer = model.model.layers[0]
-    layer.mlp.down_proj = adapter = _Adapter(layer.mlp.down_proj).to(device).eval()
-    options = {**GREEDY, "min_new_tokens": 24}
-    found = [check(model, inputs, options).tolist()]
-
-    def change(owner: Any, name: str, value: Any) -> None:
-        setattr(owner, name, value)
-        found.append(check(model, inputs, options).tolist())
-
-    change(adapter, "active", ["second"])
-    change(adapter, "active", [])
-    adapter.active.append("first")
-    change(adapter, "scaling", {"first": 5.0, "second": 1.0})
-    change(layer.self_attn, "scaling", 9.0)
-    assert all(one != other for one, other in itertools.pairwise(found))
-    made = Graph.made
-    check(model, inputs, options)
-    assert captures() == 6 and Graph.made == made, reasons()
-
-
-def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build(BY_NAME["bart"], device)
-    one = {name: value[:1] for name, value in inputs.items()}
-    check(model, one, BEAMS)
-    (step,) = kept._of(model).steps.values()
-    monkeypatch.setattr(kept, "_most_bytes", lambda device: step.nbytes * 1.5)
-    check(model, one, {**BEAMS, "num_beams": 2})  # there is no room for both
-    (other,) = kept._of(model).steps.values()
-    assert other is not step
-    check(model, inputs, BEAMS)  # nor for this one alone
-    assert not kept._of(model).steps and captures() == 3
-
-
-def test_memory_of_kept_steps_is_the_original_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out because of them does not end a call."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-    check(model, inputs, BEAMS)
-    forward, failed = type(model).forward, []
-
-    def needs_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kept._models:
-            failed.append(None)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, *args, **kwargs)
-
-    functools.update_wrapper(needs_memory, forward)
-    monkeypatch.setattr(type(model), "forward", needs_memory)
-    found = run(model, inputs, BEAMS)
-    assert len(failed) == 1
-    assert fastgen.stats()["transformers.generate"]["fallback"] == {"out of memory: captured steps were kept": 1}
-    with fastgen.disabled():
-        assert_same(found, run(model, inputs, BEAMS))
+    assert sorted(key.capacity for key in graph_cache._of(model).steps) == [8, 16, 32]
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])
@@ -515,55 +256,6 @@ def test_experts_are_those_of_the_librarys_loop(
     assert seen == ({False, True} if options is GREEDY else {False})
 
 
-def test_a_limited_number_of_steps_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 2)
-    models = [build(BY_NAME[name], device) for name in ("gpt2", "bart", "llama")]
-    for _ in range(2):
-        for model, inputs in models:
-            check(model, inputs, BEAMS)
-    assert captures() == 6
-    assert sum(len(of_model.steps) for of_model in kept._models.values()) == 2
-
-
-def test_steps_go_with_their_model(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    run(model, inputs, BEAMS)
-    (step,) = kept._of(model).steps.values()
-    held = weakref.ref(step)
-    del step, model
-    gc.collect()
-    assert held() is None
-
-
-def test_disable_frees_them(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    run(model, inputs, BEAMS)
-    fastgen.disable()
-    assert not kept._models
-
-
-def test_threads(device: torch.device) -> None:
-    """Several models, and one model several times."""
-    first, second = build(BY_NAME["gpt2"], device), build(BY_NAME["bart"], device)
-    with fastgen.disabled():
-        wanted = [run(*both, BEAMS) for both in (first, second)]
-    found: dict[int, Any] = {}
-
-    def work(number: int) -> None:
-        model, inputs = (first, second)[number % 2]
-        for _ in range(2):
-            found[number] = model.generate(**copy.deepcopy(inputs), **BEAMS)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, result in found.items():
-        assert result.tolist() == wanted[number % 2].tolist()
-    assert len(found) == 4 and captures() == 8
-
-
 def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, interpreted where there is no GPU. The simulated graph does not see them: steps are called there."""
     names = ["bart", "t5", "gpt2", "llama"]
@@ -580,27 +272,6 @@ def test_with_the_kernels(device: torch.device, kernels: None, monkeypatch: pyte
         check(model, less, {**BEAMS, "num_beams": 2, "max_new_tokens": 8})
     assert captures() == len(names), reasons()
     assert set(normalised) == {"t5", "llama"} & set(names)
-
-
-def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:
-    """A processor may leave a call of another model to a thread, and wait for it."""
-    (model, inputs), (other, its_inputs) = (build(BY_NAME[name], device) for name in ("gpt2", "llama"))
-    threads: list[threading.Thread] = []
-
-    class Waiting(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            work = threading.Thread(target=other.generate, kwargs={**its_inputs, **GREEDY}, daemon=True)
-            work.start()
-            work.join(timeout=60)
-            assert not work.is_alive(), "it waits for the call that waits for it"
-            threads.append(work)
-            return scores
-
-    check(model, inputs, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Waiting()])})
-    assert threads and captures() > len(threads) // 2
-
-
-# ---- sampling
 
 
 def test_samples_have_the_distribution(device: torch.device) -> None:
@@ -634,190 +305,6 @@ def test_samples_follow_the_seed(device: torch.device) -> None:
         results.append(model.generate(**inputs, **options).tolist())
     assert results[0] == results[2] != results[1]
     assert captures() == 3
-
-
-# ---- declined
-
-
-DECLINED = {
-    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
-    "beam search with sampling": {"do_sample": True},
-    "only a few tokens to generate": {"max_new_tokens": 4},
-}
-
-
-@every
-@pytest.mark.parametrize(("reason", "options"), DECLINED.items(), ids=DECLINED)
-def test_declined(family: Family, reason: str, options: dict[str, Any], device: torch.device) -> None:
-    """The call goes on as if there were no captured step, and the reason is counted."""
-    model, inputs = build(family, device)
-    fastgen.enable(strict=True)  # no fallback: the call is accelerated
-    check(model, inputs, lambda: {**BEAMS, **options})  # scores from a function are not left out
-    assert reasons() == {reason: 1} and captures() == 0
-
-
-def test_a_criterion_that_fills_up(device: torch.device) -> None:
-    """The library looks for the attribute, and pads what has ended then."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-
-    class Ends(EosTokenCriteria):
-        pass
-
-    criteria = StoppingCriteriaList([Ends(torch.tensor(11, device=device))])
-    check(model, inputs, {**GREEDY, "stopping_criteria": criteria})
-    assert reasons() == {"the stopping criterion Ends": 1}
-
-
-def test_a_criterion_for_a_larger_length(device: torch.device) -> None:
-    """It takes the place of the library's."""
-    model, inputs = build(BY_NAME["bart"], device)
-    options = {**GREEDY, "min_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(35)])}
-    found = check(model, inputs, options)
-    assert found.shape[1] == 35
-    assert reasons() == {"a criterion for a larger length than max_length": 1}
-
-
-def test_a_mask_with_holes(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    inputs["attention_mask"][:, 1] = 0
-    inputs["attention_mask"][:, 0] = 1
-    check(model, inputs, BEAMS)
-    assert reasons() == {"a mask with holes": 1}
-
-
-@every
-def test_an_input_that_is_masked_altogether(family: Family, device: torch.device) -> None:
-    model, inputs = build(family, device)
-    inputs["attention_mask"][1] = 0
-    check(model, inputs, BEAMS)
-    assert reasons() == {"an input that is masked altogether": 1}
-
-
-def test_a_model_that_counts_the_keys(device: torch.device) -> None:
-    """GPT-Neo finds its local window by the number of keys, also in a call that ends before anything is captured."""
-    kind = transformers.GPTNeoConfig(
-        vocab_size=100, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-        window_size=8, max_position_embeddings=128, initializer_range=0.6, bos_token_id=1,
-        eos_token_id=list(range(100)),
-    )  # fmt: skip
-    model = transformers.GPTNeoForCausalLM(kind).eval().to(device)
-    ids = torch.randint(3, 99, (2, 20), device=device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options = {**GREEDY, "min_new_tokens": 2, "pad_token_id": 0}
-    check(model, inputs, lambda: {**options, "logits_processor": LogitsProcessorList([Counting()])})
-    assert reasons() == {"a model that the library does not run with a static cache": 1}
-
-
-def test_never(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    fastgen.enable(captured_step="never")
-    check(model, inputs, BEAMS)
-    assert captures() == 0 and reasons() == {}
-
-
-@every
-@pytest.mark.parametrize("which", ["first step", "capture"])
-def test_a_step_that_cannot_be_captured(
-    family: Family, which: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library's loop takes over from the first pass, and it is not tried again."""
-    model, inputs = build(family, device)
-    tries = []
-
-    def fail(*args: Any) -> None:
-        tries.append(None)
-        raise RuntimeError("planted")
-
-    if which == "capture":
-        monkeypatch.setattr(graph.Graph, "capture", fail)
-    else:
-        monkeypatch.setattr(CapturedStep, "_warm_up", fail)
-    for _ in range(2):
-        check(model, inputs, BEAMS)
-    (reason,) = reasons()
-    assert "planted" in reason and reasons() == {reason: 2} and captures() == 0
-    assert len(tries) == 1
-    monkeypatch.undo()
-
-
-def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph.Graph, "capture", lambda *args: 1 / 0)
-    model, inputs = build(BY_NAME["gpt2"], device)
-    check(model, inputs, {**NEW, "do_sample": True})
-    (reason,) = reasons()
-    assert "ZeroDivisionError" in reason
-
-
-def test_out_of_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything kept is freed, and the call goes on without; another one may try again."""
-    model, inputs = build(BY_NAME["gpt2"], device)
-    run(model, inputs, GREEDY)
-    with monkeypatch.context() as patch:
-        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError()))
-        check(model, inputs, BEAMS)
-    assert reasons() == {"out of memory": 1}
-    assert not kept._models
-    check(model, inputs, BEAMS)
-    assert captures() == 2
-
-
-def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not stored with K and V; the NaN in its place are seen in the first step."""
-    model, inputs = build(BY_NAME["bart"], device)
-    forward = model.forward
-
-    def reading(*args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
-        outputs = forward(*args, encoder_outputs=encoder_outputs, **kwargs)
-        outputs.logits = outputs.logits + encoder_outputs[0].mean()
-        return outputs
-
-    monkeypatch.setattr(type(model), "forward", lambda self, *args, **kwargs: reading(*args, **kwargs))
-    type(model).forward.__module__ = "transformers.models.bart.modeling_bart"
-    run(model, inputs, BEAMS)
-    (reason,) = reasons()
-    assert "encoder's output" in reason
-
-
-def test_autocast(device: torch.device) -> None:
-    """It keeps copies of weights, which are gone when it ends."""
-    model, inputs = build(BY_NAME["bart"], device)
-    with torch.autocast(device.type, torch.bfloat16):
-        run(model, inputs, BEAMS)
-    assert reasons() == {"autocast": 1}
-    check(model, inputs, BEAMS)
-    assert captures() == 1
-
-
-def test_with_and_without_inference_mode(device: torch.device) -> None:
-    model, inputs = build(BY_NAME["bart"], device)
-    for context in (torch.inference_mode(), torch.no_grad(), torch.inference_mode()):
-        with context:
-            check(model, inputs, BEAMS)
-    assert captures() == 3, reasons()
-
-
-def test_errors_of_a_call_are_not_held_against_its_shape(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build(BY_NAME["gpt2"], device)
-    with monkeypatch.context() as patch:
-        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: 1 / 0)
-        check(model, inputs, BEAMS)
-    check(model, inputs, BEAMS)
-    assert list(reasons().values()) == [1] and captures() == 1
-
-
-def test_samples_of_what_is_no_probability(device: torch.device) -> None:
-    """The original code says so."""
-    model, inputs = build(BY_NAME["llama"], device)
-    with torch.no_grad():
-        model.lm_head.weight[7] = torch.nan
-    message = "probability tensor contains either"
-    if device.type == "cuda":
-        pytest.skip("there, the original code's error ends the process")
-    with pytest.raises(RuntimeError, match=message):
-        run(model, inputs, {**NEW, "do_sample": True})
-
-
-# ---- masks
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "whisper"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.optimizer.transformers.captured import kept, loop
-from tests.equivalence.captured import BY_RELEASE, on_the_cpu, reasons
+from fastgen.optimizer.transformers.captured import graph_cache, loop
+from tests.equivalence.captured import BY_RELEASE, reasons
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY
 
@@ -39,24 +38,13 @@ SESSIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def captured(device: torch.device) -> Iterator[None]:
-    """A real graph on a GPU, a simulated one elsewhere."""
-    if device.type == "cuda":
-        kept.drop_all()
-        yield
-        return
-    with on_the_cpu():
-        yield
-
-
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have to grow in the middle of a call, and few of them are kept."""
-    monkeypatch.setattr(loop, "_FIRST_ROOM", 8)
-    monkeypatch.setattr(loop, "_MOST_FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
     monkeypatch.setattr(loop, "_PREFIX", 16)
-    monkeypatch.setattr(kept, "MOST", 2)
+    monkeypatch.setattr(graph_cache, "MOST", 2)
 
 
 class OwnProcessor(LogitsProcessor):

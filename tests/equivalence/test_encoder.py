@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers import encoder
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("strict")
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of the groups that were made. Groups pay for tiny inputs too."""
     found: list[tuple[int, int]] = []
-    by_length = groups.by_length
+    by_length = length_buckets.by_length
 
     def recording_groups(lengths: list[int], longest: int) -> list[tuple[torch.Tensor, int]]:
         made = by_length(lengths, longest)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 
-    monkeypatch.setattr(groups, "PASS", 4)
-    monkeypatch.setattr(groups, "by_length", recording_groups)
+    monkeypatch.setattr(length_buckets, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "by_length", recording_groups)
     return found
 
 

@@ -16,7 +16,7 @@ import fastgen
 from fastgen.decoding import shared
 from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.shared import SharedKV
-from fastgen.optimizer.transformers.cache import SharedLayer, StoreInCache
+from fastgen.optimizer.transformers.cache import StoreInCache
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
@@ -66,7 +66,7 @@ PLACES = {
     "before anything": (LayerKV, "__init__", 1),
     "first layer of the prompt": (LayerKV, "extend", 1),
     "second layer of the prompt": (LayerKV, "extend", 2),
-    "branching": (LayerKV, "branch", 2),
+    "branching": (LayerKV, "expand", 2),
     "first step": (LayerKV, "extend", 5),
     "a later step": (LayerKV, "extend", 13),
     "making the shared tensor": (SharedKV, "of", 3),
@@ -304,100 +304,6 @@ def test_state_of_the_users_objects_is_put_back(family: Any, how: str, monkeypat
     with pytest.warns(RuntimeWarning, match="planted"):
         ours = call()
     assert_same(original, ours)
-
-
-# ---- exceptions of the user's
-
-
-class MyError(Exception):
-    pass
-
-
-class Raises:
-    """Raises when it is called for the third time, from a function further down."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.calls = 0
-        self.error = error
-
-    def count(self) -> None:
-        self.calls += 1
-        if self.calls == 3:
-            self.fail()
-
-    def fail(self) -> None:
-        raise self.error
-
-
-class Processor(Raises, LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self.count()
-        return scores
-
-
-class Criterion(Raises, StoppingCriteria):
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self.count()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-class Prefix(Raises):
-    def __call__(self, row: int, tokens: Any) -> list[int]:
-        self.count()
-        return list(range(20))
-
-
-class Streamer(Raises, BaseStreamer):
-    def put(self, value: Any) -> None:
-        self.count()
-
-    def end(self) -> None:
-        pass
-
-
-PLUGS = {
-    "processor": lambda error: ({**BEAM, "logits_processor": [mine := Processor(error)]}, mine),
-    "criterion": lambda error: ({**SAMPLE, "stopping_criteria": [mine := Criterion(error)]}, mine),
-    "prefix function": lambda error: ({**BEAM, "prefix_allowed_tokens_fn": (mine := Prefix(error))}, mine),
-    "prefix method": lambda error: ({**BEAM, "prefix_allowed_tokens_fn": (mine := Prefix(error)).__call__}, mine),
-    "prefix lambda": lambda error: (
-        {**BEAM, "prefix_allowed_tokens_fn": lambda row, tokens: mine(row, tokens)},
-        mine := Prefix(error),
-    ),
-    "streamer": lambda error: ({"streamer": (mine := Streamer(error))}, mine),
-}
-
-
-@pytest.mark.parametrize("error", [MyError("mine"), RuntimeError("mine"), KeyboardInterrupt("mine")], ids=repr)
-@pytest.mark.parametrize("plug", PLUGS, ids=lambda plug: plug.replace(" ", "-"))
-@pytest.mark.parametrize("family", [BY_NAME["bart"], BY_NAME["llama"]], ids=str)
-def test_users_exception_is_passed_on(family: Any, plug: str, error: BaseException) -> None:
-    """It is the user's, so it is neither swallowed nor retried nor reported."""
-    options, mine = PLUGS[plug](error)
-    inputs = family.make_inputs(batch=1)
-    with warnings.catch_warnings(), pytest.raises(type(error), match="mine") as raised:
-        warnings.simplefilter("error", RuntimeWarning)
-        run(family.build(), inputs, lambda: options)
-    assert raised.value is error
-    assert mine.calls == 3
-    assert fallbacks() == {}
-
-
-@pytest.mark.parametrize("error", [MyError("mine"), KeyboardInterrupt("mine")], ids=repr)
-def test_cache_after_users_exception(error: BaseException) -> None:
-    """The user's cache holds the library's own layers, whatever ended the call, and the model works on."""
-    family, cache = BY_NAME["llama"], DynamicCache()
-    with pytest.raises(type(error)):
-        run(
-            family.build(),
-            family.make_inputs(),
-            lambda: {**BEAM, "past_key_values": cache, "stopping_criteria": [Criterion(error)]},
-        )
-    assert not [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
-    with fastgen.disabled():
-        original = run(family.build(), family.make_inputs(), BEAM)
-    assert_same(original, run(family.build(), family.make_inputs(), BEAM))
-    assert accelerated() == 1
 
 
 def test_error_of_the_library_is_the_original_one() -> None:

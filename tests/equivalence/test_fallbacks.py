@@ -21,7 +21,7 @@ from tests.equivalence.others import OTHERS
 LLAMA, BART, MISTRAL = (BY_NAME[name] for name in ("llama", "bart", "mistral-short-window"))
 OTHERS_BY_NAME = {family.name: family for family in OTHERS}
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
-# Models that decode from a state which cannot be branched.
+# Models that decode from a state which cannot be expanded.
 WITHOUT_BEAMS = {"rwkv"}
 
 

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import settings
+from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
 from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
@@ -85,9 +86,7 @@ def test_generation_config_object(family: Family) -> None:
     """The options in an object, given by position, as scripts do."""
     model, inputs = family.build(), family.make_inputs()
     config = transformers.GenerationConfig(**{**model.generation_config.to_diff_dict(), **BEAM, "max_new_tokens": 9})
-    with fastgen.disabled():
-        original = model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"])
-    assert_same(original, model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"]))
+    near_ties.check(lambda: model.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"]))
     assert accelerated() == 1
 
 
@@ -151,9 +150,7 @@ def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> N
         again = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
         return first, model.generate(**again, return_dict_in_generate=True)
 
-    with fastgen.disabled():
-        original = twice()
-    assert_same(original, twice())
+    near_ties.check(twice)
     assert accelerated() == 2
 
 
@@ -163,17 +160,15 @@ def test_returned_cache_continues_for_a_decoder(family: Family, decoding: dict[s
     """The same where the cache has a part for the source."""
     model, inputs = family.build(), family.make_inputs()
     decoding = {"num_return_sequences": 4, **decoding}
-    copies = decoding["num_return_sequences"]
+    per_input = decoding["num_return_sequences"]
 
     def twice() -> Any:
         first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
-        again = {key: value.repeat_interleave(copies, 0) for key, value in inputs.items()}
+        again = {key: value.repeat_interleave(per_input, 0) for key, value in inputs.items()}
         again |= {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
         return first, model.generate(**again, max_new_tokens=6, return_dict_in_generate=True)
 
-    with fastgen.disabled():
-        original = twice()
-    assert_same(original, twice())
+    near_ties.check(twice)
     assert accelerated() == 2
 
 
@@ -254,9 +249,7 @@ def test_encoder_outputs(family: Family, decoding: dict[str, Any]) -> None:
         torch.manual_seed(0)
         return model.generate(encoder_outputs=mine, attention_mask=mask, **decoding, **SCORES), mine
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -274,9 +267,7 @@ def test_own_empty_cache(family: Family, decoding: dict[str, Any], knows_model: 
         cache = transformers.EncoderDecoderCache(make(), make()) if family.encoder_decoder else make()
         return run(model, family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -295,9 +286,7 @@ def test_own_filled_cache(family: Family, decoding: dict[str, Any], prefix: int)
         cache.batch_repeat_interleave(rows)
         return run(model, inputs, lambda: {**decoding, **SCORES, "past_key_values": cache}), cache
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -384,9 +373,7 @@ def test_processor_that_keeps_scores(family: Family, decoding: dict[str, Any], m
         result = run(family.build(), family.make_inputs(), {**decoding, **SCORES, **more, "logits_processor": [mine]})
         return result, mine.seen, mine.kept
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -412,9 +399,7 @@ def test_stopping_criteria(family: Family, decoding: dict[str, Any]) -> None:
         result = run(family.build(), family.make_inputs(), {**decoding, **SCORES, "stopping_criteria": mine})
         return result, mine[0].seen
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -434,9 +419,7 @@ def test_streamer(family: Family, decoding: dict[str, Any]) -> None:
         mine = Listens()
         return run(family.build(), family.make_inputs(batch=1), lambda: {**decoding, "streamer": mine}), mine.heard
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 1
 
 
@@ -461,9 +444,7 @@ def test_nested_generate(family: Family, decoding: dict[str, Any]) -> None:
             family.build(), family.make_inputs(), {**decoding, **SCORES, "stopping_criteria": [mine]}
         ), mine.found
 
-    with fastgen.disabled():
-        original = call()
-    assert_same(original, call())
+    near_ties.check(call)
     assert accelerated() == 5
 
 

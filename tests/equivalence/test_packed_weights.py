@@ -21,6 +21,7 @@ from tests.equivalence.test_failures import break_
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
 
+SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
 every = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
@@ -101,7 +102,7 @@ def test_a_failed_call_and_a_declined_one_run_on_the_original(
 ) -> None:
     family = BY_NAME["gpt2"]
     model, inputs = family.build(), family.make_inputs(batch=2, length=9)
-    break_(monkeypatch, LayerKV, "branch", 1)
+    break_(monkeypatch, LayerKV, "expand", 1)
     with pytest.warns(RuntimeWarning, match="planted"):
         run(model, inputs, BEAM)
     prompt = len(products)
@@ -157,3 +158,43 @@ def test_several_threads_share_the_packed_weights(monkeypatch: pytest.MonkeyPatc
     for result in results:
         assert_same(expected, result)
     assert installed(model) == 0 and layers.FastLayers.of(model)._users == 0
+
+
+class Waits(LogitsProcessor):
+    """Holds a call at its third step until it may go on."""
+
+    def __init__(self) -> None:
+        self.step, self.arrived, self.may_go_on = 0, threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        if self.step == 3:
+            self.arrived.set()
+            assert self.may_go_on.wait(60)
+        return scores
+
+
+@every
+@pytest.mark.parametrize("products", ["measured", "fixed"])
+def test_a_call_that_begins_while_another_runs_sees_the_weights_of_now(
+    family: Any, products: str, strict: None
+) -> None:
+    """Even if they were written to in a way that torch does not count."""
+    fastgen.enable(linear_products=products)
+    model, inputs, waits = family.build(), family.make_inputs(batch=2, length=9), Waits()
+    other = threading.Thread(target=run, args=(model, inputs, {**BEAM, "logits_processor": [waits]}))
+    other.start()
+    try:
+        assert waits.arrived.wait(60)
+        before = run(model, inputs, SCORES)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.flip(0) if parameter.dim() == 2 else parameter * 1.5)
+        with fastgen.disabled():
+            expected = run(model, inputs, SCORES)
+        assert_same(expected, run(model, inputs, SCORES))
+        assert not torch.allclose(expected.scores[0], before.scores[0])
+    finally:
+        waits.may_go_on.set()
+        other.join()
+    assert_same(expected, run(model, inputs, SCORES))
+    assert installed(model) == 0

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import fastgen
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers import prompts
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check, fallbacks
@@ -33,7 +33,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.extend((rows.shape[0], length) for rows, length in cut)
         return in_groups(cut, *arguments)
 
-    monkeypatch.setattr(groups, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "PASS", 4)
     monkeypatch.setattr(prompts, "_in_groups", recording)
     return found
 

@@ -58,11 +58,11 @@ def sizes(**options: Any) -> Namespace:
     return Namespace(**size | options)
 
 
-def encoder_decoder(seed: int = 0, **options: Any) -> Any:
+def encoder_decoder(seed: int = 0, scale: float = 1.6, **options: Any) -> Any:
     """The Transformer; options are those of its architecture."""
     args = sizes(**options)
     transformer.base_architecture(args)
-    return lively(transformer.TransformerModel.build_model(args, task()), seed)
+    return lively(transformer.TransformerModel.build_model(args, task()), seed, scale)
 
 
 def language_model_arguments(**options: Any) -> Namespace:

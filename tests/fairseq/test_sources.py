@@ -9,7 +9,7 @@ import torch
 from fairseq import search
 
 import fastgen
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import generator_for
@@ -23,15 +23,15 @@ LENGTHS = [21, 40, 7, 20, 6, 40]
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of every group that was made. Groups pay for tiny models too."""
     found: list[tuple[int, int]] = []
-    by_length = groups.by_length
+    by_length = length_buckets.by_length
 
     def recording(lengths: list[int], longest: int) -> Any:
         made = by_length(lengths, longest)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 
-    monkeypatch.setattr(groups, "PASS", 4)
-    monkeypatch.setattr(groups, "by_length", recording)
+    monkeypatch.setattr(length_buckets, "PASS", 4)
+    monkeypatch.setattr(length_buckets, "by_length", recording)
     return found
 
 

@@ -699,8 +699,8 @@ assert models.ARCH_MODEL_REGISTRY["ngram_transformer_prophet_large"].__module__ 
         "import fastgen, fairseq.sequence_generator" + OURS,
         "import fastgen, fairseq" + PLUG_IN + ITS_OWN,
         "import os; os.environ['FASTGEN_DISABLE'] = '1'; import fastgen; from fastgen import _patches\n"
-        "from fastgen.optimizer.fairseq import _compatibility\nfrom fastgen.patching import PatchSet\n"
-        "PatchSet(_compatibility()).enable(); import fairseq" + PLUG_IN + "\nfastgen.enable()" + ITS_OWN,
+        "from fastgen.optimizer.fairseq import compat\nfrom fastgen.patching import PatchSet\n"
+        "PatchSet(compat.patches()).enable(); import fairseq" + PLUG_IN + "\nfastgen.enable()" + ITS_OWN,
     ],
     ids=["first", "a module of it", "authors after", "authors before"],
 )

@@ -26,7 +26,7 @@ KERNEL_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 shapes = st.fixed_dictionaries(
     {
         "batch": st.integers(1, 3),
-        "copies": st.integers(1, 5),
+        "per_input": st.integers(1, 5),
         "kv_heads": st.integers(1, 3),
         "group": st.integers(1, 4),
         "queries": st.integers(1, 3),
@@ -48,13 +48,13 @@ def draw(case, dtype, device):
     def tensor(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    rows, heads = case["batch"] * case["copies"], case["kv_heads"] * case["group"]
+    rows, heads = case["batch"] * case["per_input"], case["kv_heads"] * case["group"]
     query = tensor(rows, heads, case["queries"], case["dim"])
     parts = []
     for width in (case["dim"], case["value_dim"]):
         prefix = tensor(case["batch"], case["kv_heads"], case["prefix"], width)
         suffix = tensor(rows, case["kv_heads"], case["suffix"], width) if case["suffix"] else None
-        full = prefix.repeat_interleave(case["copies"], dim=0)
+        full = prefix.repeat_interleave(case["per_input"], dim=0)
         parts.append((prefix, suffix, full if suffix is None else torch.cat([full, suffix], dim=2)))
     length = case["prefix"] + case["suffix"]
     mask = None
@@ -183,14 +183,14 @@ def problems(draw):
     """Arguments of the operator, of any shape, layout and mask."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from(KERNEL_TYPES))
-    batch, copies, kv_heads, group = (draw(st.integers(1, most)) for most in (3, 5, 3, 4))
+    batch, per_input, kv_heads, group = (draw(st.integers(1, most)) for most in (3, 5, 3, 4))
     queries = draw(st.integers(1, 3))
     # Around the kernel's blocks of 64 positions, and the chunks of 256 and more that a prefix is divided into.
     prefix = draw(st.sampled_from([0, 1, 2, 3, 5, 17, 63, 64, 65, 127, 129, 200, 257, 530]))
     suffix = draw(st.sampled_from([None, 0, 1, 2, 3, 7, 16, 65]))
     dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 72, 80, 128, 256]))
     value_dim = draw(st.sampled_from([dim, 1, 5, 31, 32, 64, 80, 100]))
-    rows, heads, length = batch * copies, kv_heads * group, prefix + (suffix or 0)
+    rows, heads, length = batch * per_input, kv_heads * group, prefix + (suffix or 0)
 
     layouts = st.sampled_from(["contiguous", "with room", "swapped", "between others"])
     query = laid_out(draw(layouts), generator, dtype, rows, heads, queries, dim)
@@ -224,8 +224,8 @@ def problems(draw):
             mask = mask.expand(whole)  # the same elements, seen through strides of zero
     ancestry = None
     if suffix and draw(st.booleans()):
-        owner = torch.randint(0, copies, (rows, suffix), generator=generator, dtype=torch.int32)
-        ancestry = owner + (torch.arange(rows, dtype=torch.int32) // copies * copies).unsqueeze(1)
+        owner = torch.randint(0, per_input, (rows, suffix), generator=generator, dtype=torch.int32)
+        ancestry = owner + (torch.arange(rows, dtype=torch.int32) // per_input * per_input).unsqueeze(1)
     scale = draw(st.sampled_from([None, 1.0, 0.3, 0.0]))
     return (query, *parts, mask, scale), {"ancestry": ancestry}
 
@@ -374,7 +374,7 @@ class TestOperator:
             ({0: torch.zeros(4, 4, 8)}, "query must be"),
             ({1: torch.zeros(2, 2, 5, 9)}, "prefix"),
             ({2: torch.zeros(2, 2, 6, 8)}, "prefix"),
-            ({2: torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "the type of the query"),
+            ({2: torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, "prefix_values must"),
             ({3: None}, "both keys and values"),
             ({4: torch.zeros(4, 2, 2, 8)}, "suffix"),
             ({3: torch.zeros(2, 2, 3, 8)}, "suffix"),

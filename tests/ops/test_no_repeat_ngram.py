@@ -317,12 +317,12 @@ class TestAgainstTransformers:
 
     @pytest.mark.parametrize("n", [1, 2, 3, 4, 20, 21])
     @pytest.mark.parametrize("length", [1, 2, 5, 20])
-    @pytest.mark.parametrize("copies", [1, 4])
-    def test_encoder_no_repeat_ngram(self, operator, device, n, length, copies):
+    @pytest.mark.parametrize("per_input", [1, 4])
+    def test_encoder_no_repeat_ngram(self, operator, device, n, length, per_input):
         logits_process = pytest.importorskip("transformers.generation.logits_process")
         context = torch.randint(0, 3, (3, 20), device=device)
-        tokens = torch.randint(0, 3, (3 * copies, length), device=device)
-        scores = torch.randn(3 * copies, 11, device=device)
+        tokens = torch.randint(0, 3, (3 * per_input, length), device=device)
+        scores = torch.randn(3 * per_input, 11, device=device)
         wanted = logits_process.EncoderNoRepeatNGramLogitsProcessor(n, context)(tokens, scores.clone())
         assert_same(operator(scores, tokens, None, n, context=context), wanted)
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.journal import Journal
+from fastgen.pipeline.journal import VERSION, Journal
 from fastgen.pipeline.planner import Window
-from fastgen.pipeline.readers import BadRecord, Problem
+from fastgen.pipeline.records import BadRecord, Problem
 
-SETTINGS = {"model": "m", "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
+SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
+FIRST = f'{{"journal": {VERSION}, "settings": {{}}, "environment": {{}}, "plan": %s}}'
 
 
 def result(position):
-    return {"position": position, "line": position + 1, "id": position, "text": f"text {position} \ud800 雪"}
+    return {
+        "position": position,
+        "line": position + 1,
+        "id": position,
+        "text": f"text {position} \ud800 雪",
+        "output_tokens": [1],
+    }
 
 
 def write(path):
@@ -66,8 +75,119 @@ def test_a_run_continues_where_the_cut_was(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ('{"journal": 1}', "another version"),
+        ('{"journal": 1, "settings": {}, "plan": {}}', "another version"),
+        (f'{{"journal": {VERSION}}}', "is damaged"),
+        (f'{{"journal": {VERSION}, "settings": 1, "environment": {{}}, "plan": {{}}}}', "is damaged"),
+        ('{"journal": "x"}', "is damaged"),
+        (FIRST % "{}", "is damaged"),
+        (FIRST % '{"batch_size": null}', "is damaged"),
+        (FIRST % '{"batch_size": "4"}', "is damaged"),
+        (FIRST % '{"batch_size": 4, "max_tokens": "x"}', "is damaged"),
+        ('{"journal": 2, "settings": {"model"', "is damaged"),
+        ('{"journal": \0\0\0\0', "is damaged"),
+    ],
+)
+def test_a_damaged_first_line_is_refused_and_not_discarded(tmp_path, first, message):
+    path = write(tmp_path / "j")
+    rest = path.read_text().partition("\n")[2]
+    path.write_text(f"{first}\n{rest}")
+    before = path.read_bytes()
+    with pytest.raises(SetupError, match=message):
+        Journal(path, SETTINGS, resume=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", ["{}x", "5", "[]", '{"window": 3}', '{"batch": {"window": 1}}', '{"batch": {"results": 1}}']
+)
+def test_work_ends_before_a_damaged_line(tmp_path, line):
+    path = write(tmp_path / "j")
+    lines = path.read_text().splitlines(keepends=True)
+    lines[3] = line + "\n"
+    path.write_text("".join(lines))
+    journal = Journal(path, SETTINGS, resume=True)
+    assert journal.resumed.done == {0: {0}}
+    journal.close()
+    assert path.read_text() == "".join(lines[:3])
+
+
+def change_line(path, number, change):
+    lines = path.read_text().splitlines(keepends=True)
+    entry = json.loads(lines[number])
+    change(entry.get("window") or entry["batch"])
+    lines[number] = json.dumps(entry) + "\n"
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.update(window=[0]),
+        lambda batch: batch.update(index="1"),
+        lambda batch: batch["results"][0].update(position="3"),
+        lambda batch: batch["results"][0].pop("output_tokens"),
+        lambda batch: batch["results"][0].update(output_tokens=None),
+        lambda batch: batch["results"][0].update(text=3),
+        lambda batch: batch["results"][0].update(scores=["0"]),
+        lambda batch: batch["results"][0].update(error=3),
+    ],
+)
+def test_an_entry_of_wrong_types_is_a_damaged_line(tmp_path, change):
+    path = write(tmp_path / "j")
+    change_line(path, 3, change)
+    journal = Journal(path, SETTINGS, resume=True)
+    assert journal.resumed.done == {0: {0}}
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (3, lambda batch: batch["results"].pop()),
+        (3, lambda batch: batch.update(window=1)),
+        (3, lambda batch: batch["results"][0].update(position=5)),
+        (5, lambda batch: batch["results"].clear()),
+        (1, lambda window: window.update(batches=3)),
+        (1, lambda window: window.update(count=6)),
+        (1, lambda window: window["bad"].clear()),
+    ],
+)
+def test_records_that_are_missing_are_told_and_nothing_is_lost(tmp_path, number, change):
+    path = write(tmp_path / "j")
+    change_line(path, number, change)
+    before = path.read_bytes()
+    with pytest.raises(SetupError, match=r"/j is damaged: a (window|batch|record)"):
+        Journal(path, SETTINGS, resume=True)
+    assert path.read_bytes() == before
+
+
+def test_results_are_whole_or_an_error(tmp_path):
+    path = tmp_path / "j"
+    journal = Journal(path, SETTINGS, resume=False)
+    journal.begin({"batch_size": 2})
+    journal.window(Window(0, 0, 4, 2))
+    journal.batch(0, 0, [result(0), result(1)])
+    with pytest.raises(SetupError, match="j is damaged: a window lacks a batch"):
+        list(journal.results())
+    journal.close()
+
+
+def test_another_environment_is_told_and_kept(tmp_path):
+    path = tmp_path / "j"
+    for threads, told in ((2, []), (2, []), (1, ["threads: 2, now 1"]), (2, ["threads: 1, now 2"])):
+        journal = Journal(path, SETTINGS, True, {"threads": threads})
+        assert journal.differences == told
+        journal.begin({"batch_size": 2})
+        journal.close()
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"model": {"weights": "b"}}, "with another model: its weights changed"),
         ({"seed": 2}, "seed was 1 and is now 2"),
         ({"generation": {"num_beams": 5, "bad_words_ids": [[1]]}}, "generation.num_beams was 4 and is now 5"),
         ({"generation": {"num_beams": 4}}, "generation.bad_words_ids was"),
@@ -84,7 +204,7 @@ def test_other_settings_are_refused_and_nothing_is_lost(tmp_path, change, messag
 def test_a_second_run_with_the_same_output_is_refused(tmp_path):
     path = tmp_path / "j"
     journal = Journal(path, SETTINGS, resume=False)
-    journal.begin({})
+    journal.begin({"batch_size": 2})
     with pytest.raises(SetupError, match="another run"):
         Journal(path, SETTINGS, resume=True)
     journal.close()

@@ -143,15 +143,15 @@ def test_k_and_v_of_an_input_are_there_once():
     assert four.row == 4 * one.row
 
 
-def test_room_for_what_is_generated():
-    def rooms(new_tokens, captured=False):
-        return bart_large(new_tokens=new_tokens, captured=captured)._suffix_rooms()
+def test_capacity_for_what_is_generated():
+    def capacities(new_tokens, captured=False):
+        return bart_large(new_tokens=new_tokens, captured=captured)._suffix_capacities()
 
-    # Tier 1 has room for 256 positions and a quarter more each time. A captured step has a power of two, and those that
-    # were outgrown are kept.
-    assert rooms(140) == [140] and rooms(257) == [320]
-    assert [rooms(n, captured=True) for n in (20, 100, 128, 140, 257)] == [[64], [128], [128], [256], [256]]
-    assert rooms(600, captured=True) == [256, 512, 1024]
+    # Tier 1 has a capacity of 256 positions and a quarter more each time. A captured step has a power of two,
+    # and those that were outgrown are kept.
+    assert capacities(140) == [140] and capacities(257) == [320]
+    assert [capacities(n, captured=True) for n in (20, 100, 128, 140, 257)] == [[64], [128], [128], [256], [256]]
+    assert capacities(600, captured=True) == [256, 512, 1024]
 
 
 def test_sizes_are_those_of_the_captured_step_and_of_the_store():
@@ -160,8 +160,8 @@ def test_sizes_are_those_of_the_captured_step_and_of_the_store():
     from fastgen.optimizer.transformers.captured import loop
 
     assert memory.MIN_SHARED_PREFIX == kv.MIN_SHARED_PREFIX
-    assert memory.FIRST_ROOM == prefill._MAX_FIRST_ROOM
-    assert memory.CAPTURED_ROOMS == (loop._FIRST_ROOM, loop._MOST_FIRST_ROOM)
+    assert memory.FIRST_CAPACITY == prefill._MAX_FIRST_CAPACITY
+    assert memory.CAPTURED_CAPACITIES == (loop._FIRST_CAPACITY, loop._MAX_FIRST_CAPACITY)
     assert memory.CAPTURED_PREFIX == loop._PREFIX and memory.CAPTURED_BATCHES == loop._BATCHES
 
 

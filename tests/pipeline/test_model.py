@@ -7,26 +7,26 @@ import sys
 import pytest
 import torch
 
+from fastgen import kept
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.loading import depends_on_padding, load
 from fastgen.pipeline.model import (
-    HOPELESS,
+    MOST_FAILURES,
     ModelStage,
-    depends_on_padding,
     free_captured_steps,
     is_out_of_memory,
-    load,
     token_count,
 )
 from fastgen.pipeline.planner import Batch, Prepared
-from fastgen.pipeline.readers import Record
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.records import Record
+from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.tokens import Decoder, Encoder
 from tests.pipeline import tiny
 
 
 def settings(model, output="out.jsonl", **options):
     generation = {"max_new_tokens": 6} | options.pop("generation", {})
-    return Settings(model=str(model), input="-", output=output, device="cpu", generation=generation, **options)
+    return RunOptions(model=str(model), input="-", output=output, device="cpu", generation=generation, **options)
 
 
 def batch(loaded, asked, texts):
@@ -171,10 +171,8 @@ def test_captured_steps_that_are_kept_make_room_first(bart, monkeypatch, first_f
 def test_freeing_captured_steps(monkeypatch):
     from types import SimpleNamespace
 
-    from fastgen.optimizer.transformers.captured import kept
-
     allocated = [700]
-    monkeypatch.setattr(kept, "drop_all", lambda: allocated.__setitem__(0, 300))
+    monkeypatch.setattr(kept, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert not free_captured_steps(torch.device("cpu")) and allocated == [700]
@@ -223,7 +221,7 @@ def test_a_record_the_model_refuses_costs_only_itself(bart, monkeypatch):
     assert sorted(outputs(loaded, asked, done)) == [0, 2, 3]
 
 
-@pytest.mark.parametrize("count", [2, HOPELESS + 3])
+@pytest.mark.parametrize("count", [2, MOST_FAILURES + 3])
 def test_a_model_that_refuses_everything_is_no_matter_of_records(bart, monkeypatch, count):
     asked = settings(bart)
     loaded = load(asked)
@@ -329,7 +327,7 @@ def test_setup_errors(bart, tmp_path):
     with pytest.raises(SetupError, match="cannot be loaded"):
         load(settings(tmp_path / "empty"))
     with pytest.raises(SetupError, match="device nonsense"):
-        load(Settings(model=str(bart), input="-", output="-", device="nonsense"))
+        load(RunOptions(model=str(bart), input="-", output="-", device="nonsense"))
     with pytest.raises(SetupError, match="do not fit together"):
         load(settings(bart, generation={"early_stopping": "perhaps"}))
 
@@ -346,12 +344,12 @@ class _Multilingual:
 
 
 def test_languages():
-    from fastgen.pipeline.model import _languages
+    from fastgen.pipeline.loading import _languages
 
-    asked = Settings(model="m", input="-", output="-", src_lang="de_DE", tgt_lang="en_XX")
+    asked = RunOptions(model="m", input="-", output="-", src_lang="de_DE", tgt_lang="en_XX")
     tokenizer = _Multilingual()
     assert _languages(tokenizer, None, asked) == {"forced_bos_token_id": 5}
     assert tokenizer.src_lang == "de_DE"
-    asked = Settings(model="m", input="-", output="-", src_lang="xx", tgt_lang="en_XX")
+    asked = RunOptions(model="m", input="-", output="-", src_lang="xx", tgt_lang="en_XX")
     with pytest.raises(SetupError, match="does not know the language 'xx'"):
         _languages(tokenizer, None, asked)

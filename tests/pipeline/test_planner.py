@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.planner import Batch, Prepared, Resumed, Rules, Window, cut, plan, split_rows
-from fastgen.pipeline.readers import BadRecord, Problem, Record
+from fastgen.pipeline.records import BadRecord, Problem, Record
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)
 RULES = st.builds(Rules, st.integers(1, 9), st.none() | st.integers(1, 200), st.booleans())

@@ -5,19 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import random
 import sys
 
 import pytest
 
-from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import BadRecord, Inputs, Record
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.errors import PipelineError, SetupError
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.readers import open_source
+from fastgen.pipeline.records import BadRecord, Record
+from fastgen.pipeline.settings import RunOptions
 
 TEXTS = ["one", 'two, with "quotes"', "three\u2028breaks only in unicode", "naïve 雪"]
 
 
 def inputs(path, **options):
-    return Inputs(Settings(model="m", input=str(path), output="-", **options))
+    return Inputs(RunOptions(model="m", input=str(path), output="-", **options))
 
 
 def read(path, **options):
@@ -102,11 +106,178 @@ def test_bad_lines_of_csv(tmp_path):
     path = tmp_path / "in.csv"
     path.write_bytes(b'id,text\n1,one\n2\n\n3,"two\nlines"\n4,\xff\n5,\n6,six\n')
     found = read(path, input_column="text", id_column="id")
-    assert bad_kinds(found) == {3: "missing-column", 4: "empty", 7: "invalid-utf8", 8: "empty"}
+    assert bad_kinds(found) == {3: "malformed", 4: "empty", 7: "invalid-utf8", 8: "empty"}
     assert [(record.line, record.text) for record in found if isinstance(record, Record)] == [
         (2, "one"), (5, "two\nlines"), (9, "six"),
     ]  # fmt: skip
     assert [record.id for record in found if isinstance(record, Record)] == ["1", "3", "6"]
+
+
+def test_csv_loses_no_row_and_no_cell(tmp_path):
+    path = tmp_path / "in.csv"
+    lines = ["id,text", "1,one", "2,two,more", "3", '4,"open', "5,five", '6,"six"x', '7,"seven', 'lines"', "id,text",
+             '8,5" pipe', '9,"never closed', "10,ten"]  # fmt: skip
+    path.write_text("\r\n".join(lines) + "\r\n")
+    found = read(path, input_column="text", id_column="id")
+    messages = {record.line: record.problem.message for record in found if isinstance(record, BadRecord)}
+    # What is known of the id of a bad record; its position would be taken for the id of another one.
+    assert [record.id for record in found if isinstance(record, BadRecord)] == ["2", "3", None, None, "id", None]
+    assert messages == {
+        3: "number of cells: 3, of columns: 2",
+        4: "number of cells: 1, of columns: 2",
+        5: "a quote is not closed, or text follows it: ',' expected after '\"'",
+        7: "a quote is not closed, or text follows it: ',' expected after '\"'",
+        10: "the header again",
+        12: "a quote is not closed, or text follows it: unexpected end of data",
+    }
+    assert [(record.line, record.id, record.text) for record in found if isinstance(record, Record)] == [
+        (2, "1", "one"), (6, "5", "five"), (8, "7", "seven\r\nlines"), (11, "8", '5" pipe'), (13, "10", "ten"),
+    ]  # fmt: skip
+    assert inputs(path, input_column="text").total == len(found)
+
+
+def test_a_csv_cell_has_a_limit_so_that_an_open_quote_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgen.pipeline.readers.LONGEST_CELL", 1000)
+    path = tmp_path / "in.csv"
+    path.write_text('id,text\n1,"open\n' + "2,two\n" * 1000)
+    found = read(path, input_column="text")
+    assert bad_kinds(found) == {2: "malformed"}
+    assert len(found) == 1001
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("text,id,text\n", "column 'text' twice"),
+        ('id,"text\n1,one\n', "line 1: a quote is not closed"),
+        ("\n", "no header line"),
+        ("", "no header line"),
+    ],
+)
+def test_a_header_that_names_no_columns_or_one_twice(tmp_path, header, message):
+    path = tmp_path / "in.csv"
+    path.write_text(header)
+    with pytest.raises(SetupError, match=message):
+        inputs(path, input_column="text")
+
+
+def test_a_parquet_file_with_a_column_twice(tmp_path):
+    import pyarrow
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns, names=["text", "text"]), tmp_path / "in.parquet")
+    with pytest.raises(SetupError, match="column 'text' twice"):
+        inputs(tmp_path / "in.parquet", input_column="text")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv", "-"])
+def test_other_encodings_are_named(tmp_path, monkeypatch, encoding, form):
+    path = tmp_path / f"in.{form}"
+    path.write_bytes("text\none\ntwo\n".encode(encoding))
+    if form == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    name = encoding[:6].upper()
+    with pytest.raises(SetupError, match=f"is {name}: convert it to UTF-8"):
+        list(inputs("-")) if form == "-" else inputs(path)
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
+    path = write(tmp_path / f"in.{form}", TEXTS, form)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    column = {} if form == "txt" else {"input_column": "text", "id_column": "a"}
+    assert [record.text for record in read(path, **column)] == TEXTS
+
+
+@pytest.mark.parametrize("start", [b"\x1f\x8b\x08", b"BZh91AY&SY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"])
+@pytest.mark.parametrize("name", ["in.txt.gz", "in.jsonl", "in.csv", "in.parquet"])
+def test_compressed_inputs_are_refused(tmp_path, start, name):
+    (tmp_path / name).write_bytes(start + b"rest")
+    with pytest.raises(SetupError, match="is compressed"):
+        inputs(tmp_path / name)
+
+
+def test_a_pipe_is_read_as_standard_input_only(tmp_path):
+    os.mkfifo(tmp_path / "in.txt")
+    with pytest.raises(SetupError, match="not a regular file .- reads standard input"):
+        inputs(tmp_path / "in.txt")
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv", "parquet"])
+def test_a_text_with_a_nul_character_is_a_bad_record(tmp_path, form):
+    path = write(tmp_path / f"in.{form}", ["one", "t\0wo", "three"], form)
+    found = read(path, input_column=None if form == "txt" else "text")
+    assert [isinstance(record, BadRecord) for record in found] == [False, True, False]
+    assert found[1].line == (3 if form == "csv" else 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "bad"),
+    [("out.txt", [4]), ("out.jsonl", [4]), ("out.parquet", [1, 2, 4])],
+)
+def test_an_id_that_the_output_cannot_hold(tmp_path, output, bad):
+    path = tmp_path / "in.jsonl"
+    ids = [2**63 - 1, 2**63, -(2**63) - 1, "b", "\ud800", -(2**63), None]
+    path.write_text("".join(json.dumps({"id": one, "text": "x"}) + "\n" for one in ids))
+    settings = RunOptions(model="m", input=str(path), output=output, input_column="text", id_column="id")
+    found = list(Inputs(settings))
+    assert [record.position for record in found if isinstance(record, BadRecord)] == bad
+    assert [record.id for record in found] == ids
+
+
+def test_numbers_that_json_does_not_have(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": NaN, "text": "a", "x": NaN}\n{"id": 1e999, "text": "b"}\n{"id": 1, "text": NaN}\n')
+    found = read(path, input_column="text", id_column="id")
+    assert [record.id for record in found] == [None, None, 1]
+    assert bad_kinds(found) == {3: "wrong-type"}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "file"])
+def test_a_reference_that_no_output_can_hold(tmp_path, form):
+    rows = [{"text": "one", "ref": "A"}, {"text": "two", "ref": "\ud800"}]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if form == "jsonl":
+        assert bad_kinds(read(path, input_column="text", reference_column="ref")) == {2: "bad-reference"}
+    else:
+        references = tmp_path / "ref.jsonl"
+        references.write_text("".join(json.dumps(row["ref"]) + "\n" for row in rows))
+        with pytest.raises(SetupError, match="line 2: it is not valid UTF-8"):
+            read(path, input_column="text", reference=str(references))
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_a_cell_that_python_cannot_hold_costs_its_record_only(tmp_path, form):
+    import pyarrow
+    from datasets import Dataset
+
+    text = pyarrow.array([b"one", b"\xff", b"three", b"four"]).cast(pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(4, text.buffers()[1], text.buffers()[2])
+    day = pyarrow.array([0, 1, 2**40, 3], pyarrow.int64()).cast(pyarrow.timestamp("s"))
+    path = tmp_path / f"in.{form}"
+    if form == "parquet":
+        write_parquet(path, {"text": text, "day": day})
+    else:
+        Dataset(pyarrow.table({"text": text, "day": day})).save_to_disk(str(path))
+    found = read(path, input_column="text", id_column="day")
+    assert bad_kinds(found) == {2: "invalid-utf8", 3: "malformed"}
+    assert [(record.text, record.id) for record in found if isinstance(record, Record)] == [
+        ("one", "1970-01-01 00:00:00"), ("four", "1970-01-01 00:00:03"),
+    ]  # fmt: skip
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "in.parquet"
+    write_parquet(path, {"text": [random.Random(number).randbytes(400).hex() for number in range(20)]})
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 2000] = b"\xff" * 2000
+    path.write_bytes(data)
+    with pytest.raises(PipelineError, match=r"cannot read .*in.parquet after record \d+"):
+        read(path, input_column="text")
 
 
 def test_bad_rows_of_parquet(tmp_path):
@@ -191,3 +362,10 @@ def test_a_changed_file_has_another_identity(tmp_path):
     before = inputs(path).identity()
     write(path, ["a", "c"], "txt")
     assert inputs(path).identity() != before
+
+
+@pytest.mark.parametrize("again", ["id,text", "\ufeffid,text", "id, text ", '\ufeff"id","text"'])
+def test_a_csv_header_again_is_found_with_a_mark_or_spaces(tmp_path, again):
+    path = tmp_path / "in.csv"
+    path.write_text(f"id,text\n1,a\n{again}\n2,b\n", encoding="utf-8")
+    assert [row.line for row in open_source(str(path)).rows() if row.problem] == [3]

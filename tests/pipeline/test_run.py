@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from fastgen.pipeline import SetupError, StrictError, generate_dataset
+from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset
+from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.model import ModelStage
 from tests.pipeline import tiny
 
@@ -217,15 +220,87 @@ def test_metrics_are_those_of_the_libraries(bart, inputs, tmp_path):
     assert written["waiting_for_output_share"] >= 0
 
 
-def test_a_failing_stage_stops_the_run(bart, inputs, tmp_path, monkeypatch):
-    from fastgen.pipeline.writers import FileOutput
+class Killed(BaseException):
+    """Nothing of the program runs after it."""
 
-    def full(self, window, index, results):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FileOutput, "batch", full)
-    with pytest.raises(OSError, match="No space left"):
-        run(bart, inputs, tmp_path / "out.txt")
+@pytest.mark.parametrize("moment", ["before-scores", "scores-unfinished", "report", "journal", "after-journal"])
+def test_scores_and_report_survive_a_kill_at_the_end(bart, inputs, tmp_path, monkeypatch, moment):
+    names = ("scores.json", "report.json")
+    paths = {"score_path": str(tmp_path / names[0]), "report": str(tmp_path / names[1])}
+    options = {"reference": str(inputs), "metrics": ("exact",), **paths}
+    replace, remove = os.replace, Journal.remove
+
+    def replaced(source, target):
+        name = Path(target).name
+        if moment == "before-scores" and name == "scores.json":
+            Path(source).unlink()
+        if (moment, name) in (("before-scores", "scores.json"), ("scores-unfinished", "scores.json")):
+            raise Killed
+        replace(source, target)
+        if (moment, name) == ("report", "report.json"):
+            raise Killed
+
+    def removed(journal):
+        if moment == "after-journal":
+            remove(journal)
+        if moment in ("journal", "after-journal"):
+            raise Killed
+        remove(journal)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", replaced)
+        patch.setattr(Journal, "remove", removed)
+        run(bart, inputs, tmp_path / "out.txt", **options)
+    assert (tmp_path / "out.txt").exists()
+    if moment != "after-journal":
+        report = run(bart, inputs, tmp_path / "out.txt", resume=True, **options)
+        assert (report.samples, report.batches) == (40, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.txt", *sorted(names)]
+    scores, written = (json.loads((tmp_path / name).read_text()) for name in names)
+    assert scores["samples"] == written["samples"] == 40 and scores["exact"] == written["metrics"]["exact"]
+
+
+def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, inputs, tmp_path, monkeypatch):
+    options = {"reference": str(inputs), "metrics": ("exact",), "score_path": str(tmp_path / "scores.json")}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "remove", lambda journal: (_ for _ in ()).throw(Killed()))
+        run(bart, inputs, tmp_path / "out.txt", **options)
+    ours = (tmp_path / "scores.json").read_text()
+    for name, path in (
+        ("scores.json", options["score_path"]),
+        (".other.json.unfinished", str(tmp_path / "other.json")),
+    ):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(SetupError, match=f"{name} exists already"):
+            run(bart, inputs, tmp_path / "out.txt", resume=True, **options | {"score_path": path})
+        assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / "scores.json").write_text(ours)
+    run(bart, inputs, tmp_path / "out.txt", resume=True, **options)
+    assert not (tmp_path / "out.txt.partial").exists()
+
+
+def test_after_a_full_disk_a_run_is_resumed(bart, inputs, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        with pytest.raises(PipelineError, match=r"cannot write .*out.jsonl.partial: .*--resume"):
+            run(bart, inputs, tmp_path / "out.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run(bart, inputs, tmp_path / "out.jsonl", resume=True).resumed_samples > 0
+    run(bart, inputs, tmp_path / "whole.jsonl")
+    assert content(tmp_path / "out.jsonl") == content(tmp_path / "whole.jsonl")
+
+
+def test_half_a_surrogate_pair_from_a_tokenizer_does_not_spoil_the_output(bart, inputs, tmp_path, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "batch_decode", lambda self, rows, **options: ["a\ud800"] * len(rows))
+    for form in ("jsonl", "parquet"):
+        run(bart, inputs, tmp_path / f"out.{form}", limit=1)
+    assert content(tmp_path / "out.parquet")[0]["text"] == "a?"
+    assert json.loads(content(tmp_path / "out.jsonl"))["sequences"] == ["a?"]
 
 
 def test_a_model_in_memory(bart, inputs, tmp_path):
@@ -245,3 +320,10 @@ def test_importing_the_pipeline_imports_nothing_heavy():
 
     code = "import sys, fastgen.pipeline; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_old_name_of_the_options_still_works():
+    import fastgen.pipeline
+
+    with pytest.warns(DeprecationWarning, match="RunOptions"):
+        assert fastgen.pipeline.Settings is fastgen.pipeline.RunOptions

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import math
+import resource
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.planner import Window
-from fastgen.pipeline.readers import BadRecord, Problem
-from fastgen.pipeline.settings import Settings
+from fastgen.pipeline.records import BadRecord, Problem
+from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.writers import FileOutput, StreamOutput, Totals, check_free, text_line, write_json
 
 BAD = BadRecord(1, 2, "b", Problem("empty", "the text is empty"))
@@ -26,7 +30,7 @@ def result(position, text, identity):
 
 
 def settings(path, **options):
-    return Settings(model="m", input="none", output=str(path), **options)
+    return RunOptions(model="m", input="none", output=str(path), **options)
 
 
 def fill(output, ids=(0, "b", 2)):
@@ -34,13 +38,14 @@ def fill(output, ids=(0, "b", 2)):
     output.batch(0, 0, [result(2, "second\nline\u2028end", ids[2]), result(0, "first", ids[0])])
     totals = Totals(())
     output.finish(totals)
+    output.complete()
     output.close()
     assert (totals.samples, totals.skipped, totals.tokens) == (2, 1, 12)
 
 
 def file_output(path, **options):
     output = FileOutput(settings(path, **options), {})
-    output.journal.begin({})
+    output.journal.begin({"batch_size": 2})
     return output
 
 
@@ -68,7 +73,7 @@ def test_json_lines_hold_everything_but_skipped_records(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ids", "kept"), [((0, 1, 2), [0, 2]), (("x", "b", 2), ["x", "2"])])
+@pytest.mark.parametrize(("ids", "kept"), [((0, 1, 2), [0, 2]), ((0, "b", 2), [0, 2]), (("x", "b", 2), ["x", "2"])])
 def test_parquet(tmp_path, ids, kept):
     from pyarrow import parquet
 
@@ -76,6 +81,7 @@ def test_parquet(tmp_path, ids, kept):
     output.window(Window(0, 0, 3, 1, [BadRecord(1, 2, ids[1], BAD.problem)]))
     output.batch(0, 0, [result(2, "two", ids[2]), result(0, "one", ids[0])])
     output.finish(Totals(()))
+    output.complete()
     output.close()
     table = parquet.read_table(tmp_path / "out.parquet").to_pydict()
     assert table["id"] == kept
@@ -88,6 +94,7 @@ def test_an_empty_parquet_file_has_its_columns(tmp_path):
 
     output = file_output(tmp_path / "out.parquet")
     output.finish(Totals(()))
+    output.complete()
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table.num_rows == 0
     assert "sequences" in table.column_names
@@ -111,7 +118,7 @@ def test_nothing_is_replaced_unasked(tmp_path):
     fill(output)
     assert path.read_text().startswith("first")
     path.unlink()
-    (tmp_path / "out.txt.partial").write_text("work")
+    (tmp_path / "out.txt.partial").write_text('{"journal": ')
     with pytest.raises(SetupError, match="--resume continues"):
         file_output(path)
     with pytest.raises(SetupError, match="is a directory"):
@@ -132,10 +139,11 @@ def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):
     output.close()
     assert sorted(left.name for left in tmp_path.iterdir()) == ["out.txt.errors.jsonl.partial", "out.txt.partial"]
     # As if the interrupt had come between the two renames.
-    errors.write_text("own")
+    errors.write_text('{"line": 1}\n')
     output = file_output(path, resume=True)
     output.batch(0, 0, [result(2, "c", 2), result(0, "a", 0)])
     output.finish(Totals(()))
+    output.complete()
     assert path.read_text() == "a\n\nc\n"
     assert json.loads(errors.read_text())["line"] == 2
     assert sorted(left.name for left in tmp_path.iterdir()) == ["out.txt", "out.txt.errors.jsonl"]
@@ -155,8 +163,94 @@ def test_links_are_followed_and_devices_are_not_replaced(tmp_path):
         check_free(settings("-", report=str(tmp_path / "link.json")))
 
 
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """What a full disk does: a write that would make a file larger than this fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("where", ["journal", "errors", "output"])
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, form, where):
+    path = tmp_path / f"out.{form}"
+    output = file_output(path)
+    output.window(Window(0, 0, 3, 1, [BAD]))
+    results = [result(2, "second", 2), {"position": 0, "line": 1, "id": 0, "error": "model", "message": "no"}]
+    named = {"journal": ".partial", "errors": ".errors.jsonl.partial", "output": ""}[where]
+    if where == "output":
+        output.batch(0, 0, results)
+    size = 3 if where == "output" else (tmp_path / f"out.{form}{named}").stat().st_size
+    with contextlib.ExitStack() as stack, pytest.raises(PipelineError, match=f"cannot write {path}{named}: .*--resume"):
+        if where != "journal":
+            # The journal holds more than the others, so that a limit for all would stop it first.
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(output.journal, "_append", lambda entry: None)
+        stack.enter_context(files_of_at_most(size))
+        output.batch(0, 0, results) if where != "output" else output.finish(Totals(()))
+    output.close()
+    assert not path.exists()
+    output = file_output(path, resume=True)
+    output.batch(0, 0, results)
+    output.finish(Totals(()))
+    output.complete()
+    assert path.exists()
+    errors = (tmp_path / f"out.{form}.errors.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in errors] == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_damaged_journal_leaves_no_output(tmp_path):
+    output = file_output(tmp_path / "out.txt")
+    output.window(Window(0, 0, 3, 1, [BAD]))
+    output.batch(0, 0, [result(0, "first", 0)])
+    with pytest.raises(SetupError, match="out.txt.partial is damaged: a window lacks records"):
+        output.finish(Totals(()))
+    output.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt.errors.jsonl.partial", "out.txt.partial"]
+
+
+def test_a_full_standard_output_is_one_line(monkeypatch):
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=full))
+        with pytest.raises(PipelineError, match="cannot write standard output: No space left"):
+            fill(StreamOutput(settings("-")))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_score_that_is_no_number_is_null(tmp_path, form):
+    output = file_output(tmp_path / f"out.{form}")
+    output.window(Window(0, 0, 1, 1, []))
+    output.batch(0, 0, [result(0, "one", 0) | {"scores": [-0.5, math.nan, -math.inf]}])
+    output.finish(Totals(()))
+    output.complete()
+    if form == "jsonl":
+        rows = [json.loads((tmp_path / "out.jsonl").read_text(), parse_constant=pytest.fail)]
+    else:
+        from pyarrow import parquet
+
+        rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert rows[0]["scores"] == [-0.5, None, None]
+
+
+@pytest.mark.parametrize("name", ["out.txt.gz", "out.jsonl.zst", "OUT.GZ"])
+def test_compressed_outputs_are_refused(tmp_path, name):
+    with pytest.raises(SetupError, match="is not written compressed"):
+        check_free(settings(tmp_path / name))
+
+
 def test_input_and_output_must_differ(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x\n")
     with pytest.raises(SetupError, match="same file"):
-        Settings(model="m", input=str(path), output=str(path), overwrite=True)
+        RunOptions(model="m", input=str(path), output=str(path), overwrite=True)
+
+
+def test_the_directory_that_a_link_leads_to_is_named(tmp_path):
+    (tmp_path / "out.txt").symlink_to(tmp_path / "gone" / "out.txt")
+    with pytest.raises(SetupError, match="the directory .*/gone does not exist"):
+        check_free(settings(tmp_path / "out.txt"))

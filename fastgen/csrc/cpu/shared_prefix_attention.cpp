@@ -32,7 +32,7 @@ constexpr int64_t kMinChunk = 256;
 // About as many multiplications as it takes to pay for waking a thread.
 constexpr int64_t kProductsPerTask = 1 << 17;
 
-// Keep in step with `_check` in fastgen/ops/attention.py, which says the same of the reference.
+// These keep the kernel inside the memory of its arguments, whoever calls the operator.
 void check_part(const char* name, const Tensor& part, const Tensor& query, int64_t rows, int64_t kv_heads) {
   STD_TORCH_CHECK(part.is_cpu() && part.scalar_type() == query.scalar_type(), "shared_prefix_attention: ", name,
                   " must have the device and the type of the query");
@@ -99,7 +99,7 @@ void divide(AttentionProblem& problem, int64_t threads) {
   problem.chunks = std::clamp<int64_t>(kTasks / matrices, 1, longest);
   problem.chunk_length = (problem.prefix_length + problem.chunks - 1) / problem.chunks;
   // Suffixes that are longer than the prefix are worth tasks of their own where the matrices are too few.
-  const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.copies > problem.prefix_length;
+  const bool long_suffixes = matrices < 4 * threads && problem.suffix_length * problem.per_input > problem.prefix_length;
   problem.fused = problem.chunks == 1 && !long_suffixes;
 }
 
@@ -115,11 +115,11 @@ void attend(AttentionProblem& problem, ElementType type) {
   const int64_t products_per_position = problem.group * problem.queries * (problem.dim + problem.value_dim);
   const auto grain = [](int64_t products) { return 1 + kProductsPerTask / (1 + products); };
   const int64_t suffix_products = products_per_position * problem.suffix_length;
-  const int64_t chunk_products = products_per_position * problem.copies * problem.chunk_length;
-  torch::stable::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.copies : 0)),
+  const int64_t chunk_products = products_per_position * problem.per_input * problem.chunk_length;
+  torch::stable::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.per_input : 0)),
                               [&](int64_t begin, int64_t end) { kernels.attend_prefix(problem, begin, end); });
   if (problem.fused) return;
-  torch::stable::parallel_for(0, problem.batch * problem.kv_heads * problem.copies, grain(suffix_products),
+  torch::stable::parallel_for(0, problem.batch * problem.kv_heads * problem.per_input, grain(suffix_products),
                               [&](int64_t begin, int64_t end) { kernels.attend_suffix(problem, begin, end); });
 }
 
@@ -175,7 +175,7 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   Tensor output = torch::stable::new_empty(query, {rows, heads, queries, value_dim});
   if (output.numel() == 0) return output;
 
-  problem.copies = rows / batch;
+  problem.per_input = rows / batch;
   problem.group = heads / kv_heads;
   problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
   problem.query = strided(query);

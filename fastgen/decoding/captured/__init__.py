@@ -2,7 +2,7 @@
 
 A step that a CUDA graph replays has the same addresses and sizes every time. What changes is on the device.
 
-    places        where the step is: positions, lengths, and the table of who descends from whom
+    step_state    where the step is: positions, lengths, and the beam ancestry
     kv            K and V in buffers of a fixed capacity
     beam_search   the bookkeeping of beam search
     row_search    the same for sequences that are continued independently: greedy search and sampling

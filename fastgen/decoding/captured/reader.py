@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.decoding.captured.places import Places
-from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.captured.step_state import StepState
+from fastgen.decoding.captured.streams import StreamKV
+from fastgen.decoding.shared import CannotBeCaptured, SharedKV
 from fastgen.ops.triton.decode_attention import decode_attention
 
 
@@ -15,21 +16,21 @@ class StepReader:
 
     The lengths on the device leave out what is padding or not yet written. The masks that models build, from the sizes
     of the buffers, mostly say the same once more; then they are not read. Whether it is so is found out in a step that
-    is not captured: while `looks` is set, a mask is compared with the lengths.
+    is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
 
     Attributes:
-        looks: the host may look at a mask, and wait for it.
+        host_may_wait: the host may look at a mask, and wait for the device.
     """
 
-    def __init__(self, starts: Tensor, ends: Tensor, places: Places | None, window: int | None = None) -> None:
+    def __init__(self, starts: Tensor, ends: Tensor, state: StepState | None, window: int | None = None) -> None:
         """
         Args:
             starts, ends: [batch], int32: prefix positions that count are those in [start, end).
-            places: where the step is in the suffix; None for a layer without a suffix.
+            state: where the step is in the suffix; None for a layer without a suffix.
             window: a query sees so many positions, its own included; None for all.
         """
-        self._starts, self._ends, self._places, self._window = starts, ends, places, window
-        self.looks = False
+        self._starts, self._ends, self._state, self._window = starts, ends, state, window
+        self.host_may_wait = False
         self._says_nothing_new: bool | None = None
 
     def attend(
@@ -56,14 +57,14 @@ class StepReader:
         rows, heads, queries, dim = query.shape
         bias = self._bias(query, prefix[0], suffix[0], mask)
         if bias is None and self._width > 1:
-            bias = self._places.order(heads, prefix[0].shape[2])
+            bias = self._state.order(heads, prefix[0].shape[2])
         context = decode_attention(
             query.reshape(rows, heads * queries, dim),
             *prefix,
             *suffix,
             starts=self._starts,
             ends=self._ends,
-            suffix_length=None if self._places is None else self._places.filled,
+            suffix_length=None if self._state is None else self._state.filled,
             ancestry=ancestry,
             bias=bias,
             scale=scale,
@@ -84,9 +85,13 @@ class StepReader:
         counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
         return scores.masked_fill_(~counts[:, None], torch.finfo(scores.dtype).min)
 
+    def with_own(self, shared: SharedKV, own: Tensor) -> Tensor:
+        """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
+        return StreamKV.of(shared, [own], None)
+
     @property
     def _width(self) -> int:
-        return 1 if self._places is None else self._places.width
+        return 1 if self._state is None else self._state.width
 
     def _check(self, queries: int) -> None:
         """With one position per step, queries are heads of a group. With several there is one for each."""
@@ -98,17 +103,17 @@ class StepReader:
         device = self._starts.device
         place = torch.arange(prefix + capacity, device=device)
         counts = (place >= self._starts.unsqueeze(1)) & (place < self._ends.unsqueeze(1))
-        if self._places is None:
+        if self._state is None:
             return counts.unsqueeze(1)
         # Its own place, and all of the suffix in front of it.
-        own = torch.stack(self._places.positions).unsqueeze(1) + prefix
+        own = torch.stack(self._state.positions).unsqueeze(1) + prefix
         seen = counts.unsqueeze(1) | ((place >= prefix) & (place <= own))
         return seen if self._window is None else seen & (place > own - self._window)
 
     def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if lengths say it all."""
         self._check(query.shape[2])
-        if self.looks:
+        if self.host_may_wait:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
             capacity = 0 if suffix is None else suffix.shape[2]
             self._says_nothing_new = mask is None or self._equals_lengths(mask, prefix, capacity)

@@ -14,10 +14,10 @@ from fastgen.decoding.captured.sequences import SequenceBuffers
 
 
 class RowSearch(SequenceBuffers):
-    """The state of `batch` inputs with `copies` sequences each.
+    """The state of `batch` inputs with `per_input` sequences each.
 
     Attributes:
-        sequences: [batch, copies, prompt_room + room], int64: filled up to `length`.
+        sequences: [batch, per_input, prompt_capacity + new_capacity], int64: filled up to `length`.
         unfinished: [rows], bool: sequences that go on.
         parents: None: a row continues itself.
 
@@ -29,9 +29,9 @@ class RowSearch(SequenceBuffers):
     def __init__(
         self,
         batch: int,
-        copies: int,
-        prompt_room: int,
-        room: int,
+        per_input: int,
+        prompt_capacity: int,
+        new_capacity: int,
         device: torch.device,
         eos: Sequence[int] = (),
         *,
@@ -41,24 +41,24 @@ class RowSearch(SequenceBuffers):
         Args:
             samples: draw the tokens from their probabilities, instead of taking the most probable ones.
         """
-        super().__init__(batch, copies, prompt_room, room, device, eos)
+        super().__init__(batch, per_input, prompt_capacity, new_capacity, device, eos)
         self._samples = samples
         self._has_eos = len(eos) > 0
-        self.sequences = torch.zeros(batch, copies, prompt_room + room, dtype=torch.int64, device=device)
-        self.unfinished = torch.ones(batch * copies, dtype=torch.bool, device=device)
+        self.sequences = torch.zeros(batch, per_input, prompt_capacity + new_capacity, dtype=torch.int64, device=device)
+        self.unfinished = torch.ones(batch * per_input, dtype=torch.bool, device=device)
         self._fill = torch.zeros((), dtype=torch.int64, device=device)
         self._is_spoilt = torch.zeros((), dtype=torch.bool, device=device)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
         """Starts a search. Arguments and errors are those of `BeamSearch.begin`."""
         self._begin(prompt, new_tokens, self.sequences, fill)
-        self.unfinished.copy_(self._is_real.expand(-1, self._copies).reshape(-1))
+        self.unfinished.copy_(self._is_real.expand(-1, self._per_input).reshape(-1))
         self._fill.fill_(fill)
         self._is_spoilt.fill_(False)
 
     @property
     def running_tokens(self) -> Tensor:
-        """[rows, prompt_room + room]: the sequences, for processors."""
+        """[rows, prompt_capacity + new_capacity]: the sequences, for processors."""
         return self.sequences.flatten(0, 1)
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
@@ -74,25 +74,17 @@ class RowSearch(SequenceBuffers):
             scores = probabilities / torch.empty_like(probabilities).exponential_()
         return (self._filled(scores.argmax(dim=-1)),)
 
-    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        self.advance(*proposal, stops=stops)
-
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
-        rows = inputs * self._copies
+        rows = inputs * self._per_input
         return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
 
     def _filled(self, tokens: Tensor) -> Tensor:
         return torch.where(self.unfinished, tokens, self._fill) if self._has_eos else tokens
 
-    def advance(self, tokens: Tensor, stops: Tensor | None = None) -> None:
-        """Takes the next token of every row, [rows]. Changes all in place.
-
-        Args:
-            stops: [rows], bool: sequences that end whatever their token is.
-        """
-        tokens = self._filled(tokens)
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        tokens = self._filled(proposal[0])
         new_length = self.length + 1
-        written = torch.where(self._places == self.length, tokens.view(self._batch, -1, 1), self.sequences)
+        written = torch.where(self._positions == self.length, tokens.view(self._batch, -1, 1), self.sequences)
         unfinished = self.unfinished & ~self.ends(tokens)
         if stops is not None:
             unfinished = unfinished & ~stops

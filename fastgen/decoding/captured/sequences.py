@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Stands in front of a prompt that is shorter than its room: no token.
+# Stands in front of a prompt that is shorter than its part of the buffer: no token.
 NOTHING = -1
 
 
 class SequenceBuffers:
     """The part of a search's state that does not depend on how continuations are chosen.
 
-    Sequences are in buffers of prompt_room + room positions. A prompt ends where its room ends, so that what is
-    generated begins at the same place whatever the prompt's length.
+    The buffers of the sequences have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so
+    that what is generated begins at the same place whatever the prompt's length.
 
     Attributes:
-        prompt_room, room: positions for the prompt and for what is generated.
+        prompt_capacity, new_capacity: positions for the prompt and for what is generated.
         tokens: [rows], int64: what each row is continued with.
         start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
             prompt ends, up to where they are filled, and how far they may go.
@@ -26,20 +26,26 @@ class SequenceBuffers:
     """
 
     def __init__(
-        self, batch: int, copies: int, prompt_room: int, room: int, device: torch.device, eos: Sequence[int]
+        self,
+        batch: int,
+        per_input: int,
+        prompt_capacity: int,
+        new_capacity: int,
+        device: torch.device,
+        eos: Sequence[int],
     ) -> None:
-        self._batch, self._copies = batch, copies
-        self.prompt_room, self.room = prompt_room, room
+        self._batch, self._per_input = batch, per_input
+        self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
         self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(batch * copies, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(batch * per_input, dtype=torch.int64, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
-        self.prompt = torch.full((), prompt_room, dtype=torch.int64, device=device)
+        self.prompt = torch.full((), prompt_capacity, dtype=torch.int64, device=device)
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.limit = torch.zeros((), dtype=torch.int64, device=device)
         self.done = torch.zeros((), dtype=torch.bool, device=device)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self._places = torch.arange(prompt_room + room, device=device)
+        self._positions = torch.arange(prompt_capacity + new_capacity, device=device)
 
     def ends(self, tokens: Tensor) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""
@@ -83,22 +89,22 @@ class SequenceBuffers:
                 buffer.copy_(getattr(other, name))
 
     def _begin(self, prompt: Tensor, new_tokens: int, sequences: Tensor, fill: int) -> None:
-        """Fills [batch, copies, prompt_room + room] with the prompts, and sets the positions."""
+        """Fills [batch, per_input, prompt_capacity + new_capacity] with the prompts, and sets the positions."""
         inputs, width = prompt.shape
         if new_tokens < 1:
             raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
-        if inputs > self._batch or width > self.prompt_room or new_tokens > self.room:
+        if inputs > self._batch or width > self.prompt_capacity or new_tokens > self.new_capacity:
             raise ValueError(
                 f"{inputs} prompts of {width} and {new_tokens} new tokens into buffers for {self._batch} prompts of "
-                f"{self.prompt_room} and {self.room} new tokens"
+                f"{self.prompt_capacity} and {self.new_capacity} new tokens"
             )
-        start = self.prompt_room - width
+        start = self.prompt_capacity - width
         sequences.fill_(fill)
         sequences[:, :, :start] = NOTHING
-        sequences[:inputs, :, start : self.prompt_room] = prompt.unsqueeze(1)
-        self.tokens.copy_(sequences[:, :, self.prompt_room - 1].reshape(-1).clamp(min=0))
+        sequences[:inputs, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
+        self.tokens.copy_(sequences[:, :, self.prompt_capacity - 1].reshape(-1).clamp(min=0))
         self.start.fill_(start)
-        self.length.fill_(self.prompt_room)
-        self.limit.fill_(self.prompt_room + new_tokens)
+        self.length.fill_(self.prompt_capacity)
+        self.limit.fill_(self.prompt_capacity + new_tokens)
         self.done.fill_(False)
         self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))

@@ -26,6 +26,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastgen.models.unilm import published
 from fastgen.models.unilm.configuration import UniLMConfig
 
 
@@ -197,10 +198,18 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_published(cls, path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
-        """The model of a checkpoint as the authors publish or s2s-ft writes it; see `published.load`."""
-        from fastgen.models.unilm import published
+        """The model of a checkpoint as the authors publish or s2s-ft writes it, in float32 and ready for inference.
 
-        return published.load(path, **changes)
+        Arguments are those of `published.read`.
+
+        Raises:
+            FileNotFoundError: there are no weights at `path`.
+            ValueError: the file holds something else than tensors, or other tensors than a UniLM has.
+        """
+        config, weights, file = published.read(path, **changes)
+        model = cls(config)
+        published.fill(model, weights, file)
+        return model.eval()
 
     def forward(
         self,

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastgen.models.unilm.configuration import UniLMConfig
-from fastgen.models.unilm.modeling import UniLMForSeq2SeqLM
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORDS = "bert.embeddings.word_embeddings.weight"
@@ -47,8 +46,8 @@ _HEAD_WIDTH = 64
 _SHOWN = 4  # names in a message
 
 
-def load(path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
-    """The model of a published checkpoint, in float32 and ready for inference.
+def read(path: str | os.PathLike[str], **changes: Any) -> tuple[UniLMConfig, dict[str, Tensor], Path]:
+    """What a published checkpoint says: the configuration, the weights by their names here, and the file they are in.
 
     The shape is that of the weights. Segments are 4 and 5 (UniLM v1) for a file without a configuration, and what the
     configuration says, 0 and 1 by default (s2s-ft), for a directory with one.
@@ -65,17 +64,24 @@ def load(path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
 
     Raises:
         FileNotFoundError: there are no weights at `path`.
-        ValueError: the file holds something else than tensors, or other tensors than a UniLM has.
+        ValueError: the file holds something else than tensors, or not those of a UniLM.
     """
     file, settings = _find(Path(path))
     weights = _canonical(_read(file), file)
     config = UniLMConfig(**{**_shape(weights, file), **settings, **changes})
     weights[_POSITIONS] = _resize(weights[_POSITIONS], config.max_position_embeddings)
-    model = UniLMForSeq2SeqLM(config)
+    return config, weights, file
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
+    """Loads the weights of a checkpoint into a model of its configuration.
+
+    Raises:
+        ValueError: they are not exactly those that the model has.
+    """
     wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
     _check(weights, wanted, file)
     model.load_state_dict(weights, strict=False)  # all but the copies, which are tied to what they are copies of
-    return model.eval()
 
 
 def _find(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -3,14 +3,14 @@
     decode_attention   one query per row over a prefix shared by the rows of an input, and a suffix read through a table
     kv_write           the new K and V of all rows into the cache, at a position that is on the device
     beam_step          log-probabilities, accumulated scores, the best candidates, and what becomes of the beams
-    norm               layer norm and RMS norm, with the residual added
+    norm               RMS norm: torch has a layer norm
 
 Importing this package and its modules does not import Triton. A public function runs its kernel where there is one for
 its tensors (`available`), and its reference elsewhere. The kernels are in the modules with an underscore.
 
 Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
 graph, and its replays read lengths, positions and tables as they are then. The captured step is made of them
-(`fastgen.decoding.captured`); of `norm`, it uses the RMS norm alone (`fastgen.decoding.norms`): torch has a layer norm.
+(`fastgen.decoding.captured`).
 """
 
 from __future__ import annotations

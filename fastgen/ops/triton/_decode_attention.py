@@ -9,12 +9,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tanh(x):
-    # From exp alone, which Triton has on every backend. The error is that of float32 at 1, whatever x is.
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-
-
-@triton.jit
 def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     if WIDEN:
         a = a.to(tl.float32)
@@ -24,13 +18,11 @@ def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _take_in(
-    q, k, v, seen, bias, maximum, total, context, scale, soft_cap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    q, k, v, seen, bias, maximum, total, context, scale,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values into the running softmax of all rows of the tile."""
     scores = _dot(q, tl.trans(k), PRECISION, WIDEN) * scale
-    if HAS_CAP:
-        scores = soft_cap * _tanh(scores / soft_cap)
     if HAS_BIAS:
         scores += bias
     scores = tl.where(seen, scores * LOG2E, float("-inf"))
@@ -46,17 +38,17 @@ def _take_in(
 
 @triton.jit
 def attend(
-    query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias, sinks,
+    query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
     out, part_maximum, part_total, part_context,
-    prefix_length, capacity, window, kv_heads, scale, soft_cap,
+    prefix_length, capacity, window, kv_heads, scale,
     q_row, q_head, pk_batch, pk_head, pk_place, pv_batch, pv_head, pv_place,
     sk_row, sk_head, sk_place, sv_row, sv_head, sv_place,
     ancestry_row, bias_row, bias_head, bias_place, out_row, out_head, queries, splits,
-    COPIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PER_INPUT: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M_TILES: tl.constexpr, IN_PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_SUFFIX: tl.constexpr, HAS_ANCESTRY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One tile: the queries of one input that read the same K/V head, over one part of the blocks of keys.
 
@@ -72,9 +64,9 @@ def attend(
     batch = (tile // M_TILES) // kv_heads
 
     m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = m < COPIES * GROUP
+    real = m < PER_INPUT * GROUP
     # Offsets of whole rows and heads are 64 bit: a cache is soon larger than 2^31 elements.
-    row = (batch * COPIES + m // GROUP).to(tl.int64)
+    row = (batch * PER_INPUT + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
@@ -101,7 +93,7 @@ def attend(
         first = tl.maximum(length - window, 0)
     prefix_blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N)
     suffix_blocks = tl.cdiv(tl.maximum(length - first, 0), BLOCK_N)
-    blocks = prefix_blocks + COPIES * suffix_blocks
+    blocks = prefix_blocks + PER_INPUT * suffix_blocks
     share = tl.cdiv(blocks, splits)
     low = split * share
     high = tl.minimum(low + share, blocks)
@@ -130,17 +122,16 @@ def attend(
                 mask=real[:, None] & inside[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
         maximum, total, context = _take_in(
-            q, k, v, inside[None, :], added, maximum, total, context, scale, soft_cap,
-            HAS_BIAS, HAS_CAP, PRECISION, WIDEN,
-        )  # fmt: skip
+            q, k, v, inside[None, :], added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
+        )
 
     if HAS_SUFFIX:
         for block in range(tl.maximum(low, prefix_blocks), high):
             # The rows of an input take turns at the same positions: the part of the table they share stays in cache.
-            copy = (block - prefix_blocks) % COPIES
-            place = first + (block - prefix_blocks) // COPIES * BLOCK_N + n
+            copy = (block - prefix_blocks) % PER_INPUT
+            place = first + (block - prefix_blocks) // PER_INPUT * BLOCK_N + n
             inside = place < length
-            source = wide * COPIES + copy
+            source = wide * PER_INPUT + copy
             if HAS_ANCESTRY:
                 parents = tl.load(
                     ancestry + (row * ancestry_row)[:, None] + place[None, :],
@@ -167,18 +158,10 @@ def attend(
                     mask=real[:, None] & inside[None, :], other=0.0,
                 ).to(tl.float32)  # fmt: skip
             maximum, total, context = _take_in(
-                q, k, v, mine, added, maximum, total, context, scale, soft_cap,
-                HAS_BIAS, HAS_CAP, PRECISION, WIDEN,
-            )  # fmt: skip
+                q, k, v, mine, added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
+            )
 
     if not IN_PARTS:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
-            both = tl.maximum(maximum, sink)
-            base = tl.where(both == float("-inf"), 0.0, both)
-            fade = tl.exp2(maximum - base)
-            total = total * fade + tl.exp2(sink - base)
-            context = context * fade[:, None]
         # A row that sees nothing has no weights: zeros, as fused kernels give.
         context = context / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
@@ -198,8 +181,8 @@ def attend(
 
 @triton.jit
 def merge(
-    part_maximum, part_total, part_context, sinks, out, heads, queries, splits, out_row, out_head,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr,
+    part_maximum, part_total, part_context, out, heads, queries, splits, out_row, out_head,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query into its context, all scaled to the largest maximum: no part can overflow."""
     at = tl.program_id(0).to(tl.int64)
@@ -215,14 +198,8 @@ def merge(
         mask=(s < splits)[:, None] & (e < VALUE_DIM)[None, :], other=0.0,
     )  # fmt: skip
     base = tl.max(maxima, 0)
-    sink = float("-inf")
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        base = tl.maximum(base, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     fade = tl.exp2(maxima - base)
     total = tl.sum(totals * fade, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
     context = tl.sum(contexts * fade[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_row + head * out_head + e, context.to(out.dtype.element_ty), mask=e < VALUE_DIM)

@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
     tokens: Tensor
 
 
-def best_candidates(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
+def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
     """The `count` best continuations of each input over all its beams.
 
     Args:
@@ -56,11 +56,11 @@ def best_candidates(scores: Tensor, running: Tensor, count: int, *, normalise: b
         ValueError: shapes or `count` are not as above.
     """
     if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
-        raise ValueError(f"best_candidates: scores {tuple(scores.shape)} for running scores {tuple(running.shape)}")
+        raise ValueError(f"best_continuations: scores {tuple(scores.shape)} for running scores {tuple(running.shape)}")
     batch, beams = running.shape
     rows, vocabulary = scores.shape
     if not 1 <= count <= beams * vocabulary:
-        raise ValueError(f"best_candidates: {count} of {beams} x {vocabulary} candidates")
+        raise ValueError(f"best_continuations: {count} of {beams} x {vocabulary} candidates")
     block = min(_BLOCK, max(package.power_of_two(vocabulary), 16))
     parts = -(-vocabulary // block)
     keep = min(count, block)
@@ -112,14 +112,14 @@ def best_candidates(scores: Tensor, running: Tensor, count: int, *, normalise: b
 
 
 def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
-    """`best_candidates` in plain torch, for any device and type, with the ties of torch.topk."""
+    """`best_continuations` in plain torch, for any device and type, with the ties of torch.topk."""
     batch, beams = running.shape
     vocabulary = scores.shape[1]
     accurate = torch.promote_types(scores.dtype, torch.float32)
     values = torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
     values = values.view(batch, beams, vocabulary) + running.unsqueeze(2)
-    best, places = values.view(batch, beams * vocabulary).topk(count, dim=1)
-    return Candidates(best, places // vocabulary, places % vocabulary)
+    best, indices = values.view(batch, beams * vocabulary).topk(count, dim=1)
+    return Candidates(best, indices // vocabulary, indices % vocabulary)
 
 
 def advance_ancestry(ancestry: Tensor, parents: Tensor, position: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention of one decoding step: a query per row, over a shared prefix and a suffix read through an ancestry table.
 
-As in `fastgen.ops.attention`, one input is continued by `copies` rows, and its prefix is there once. The suffix is
+As in `fastgen.ops.attention`, one input is continued by `per_input` rows, and its prefix is there once. The suffix is
 never moved: when beams are reordered, only the table `ancestry` changes, which says for every row and suffix position
 in which row the K and V of that position lie.
 
@@ -9,7 +9,7 @@ flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's casc
 the prefix and the suffixes of all rows of an input are one sequence of blocks, so that one kernel reads both.
 
 Shapes:
-    rows = batch * copies   those of one input next to each other
+    rows = batch * per_input   those of one input next to each other
     query heads             a multiple of kv heads; query head h reads kv head h // (query heads / kv heads)
     query                   [rows, query heads, dim]
     prefix                  [batch, kv heads, N, dim]
@@ -108,17 +108,14 @@ def decode_attention(
     suffix_length: Tensor | None = None,
     ancestry: Tensor | None = None,
     bias: Tensor | None = None,
-    sinks: Tensor | None = None,
     scale: float | None = None,
-    soft_cap: float | None = None,
     window: int | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of one query per row over what its input and its own history have.
 
-    The score of a key is `query . key * scale`; if there is a soft-cap, `soft_cap * tanh(score / soft_cap)` of that;
-    plus the bias.
+    The score of a key is `query . key * scale`, plus the bias.
 
     Args:
         query: [rows, heads, dim]; the last dimension contiguous, as of all of these.
@@ -131,7 +128,6 @@ def decode_attention(
         ancestry: [rows, capacity or more], int32: the row in which suffix position t of a row lies; rows of the same
             input. By default its own.
         bias: broadcastable to [rows, heads, N + capacity], any floating type: added to the scores; -inf masks.
-        sinks: [heads]: a score of which every head has one beside those of its keys, and that has no value.
         window: the query sees so many positions, its own the last of them; padding counts, and a prefix ends at N.
         out: [rows, heads, value dim]: where to put the result.
         splits: in how many parts to work on a sequence; chosen by default.
@@ -149,22 +145,21 @@ def decode_attention(
     scale = dim**-0.5 if scale is None else scale
     if out is None:
         out = query.new_empty(rows, heads, value_dim)
-    given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias, sinks)
+    given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
     if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
         return out.copy_(
             reference(
                 query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
-                suffix_length=suffix_length, ancestry=ancestry, bias=bias, sinks=sinks, scale=scale, soft_cap=soft_cap,
-                window=window,
+                suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window,
             )
         )  # fmt: skip
     from fastgen.ops.triton import _decode_attention as kernels
 
-    copies, group = rows // max(batch, 1), heads // kv_heads
+    per_input, group = rows // max(batch, 1), heads // kv_heads
     capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
-    seen = length + copies * capacity
+    seen = length + per_input * capacity
     chosen = plan(
-        batch, kv_heads, copies * group, max(dim, value_dim), seen, query.element_size(),
+        batch, kv_heads, per_input * group, max(dim, value_dim), seen, query.element_size(),
         package.multiprocessors(query.device), package.shared_memory(query.device),
     )  # fmt: skip
     splits = chosen.splits if splits is None else splits
@@ -181,15 +176,15 @@ def decode_attention(
         (batch * kv_heads * chosen.m_tiles, splits),
         (
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
-            sinks, out, part_maximum, part_total, part_context,
-            length, capacity, 0 if window is None else window, kv_heads, float(scale), float(soft_cap or 1.0),
+            out, part_maximum, part_total, part_context,
+            length, capacity, 0 if window is None else window, kv_heads, float(scale),
             query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
             0 if ancestry is None else ancestry.stride(0), *(no_strides if bias is None else bias.stride()),
             out.stride(0), out.stride(1), rows * heads, splits,
         ),
-        COPIES=copies,
+        PER_INPUT=per_input,
         GROUP=group,
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -209,8 +204,6 @@ def decode_attention(
         HAS_SUFFIX=suffix_keys is not None,
         HAS_ANCESTRY=ancestry is not None,
         HAS_BIAS=bias is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
@@ -219,14 +212,10 @@ def decode_attention(
         package.launch(
             kernels.merge,
             (rows * heads,),
-            (
-                part_maximum, part_total, part_context, sinks, out, heads, rows * heads, splits,
-                out.stride(0), out.stride(1),
-            ),
+            (part_maximum, part_total, part_context, out, heads, rows * heads, splits, out.stride(0), out.stride(1)),
             VALUE_DIM=value_dim,
             BLOCK_V=max(package.power_of_two(value_dim), 16),
             BLOCK_S=package.power_of_two(splits),
-            HAS_SINKS=sinks is not None,
             num_warps=1 if splits <= 8 else 4,
         )  # fmt: skip
     return out
@@ -244,15 +233,13 @@ def reference(
     suffix_length: Tensor | None = None,
     ancestry: Tensor | None = None,
     bias: Tensor | None = None,
-    sinks: Tensor | None = None,
     scale: float | None = None,
-    soft_cap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
     """The operator in plain torch, for any device and type, on the full keys and values. Arguments as above."""
     rows, heads, dim = query.shape
     batch, kv_heads, length, _ = prefix_keys.shape
-    copies, group = rows // max(batch, 1), heads // kv_heads
+    per_input, group = rows // max(batch, 1), heads // kv_heads
     device = query.device
     place = torch.arange(length, device=device)
     seen = torch.ones(batch, length, dtype=torch.bool, device=device)
@@ -260,8 +247,8 @@ def reference(
         seen &= place >= starts.unsqueeze(1)
     if ends is not None:
         seen &= place < ends.unsqueeze(1)
-    seen = seen.repeat_interleave(copies, dim=0)
-    keys, values = (part.repeat_interleave(copies, dim=0) for part in (prefix_keys, prefix_values))
+    seen = seen.repeat_interleave(per_input, dim=0)
+    keys, values = (part.repeat_interleave(per_input, dim=0) for part in (prefix_keys, prefix_values))
     if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
         capacity = suffix_keys.shape[2]
         own = torch.arange(capacity, device=device)
@@ -287,15 +274,11 @@ def reference(
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     accurate = torch.promote_types(query.dtype, torch.float32)
     scores = (keys.to(accurate) @ query.to(accurate).unsqueeze(3)).squeeze(3) * (dim**-0.5 if scale is None else scale)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(accurate).view(1, heads, 1).expand(rows, heads, 1)], dim=2)
     weights = torch.softmax(scores, dim=2)
-    weights = weights.masked_fill(scores.isneginf().all(dim=2, keepdim=True), 0)[..., : keys.shape[2]]
+    weights = weights.masked_fill(scores.isneginf().all(dim=2, keepdim=True), 0)
     return (weights.unsqueeze(2) @ values.to(accurate)).squeeze(2).to(query.dtype)
 
 
@@ -324,17 +307,13 @@ def _check(
     parts = [query, prefix_keys, prefix_values]
     if suffix_keys is not None and suffix_values is not None:
         parts += [suffix_keys, suffix_values]
-        require(
-            suffix_keys.shape[:2] == (rows, kv_heads) and suffix_keys.shape[3] == dim,
-            "the suffix keys do not fit the query",
-        )
+        capacity = suffix_keys.shape[2]
+        require(suffix_keys.shape == (rows, kv_heads, capacity, dim), "the suffix keys do not fit the query")
         require(suffix_values.shape == (*suffix_keys.shape[:3], prefix_values.shape[3]), "the suffix values do not fit")
         require(suffix_length is not None and suffix_length.numel() == 1, "a suffix needs its length, one number")
         if ancestry is not None:
-            require(
-                ancestry.dim() == 2 and ancestry.shape[0] == rows and ancestry.shape[1] >= suffix_keys.shape[2],
-                "ancestry must be [rows, capacity]",
-            )
+            fits = ancestry.dim() == 2 and ancestry.shape[0] == rows and ancestry.shape[1] >= capacity
+            require(fits, "ancestry must be [rows, capacity]")
             require(ancestry.dtype == torch.int32 and ancestry.stride(1) == 1, "ancestry must be int32 and contiguous")
     require(all(part.dtype == query.dtype for part in parts), "query, keys and values of different types")
     require(all(part.shape[-1] < 2 or part.stride(-1) == 1 for part in parts), "the last dimension must be contiguous")

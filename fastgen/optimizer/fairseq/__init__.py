@@ -1,4 +1,4 @@
-"""FairSeq: what makes it run on a current Python, and the functions that are hooked to make its generation fast.
+"""FairSeq: what makes it run and keeps it safe (`compat`), and the functions that are hooked to make generation fast.
 
 `SequenceGenerator._generate` opens a call and repeats it with the original code should anything go wrong. Inside of it,
 `MultiheadAttention` uses FastGen's K/V store, the ensemble leaves the encoder output as it is and reorders that store,
@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.optimizer.fairseq.dataclasses import HashableConfigs
-from fastgen.optimizer.fairseq.globals import ModuleGlobal, missing_from_fairseq, numpy_lacks
+from fastgen.optimizer.fairseq import compat
 from fastgen.optimizer.fairseq.registration import Registration
 from fastgen.patching import Patch
 
@@ -27,34 +26,7 @@ _ATTENTION_PARAMETERS = (
 
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to FairSeq."""
-    return [*_compatibility(), *_prophetnet(), *_generation()]
-
-
-def _compatibility() -> list[Patch]:
-    """What FairSeq 0.12 needs to run on Python, torch and NumPy as they are today."""
-    adapters = __name__
-    layers = "fairseq.modules.transformer_layer"
-    load = f"{adapters}.checkpoints:load"
-    numpy = f"{adapters}.globals:old_numpy"
-    return [
-        HashableConfigs(),
-        Patch("fairseq.checkpoint_utils", "load_checkpoint_to_cpu", load),
-        Patch("fairseq.checkpoint_utils", "load_ema_from_checkpoint", load),
-        Patch("fairseq.distributed.utils", "_broadcast_object_slow", load),
-        ModuleGlobal("fairseq.data.data_utils", "np", numpy, numpy_lacks("int")),
-        ModuleGlobal("fairseq.data.language_pair_dataset", "np", numpy, numpy_lacks("compat")),
-        ModuleGlobal("fairseq.data.token_block_dataset", "np", numpy, numpy_lacks("compat")),
-        ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
-        Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{adapters}.encoder:load_from_state_dict"),
-        Patch("fairseq.data.indexed_dataset", "MMapIndexedDataset.__del__", f"{adapters}.datasets:close"),
-        Patch("fairseq.data.indexed_dataset", "MMapIndexedDataset.Index.__del__", f"{adapters}.datasets:close"),
-        ModuleGlobal("fairseq", "libnat", f"{adapters}.libnat:make", missing_from_fairseq("libnat")),
-        Patch(
-            "fairseq.tasks.translation_from_pretrained_bart",
-            "TranslationFromPretrainedBARTTask.__init__",
-            f"{adapters}.tasks:keep_arguments",
-        ),
-    ]
+    return [*compat.patches(), *_prophetnet(), *_generation()]
 
 
 def _prophetnet() -> list[Patch]:
@@ -65,7 +37,7 @@ def _prophetnet() -> list[Patch]:
         Patch("fairseq.models", "register_model", give_way),
         Patch("fairseq.tasks", "register_task", give_way),
         Patch("fairseq.criterions", "register_criterion", give_way),
-        Patch(f"{model}.pretrained", "read", f"{__name__}.checkpoints:load"),
+        Patch(f"{model}.pretrained", "read", f"{__name__}.compat.checkpoints:load"),
         Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.prophetnet:extend"),
         Registration("fairseq", "ngram_transformer_prophet", f"{model}:register"),
     ]

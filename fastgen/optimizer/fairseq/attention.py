@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.optimizer.fairseq.call import Call, Declined, State
+from fastgen.optimizer.fairseq.call import Call, State, Unsupported
 
 
 def attention(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,10 +82,10 @@ def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tens
     layer, is_new = call.layer(module, state)
     if is_new:
         if key.shape[1] != call.beams.batch:
-            raise Declined("the encoder output does not have a row for each source")
+            raise Unsupported("the encoder output does not have a row for each source")
         layer.extend(_heads(module, module.k_proj(key)).contiguous(), _heads(module, module.v_proj(key)).contiguous())
-        if call.has_branched:
-            layer.branch(call.beams)
+        if call.is_expanded:
+            layer.expand(call.beams)
     return layer.read()
 
 

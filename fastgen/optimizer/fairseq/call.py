@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.decoding.beams import Beams, rows_of
 from fastgen.decoding.kv import LayerKV
-
-if TYPE_CHECKING:
-    from fastgen.optimizer.fairseq.prefill import Prefill
+from fastgen.optimizer.fairseq.prefill import Prefill
 
 ENTRY_POINT = "fairseq.generate"
 
@@ -24,7 +22,7 @@ State = dict[str, Any]
 _KEY = "fastgen_kv"
 
 
-class Declined(Exception):
+class Unsupported(Exception):
     """This call is not supported after all; the message says why. It is repeated with the original code."""
 
 
@@ -33,32 +31,32 @@ class Call:
 
     Attributes:
         ensemble: the ensemble that generates.
-        copies: sequences per source.
-        beams: the sources that are left, and how their sequences branch; known when the loop repeats the encoder
+        per_input: sequences per source.
+        beams: the sources that are left, and what their sequences descend from; known when the loop repeats the encoder
             output for the beams, which happens before the first step.
         prefill: the tokens that every sequence of a source begins with, when they are run at once.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_fairseq_call", default=None)
 
-    def __init__(self, ensemble: Any, copies: int, pad: int, attentions: set[int], room: int) -> None:
+    def __init__(self, ensemble: Any, per_input: int, pad: int, attentions: set[int], initial_capacity: int) -> None:
         """
         Args:
             pad: the token that stands for none.
             attentions: `id` of each attention module whose K/V are kept here.
-            room: positions to allocate for at first.
+            initial_capacity: positions to allocate for at first.
         """
         self.ensemble = ensemble
-        self.copies = copies
+        self.per_input = per_input
         self.beams: Beams | None = None
         self.prefill: Prefill | None = None
         self._pad = pad
         self._attentions = attentions
-        self._room = room
+        self._initial_capacity = initial_capacity
         self._layers: list[LayerKV] = []
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._prefilled: State | None = None
-        self._branched = False
+        self._expanded = False
         self._tokens: Tensor | None = None
         self._has_padding = False
         self._own_mask: Tensor | None = None
@@ -81,23 +79,23 @@ class Call:
 
     def begin(self, rows: int) -> None:
         """The sources are encoded, and the loop goes on with so many sequences."""
-        self.beams = Beams(rows // self.copies, self.copies)
+        self.beams = Beams(rows // self.per_input, self.per_input)
 
     @property
-    def has_branched(self) -> bool:
+    def is_expanded(self) -> bool:
         """Whether each sequence has a row of its own. Before, there is one for all sequences of a source."""
-        return self._branched
+        return self._expanded
 
-    def branch(self) -> None:
+    def expand(self) -> None:
         """From now on each sequence has a row of its own."""
-        self._branched = True
+        self._expanded = True
         # Not made anew: sources that end at the first step are gone by then.
         self._masks = {
-            key: (padding, mask.repeat_interleave(self.copies, dim=0) if mask is not None else None)
+            key: (padding, mask.repeat_interleave(self.per_input, dim=0) if mask is not None else None)
             for key, (padding, mask) in self._masks.items()
         }
         for layer in self._layers:
-            layer.branch(self.beams)
+            layer.expand(self.beams)
 
     # ---- K/V
 
@@ -114,8 +112,8 @@ class Call:
     def extend(self, module: Any, state: State, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of self-attention, with those of the new positions, [rows, heads, positions, dim]."""
         layer, is_new = self.layer(module, state)
-        if is_new and self.has_branched:
-            layer.branch(self.beams)
+        if is_new and self.is_expanded:
+            layer.expand(self.beams)
         return layer.extend(keys, values)
 
     def layer(self, module: Any, state: State) -> tuple[LayerKV, bool]:
@@ -124,7 +122,7 @@ class Call:
         found = module.get_incremental_state(state, _KEY)
         if found is not None:
             return found["kv"], False
-        layer = LayerKV(self._room)
+        layer = LayerKV(self._initial_capacity)
         self._layers.append(layer)
         module.set_incremental_state(state, _KEY, {"kv": layer})
         return layer, True
@@ -137,7 +135,7 @@ class Call:
             yield
         finally:
             self._prefilled = None
-        self.branch()
+        self.expand()
 
     def step(self, tokens: Tensor) -> None:
         """A step begins, with the tokens of all sequences so far, [rows, length]."""
@@ -161,7 +159,7 @@ class Call:
         """What to add to the scores for a mask of the sources' padding, [sources, S].
 
         Returns:
-            [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has branched.
+            [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has expanded them.
         """
         # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first is
         # the one before the call branches.
@@ -174,7 +172,7 @@ class Call:
             return None
         if bool(padding.all(dim=1).any()):
             # What attention over nothing gives is not the same in all implementations.
-            raise Declined("a source that is nothing but padding")
+            raise Unsupported("a source that is nothing but padding")
         mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
         return mask.masked_fill_(padding, float("-inf"))[:, None, None, :]
 
@@ -182,12 +180,12 @@ class Call:
 
     def reorder(self, index: Tensor) -> None:
         """Row r continues row `index[r]`. The sources of which no row goes on are finished."""
-        sources = index.view(-1, self.copies)[:, 0] // self.copies
+        sources = index.view(-1, self.per_input)[:, 0] // self.per_input
         left = sources.shape[0]
         if left < self.beams.batch:
             self._keep(sources)
             gone = sources - torch.arange(left, device=index.device)
-            index = index - gone.repeat_interleave(self.copies) * self.copies
+            index = index - gone.repeat_interleave(self.per_input) * self.per_input
         for layer in self._layers:
             layer.reorder(index)
 
@@ -195,7 +193,7 @@ class Call:
         for layer in self._layers:
             layer.keep(sources)
         self.beams.keep(sources)
-        rows = rows_of(sources, self.copies)
+        rows = rows_of(sources, self.per_input)
         self._masks = {
             key: (padding, mask[rows] if mask is not None else None) for key, (padding, mask) in self._masks.items()
         }

@@ -17,13 +17,13 @@ from fastgen import counters, patching
 from fastgen.decoding import host_memory
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Declined
+from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Unsupported
 from fastgen.optimizer.fairseq.prefill import Prefill, prefix_to_run
 from fastgen.optimizer.fairseq.scores import without_nan
 from fastgen.optimizer.fairseq.support import attentions_of, unsupported
 
 # Allocated at first for the positions to come, at the most; more when that is full.
-_MAX_FIRST_ROOM = 64
+_MAX_FIRST_CAPACITY = 64
 
 
 def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def _accelerated(
             result = wrapped(*args, **kwargs)
         counters.count_accelerated(ENTRY_POINT)
         return result
-    except Declined as declined:
+    except Unsupported as declined:
         random_state.restore()
         counters.count_fallback(ENTRY_POINT, str(declined))
         return _original(wrapped, args, kwargs)
@@ -96,13 +96,13 @@ def _open(generator: Any, arguments: dict[str, Any]) -> Call:
     longest = generator.max_len - 1
     if source is not None and not generator.match_source_len:
         longest = min(int(generator.max_len_a * source.shape[1] + generator.max_len_b), longest)
-    room = max(min(longest + 1, _MAX_FIRST_ROOM), 1)
-    call = Call(generator.model, generator.beam_size, generator.pad, attentions_of(generator.model), room)
+    initial_capacity = max(min(longest + 1, _MAX_FIRST_CAPACITY), 1)
+    call = Call(generator.model, generator.beam_size, generator.pad, attentions_of(generator.model), initial_capacity)
     if arguments.get("constraints") is None and not generator.match_source_len:
         bos = arguments.get("bos_token")
         bos = generator.eos if bos is None else int(bos)
         prefix = prefix_to_run(generator, bos, arguments.get("prefix_tokens"), longest)
-        call.prefill = Prefill(prefix) if prefix is not None else None
+        call.prefill = Prefill(prefix, call.per_input) if prefix is not None else None
     return call
 
 
@@ -151,12 +151,13 @@ def _decode(
 ) -> tuple[Tensor, Tensor | None]:
     prefill, step = call.prefill, tokens.shape[1] - 1
     if prefill is None:
-        if not call.has_branched:
+        if not call.is_expanded:
             return _decode_first(call, wrapped, tokens, encoder_outs, incremental_states, temperature)
         call.step(tokens)
         return wrapped(tokens, encoder_outs, incremental_states, temperature)
     if step == 0:
-        prefill.run(call, call.ensemble.single_model, tokens[:: call.copies], incremental_states[0], temperature)
+        with call.prefilling(incremental_states[0]):
+            prefill.run(call.ensemble.single_model, tokens[:: call.per_input], temperature)
     if step == prefill.steps:
         call.prefill = None
     return prefill.log_probs(step), None
@@ -166,11 +167,11 @@ def _decode_first(
     call: Call, wrapped: Any, tokens: Tensor, encoder_outs: Any, incremental_states: list[Any], temperature: float
 ) -> tuple[Tensor, Tensor | None]:
     """The step in which all sequences of a source are the same yet: once per source."""
-    tokens = tokens[:: call.copies]
+    tokens = tokens[:: call.per_input]
     call.step(tokens)
     found = wrapped(tokens, encoder_outs, incremental_states, temperature)
-    call.branch()
-    log_probs, weights = (part if part is None else part.repeat_interleave(call.copies, dim=0) for part in found)
+    call.expand()
+    log_probs, weights = (part if part is None else part.repeat_interleave(call.per_input, dim=0) for part in found)
     return log_probs, weights
 
 

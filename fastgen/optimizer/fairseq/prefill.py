@@ -8,13 +8,10 @@ what it asks the model for in each of them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from fastgen.optimizer.fairseq.call import Call, State
 
 # The log-probabilities of the vocabulary are made for so many numbers at a time.
 _CHUNK = 2**24
@@ -23,9 +20,13 @@ _CHUNK = 2**24
 class Prefill:
     """The first tokens of every source, [sources, P], all of them known."""
 
-    def __init__(self, prefix: Tensor) -> None:
+    def __init__(self, prefix: Tensor, per_input: int) -> None:
+        """
+        Args:
+            per_input: sequences per source.
+        """
         self.prefix = prefix
-        self._copies = 0
+        self._per_input = per_input
         # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V].
         self._of_prefix: Tensor | None = None
         self._behind: Tensor | None = None
@@ -35,12 +36,10 @@ class Prefill:
         """Steps of the loop in which the prefix decides."""
         return self.prefix.shape[1]
 
-    def run(self, call: Call, model: Any, first: Tensor, state: State, temperature: float) -> None:
+    def run(self, model: Any, first: Tensor, temperature: float) -> None:
         """The pass over the prefix, which follows the tokens `first`, [sources, 1]."""
         tokens = torch.cat([first, self.prefix], dim=1)
-        self._copies = call.copies
-        with call.prefilling(state):
-            features, extra = model.decoder.extract_features(tokens, encoder_out=None, incremental_state=None)
+        features, extra = model.decoder.extract_features(tokens, encoder_out=None, incremental_state=None)
         of_prefix = []
         chunk = max(_CHUNK // (tokens.shape[0] * len(model.decoder.dictionary)), 1)
         for start in range(0, tokens.shape[1], chunk):
@@ -54,11 +53,11 @@ class Prefill:
     def log_probs(self, step: int) -> Tensor:
         """What the model says in a step up to `steps`, [rows, V]; of what the prefix rules out, -inf."""
         if step == self.steps:
-            return self._behind.repeat_interleave(self._copies, dim=0)
-        scores = self._behind.new_full((self._behind.shape[0] * self._copies, self._behind.shape[1]), -math.inf)
+            return self._behind.repeat_interleave(self._per_input, dim=0)
+        scores = self._behind.new_full((self._behind.shape[0] * self._per_input, self._behind.shape[1]), -math.inf)
         tokens, known = self.prefix[:, step : step + 1], self._of_prefix[:, step : step + 1]
-        copies = self._copies
-        return scores.scatter_(1, tokens.repeat_interleave(copies, dim=0), known.repeat_interleave(copies, dim=0))
+        per_input = self._per_input
+        return scores.scatter_(1, tokens.repeat_interleave(per_input, dim=0), known.repeat_interleave(per_input, dim=0))
 
     def keep(self, sources: Tensor) -> None:
         """Goes on with the given sources only."""

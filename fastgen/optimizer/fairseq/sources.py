@@ -1,4 +1,4 @@
-"""Sources of about the same length are encoded together (`fastgen.decoding.groups`)."""
+"""Sources of about the same length are encoded together (`fastgen.decoding.length_buckets`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from fastgen.optimizer.fairseq.call import Call
 
 _METHODS = ("forward", "forward_scriptable", "forward_embedding", "forward_torchscript", "forward_non_torchscript")
@@ -28,7 +28,7 @@ def _encode(wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -> Any:
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
     sizes, in_front = _sizes(padding)
-    cut = groups.by_length(sizes, tokens.shape[1])
+    cut = length_buckets.by_length(sizes, tokens.shape[1])
     if len(cut) < 2:
         return wrapped(net_input)
     parts = []
@@ -58,7 +58,7 @@ def _sizes(padding: Tensor) -> tuple[list[int], bool]:
     sizes = longest - padding.sum(dim=1)
     places = torch.arange(longest)
     in_front = bool((padding == (places < longest - sizes.unsqueeze(1))).all())
-    return (sizes if in_front else groups.lengths(~padding)).tolist(), in_front
+    return (sizes if in_front else length_buckets.lengths(~padding)).tolist(), in_front
 
 
 def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:

@@ -91,25 +91,25 @@ def patches() -> list[Patch]:
         Patch(
             generation,
             "GenerationMixin.prepare_inputs_for_generation",
-            f"{adapters}.finished:prepare_inputs",
+            f"{adapters}.loop_hooks:prepare_inputs",
             _check_parameters("input_ids"),
         ),
         Patch(
             generation,
             "GenerationMixin._update_model_kwargs_for_generation",
-            f"{adapters}.finished:update_kwargs",
+            f"{adapters}.loop_hooks:update_kwargs",
             _check_parameters("outputs", "model_kwargs"),
         ),
         Patch(
             generation,
             "GenerationMixin._check_early_stop_heuristic",
-            f"{adapters}.finished:early_stop",
+            f"{adapters}.loop_hooks:early_stop",
             _check_parameters("beam_scores", "is_sent_finished", "early_stopping"),
         ),
         Patch(
             "transformers.generation.stopping_criteria",
             "StoppingCriteriaList.__call__",
-            f"{adapters}.finished:stopping_criteria",
+            f"{adapters}.loop_hooks:stopping_criteria",
             _check_parameters("input_ids", "scores"),
         ),
         Patch(

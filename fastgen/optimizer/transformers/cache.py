@@ -26,9 +26,9 @@ class SharedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, room: int, window: int | None = None) -> None:
+    def __init__(self, initial_capacity: int, window: int | None = None) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
-        self.kv = LayerKV(room, window)
+        self.kv = LayerKV(initial_capacity, window)
         self.is_sliding = window is not None
         self.window = window
         # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
@@ -84,36 +84,38 @@ class StoreInCache:
     call is given up half-way: `restore` puts everything back as it was.
     """
 
-    def __init__(self, cache: Cache, copies: int, room: int) -> None:
+    def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
         """
         Args:
             cache: as accepted by `unsupported`.
-            copies: sequences per input. A cache that holds something has one row per sequence, equal among the
+            per_input: sequences per input. A cache that holds something has one row per sequence, equal among the
                 sequences of an input.
-            room: positions that will be generated, at least.
+            initial_capacity: positions that will be generated, at least.
         """
         self.cache = cache
         self._beams: Beams | None = None
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
-        shared = [[self._shared(layer, copies, room) for layer in layers] for _, layers, _ in self._saved]
+        shared = [
+            [self._shared(layer, per_input, initial_capacity) for layer in layers] for _, layers, _ in self._saved
+        ]
         # From here on nothing can fail: the cache is changed whole or not at all.
         for (part, _, replicate), layers in zip(self._saved, shared, strict=True):
             part.layers = layers
-            part.layer_class_to_replicate = partial(SharedLayer, room) if replicate is not None else None
+            part.layer_class_to_replicate = partial(SharedLayer, initial_capacity) if replicate is not None else None
 
     @staticmethod
-    def _shared(layer: Any, copies: int, room: int) -> SharedLayer:
-        shared = SharedLayer(room, window=_window(layer))
+    def _shared(layer: Any, per_input: int, initial_capacity: int) -> SharedLayer:
+        shared = SharedLayer(initial_capacity, window=_window(layer))
         if layer.get_seq_length():
-            shared.update(layer.keys[::copies].contiguous(), layer.values[::copies].contiguous())
+            shared.update(layer.keys[::per_input].contiguous(), layer.values[::per_input].contiguous())
         return shared
 
-    def branch(self, beams: Beams) -> None:
-        """The prompt is stored: from now on every input has `beams.copies` rows."""
+    def expand(self, beams: Beams) -> None:
+        """The prompt is stored: from now on every input has `beams.per_input` rows."""
         self._beams = beams
         for part in _parts(self.cache):
             for layer in part.layers:
-                layer.kv.branch(beams)
+                layer.kv.expand(beams)
             if part.layer_class_to_replicate is not None and not part.layers:
                 # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
                 raise RuntimeError("the model did not fill the cache in its first forward pass")
@@ -187,11 +189,11 @@ def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None
     return own, cross[0] if cross else None
 
 
-def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, needs_window: str | None) -> str | None:
+def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs_window: str | None) -> str | None:
     """Why FastGen's store cannot take the place of the layers of `cache`, or None when it can.
 
     Args:
-        copies: sequences per input.
+        per_input: sequences per input.
         prompt, to_generate: positions of the prompt, and at the most behind it.
         needs_window: why the cache must drop what lies behind a sliding window; None where the model masks that.
     """
@@ -215,20 +217,20 @@ def unsupported(cache: Any, copies: int, prompt: int, to_generate: int, needs_wi
                     return needs_window
                 # The original never reads more than the window. With one sequence there is nothing to share that would
                 # make up for reading more, and with several, not for a suffix that is longer than the window.
-                if copies == 1 or to_generate > window:
+                if per_input == 1 or to_generate > window:
                     return "more positions than the sliding window"
             if layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:
                 return "the cache passed in has a sliding window"
-            if not (rows_agree(layer.keys, copies) and rows_agree(layer.values, copies)):
+            if not (rows_agree(layer.keys, per_input) and rows_agree(layer.values, per_input)):
                 return "the cache passed in differs between the sequences of an input"
     return None
 
 
-def rows_agree(tensor: torch.Tensor, copies: int) -> bool:
-    """Whether the rows of `tensor`, `copies` per input, are the same for every input."""
-    if tensor.shape[0] % copies:
+def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
+    """Whether the rows of `tensor`, `per_input` per input, are the same for every input."""
+    if tensor.shape[0] % per_input:
         return False
-    rows = tensor.unflatten(0, (-1, copies))
-    return copies == 1 or bool((rows[:, 1:] == rows[:, :1]).all())
+    rows = tensor.unflatten(0, (-1, per_input))
+    return per_input == 1 or bool((rows[:, 1:] == rows[:, :1]).all())

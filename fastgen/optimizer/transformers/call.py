@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from transformers.activations import NewGELUActivation
@@ -14,11 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters
 from fastgen.decoding.layers import LINEAR, FastLayers
+from fastgen.optimizer.transformers.cache import StoreInCache
+from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
-
-if TYPE_CHECKING:
-    from fastgen.optimizer.transformers.cache import StoreInCache
-    from fastgen.optimizer.transformers.finished import LiveRows
+from fastgen.optimizer.transformers.user_code import Errors
 
 ENTRY_POINT = "transformers.generate"
 
@@ -28,7 +27,7 @@ _LINEAR_LAYERS = {**LINEAR, Conv1D: True}
 _ACTIVATIONS = {NewGELUActivation: partial(F.gelu, approximate="tanh")}
 
 
-class Declined(Exception):
+class NotAccelerated(Exception):
     """This call is not supported; the message says why. Nothing has been changed yet."""
 
 
@@ -39,25 +38,27 @@ class Call:
         scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
             changed in place.
         cache_is_the_users: the user passed the cache in, and looks at it after the call.
-        runs_user_code: processors, criteria or functions of the user's take part.
+        users_errors: what processors, criteria and other code of the user's have raised.
+        runs_user_code: such code takes part; None until the decoding loop has begun, where that is looked at.
         accelerated, declined: what has been decided, once it has been.
         has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
         store: FastGen's K/V store, once the call is accelerated.
         layers: those of the model, in a faster form while the call is accelerated.
         takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
-        live: the rows that the model runs on, where finished inputs may leave the batch.
+        compaction: the rows that the model runs on, where finished inputs may leave the batch.
         prefilled: the outputs of the first pass, made ahead of the library's loop, which gets them when it asks.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
 
-    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool, runs_user_code: bool) -> None:
+    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool) -> None:
         self.model = model
         self.scores_are_private = scores_are_private
         self.cache_is_the_users = cache_is_the_users
-        self.runs_user_code = runs_user_code
+        self.users_errors = Errors()
+        self.runs_user_code: bool | None = None
         self.store: StoreInCache | None = None
-        self.live: LiveRows | None = None
+        self.compaction: BatchCompaction | None = None
         self.prefilled: Any = None
         self.accelerated = False
         self.declined = False
@@ -118,7 +119,7 @@ class Call:
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""
         self._packed.close()
-        self.live, self.prefilled, self.takes_best = None, None, False
+        self.compaction, self.prefilled, self.takes_best = None, None, False
         if self.store is not None:
             self.store.restore()
             self.store = None

@@ -1,7 +1,7 @@
 """The encoder runs on inputs of about the same length at a time: padding behind them costs little.
 
-The groups are those of `fastgen.decoding.groups`. Decoders never look at the positions that were left out: they are
-zero.
+The groups are those of `fastgen.decoding.length_buckets`. Decoders never look at the positions that were left out:
+they are zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastgen import patching
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 
 # The modules of Transformers whose encoders are known to leave padding out of everything: equivalence tests run them.
@@ -43,10 +43,10 @@ def _encode(
     mask = model_kwargs.get("attention_mask")
     cut: list[tuple[Tensor, int]] = []
     if _can_be_cut(call, inputs_tensor, model_kwargs, model_input_name, generation_config):
-        cut = groups.by_length(groups.lengths(mask).tolist(), inputs_tensor.shape[1])
+        cut = length_buckets.by_length(length_buckets.lengths(mask).tolist(), inputs_tensor.shape[1])
     if len(cut) < 2:
         return wrapped(inputs_tensor, model_kwargs, model_input_name, generation_config)
-    call.has_intervened = True
+    call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
     result: dict[str, Any] = {}
     encoded = None
     for rows, length in cut:
@@ -57,6 +57,7 @@ def _encode(
             encoded = state.new_zeros(*inputs_tensor.shape, state.shape[-1])
         encoded[rows, :length] = state
     outputs = type(result["encoder_outputs"])(last_hidden_state=encoded)
+    call.has_intervened = False
     return {**result, "attention_mask": mask, "encoder_outputs": outputs}
 
 
@@ -67,6 +68,7 @@ def _can_be_cut(call: Call, inputs: Tensor, model_kwargs: dict[str, Any], name: 
     return (
         name == "input_ids"
         and inputs.dim() == 2
+        and inputs.shape[0] > 1
         and not inputs.is_floating_point()
         and inputs.device.type == "cpu"  # elsewhere, looking at the lengths would wait for the device
         and isinstance(mask, Tensor)

@@ -96,8 +96,10 @@ def _ban_end(
     ):
         return wrapped(*args, **kwargs)
     if is_due(input_ids.shape[-1]):
-        known = (ends >= 0) & (ends < scores.shape[-1])
-        scores[..., ends[known].long()] = -float("inf")
+        # One column after the other: indexing with a tensor takes longer than the original's copies of small scores.
+        for end in ends.flatten().tolist():
+            if 0 <= end < scores.shape[-1]:
+                scores[..., int(end)] = -float("inf")
     return scores
 
 

@@ -21,8 +21,9 @@ from fastgen import patching
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.cache import StoreInCache
-from fastgen.optimizer.transformers.call import Call, Declined
-from fastgen.optimizer.transformers.finished import LiveRows, may_leave
+from fastgen.optimizer.transformers.call import Call, NotAccelerated
+from fastgen.optimizer.transformers.compaction import BatchCompaction
+from fastgen.optimizer.transformers.loop_hooks import may_leave
 from fastgen.optimizer.transformers.prompts import first_pass
 
 _MODES = (
@@ -36,7 +37,7 @@ _LIBRARIES = ("transformers.", "fastgen.models.")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # Allocated at first for the positions to come, at the most; more when that is full.
-_MAX_FIRST_ROOM = 256
+_MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
 _PER_SEQUENCE_OUTPUTS = (
     "attentions",
@@ -68,22 +69,26 @@ def _prefill(
     model_kwargs: dict[str, Any],
     is_first_iteration: bool = True,
 ) -> Any:
-    copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+    per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
     try:
+        if call.runs_user_code is None:
+            raise NotAccelerated("the decoding loop is not hooked")
         _check_config(generation_config, model_kwargs)
-        one_row_ids = _undo_repeat("input_ids", input_ids, copies)
-        one_row_kwargs = {name: _undo_repeat(name, value, copies) for name, value in model_kwargs.items()}
+        one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
+        one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
         prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
         needs_window = _needs_window(call.model, generation_config)
-        reason = caches.unsupported(model_kwargs.get("past_key_values"), copies, prompt, to_generate, needs_window)
+        reason = caches.unsupported(model_kwargs.get("past_key_values"), per_input, prompt, to_generate, needs_window)
         if reason is not None:
-            raise Declined(reason)
-    except Declined as declined:
+            raise NotAccelerated(reason)
+    except NotAccelerated as declined:
         call.decline(str(declined))
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
-    room = min(to_generate, _MAX_FIRST_ROOM)
-    store = call.accelerate(lambda: StoreInCache(model_kwargs["past_key_values"], copies, room), generation_config)
+    initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
+    store = call.accelerate(
+        lambda: StoreInCache(model_kwargs["past_key_values"], per_input, initial_capacity), generation_config
+    )
     outputs = first_pass(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
@@ -91,22 +96,22 @@ def _prefill(
         call.decline("the model does not use the cache that it is given")
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
     batch = one_row_ids.shape[0]
-    store.branch(Beams(batch, copies))
-    _repeat_outputs(outputs, batch, copies)
+    store.expand(Beams(batch, per_input))
+    _repeat_outputs(outputs, batch, per_input)
     call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
-        call.live = LiveRows(store, batch, copies, searches=generation_config.num_beams > 1)
+        call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
 
 
 def _check_config(config: Any, model_kwargs: dict[str, Any]) -> None:
     mode = config.get_generation_mode()
     if mode not in _MODES:
-        raise Declined(f"generation mode {mode.value}")
+        raise NotAccelerated(f"generation mode {mode.value}")
     if config.is_assistant:
-        raise Declined("the model assists another one")
+        raise NotAccelerated("the model assists another one")
     if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
-        raise Declined("no K/V cache (use_cache=False, or a model without one)")
+        raise NotAccelerated("no K/V cache (use_cache=False, or a model without one)")
 
 
 def _lengths(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -136,46 +141,46 @@ def _needs_window(model: Any, config: Any) -> str | None:
     return "the model relies on the cache for its sliding window"
 
 
-def _undo_repeat(name: str, value: Any, copies: int) -> Any:
-    """One row per input of what has been repeated `copies` times.
+def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
+    """One row per input of what has been repeated `per_input` times.
 
     That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
-    if value is None or isinstance(value, _NOT_PER_ROW) or name == "past_key_values" or copies == 1:
+    if value is None or isinstance(value, _NOT_PER_ROW) or name == "past_key_values" or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or not caches.rows_agree(value, copies):
-            raise Declined(f"{name} is not one row per sequence, equal for the sequences of an input")
-        return value[::copies].contiguous()
+        if value.dim() == 0 or not caches.rows_agree(value, per_input):
+            raise NotAccelerated(f"{name} is not one row per sequence, equal for the sequences of an input")
+        return value[::per_input].contiguous()
     if isinstance(value, ModelOutput):
         # The library repeats the tensors of the encoder output, not the tuples of hidden states in it.
         fields = {
-            key: _undo_repeat(f"{name}.{key}", part, copies) if isinstance(part, torch.Tensor) else part
+            key: _undo_repeat(f"{name}.{key}", part, per_input) if isinstance(part, torch.Tensor) else part
             for key, part in value.items()
         }
         return type(value)(**fields)
     if isinstance(value, dict) and not value:
         return value
-    raise Declined(f"{name} is a {type(value).__name__}")
+    raise NotAccelerated(f"{name} is a {type(value).__name__}")
 
 
-def _repeat_outputs(outputs: Any, batch: int, copies: int) -> None:
+def _repeat_outputs(outputs: Any, batch: int, per_input: int) -> None:
     """The outputs of the first pass, one row per sequence, as the decoding loop expects them."""
     # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
-    outputs.logits = _repeat(outputs.logits[:, -1:], batch, copies)
+    outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
-            outputs[name] = _repeat(outputs[name], batch, copies)
+            outputs[name] = _repeat(outputs[name], batch, per_input)
 
 
-def _repeat(value: Any, batch: int, copies: int) -> Any:
-    if copies == 1 or value is None:
+def _repeat(value: Any, batch: int, per_input: int) -> Any:
+    if per_input == 1 or value is None:
         return value
     if isinstance(value, (tuple, list)):
-        return type(value)(_repeat(part, batch, copies) for part in value)
+        return type(value)(_repeat(part, batch, per_input) for part in value)
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
-    return value.repeat_interleave(copies, dim=0)
+    return value.repeat_interleave(per_input, dim=0)
 
 
 def model_unsupported(model: Any) -> str | None:
@@ -196,7 +201,7 @@ def model_unsupported(model: Any) -> str | None:
             return f"{method} has been replaced on this model"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
-    config = model.config.get_text_config(decoder=True)
+    config = _text_config(model.config)
     if config is not model.config and not model.config.is_encoder_decoder:
         return f"{kind.__name__} takes more than text"
     if getattr(config, "attention_chunk_size", None) is not None:
@@ -205,3 +210,9 @@ def model_unsupported(model: Any) -> str | None:
     if implementation not in ("eager", "sdpa"):
         return f"attention implementation {implementation}"
     return None
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration of the part that generates. The library copies a flat one, which takes a millisecond."""
+    is_flat = all(getattr(config, name, None) is None for name in ("decoder", "generator", "text_config"))
+    return config if is_flat else config.get_text_config(decoder=True)

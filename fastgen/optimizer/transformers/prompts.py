@@ -1,8 +1,8 @@
 """The first pass of a decoder-only model runs on prompts of about the same length at a time: padding costs little.
 
-The groups are those of `fastgen.decoding.groups`, as for encoders. Each group runs without the padding that all of its
-prompts have in front; its K/V goes to its rows and positions of the store. The positions that were left out are zero
-there, and later steps mask them.
+The groups are those of `fastgen.decoding.length_buckets`, as for encoders. Each group runs without the padding that all
+of its prompts have in front; its K/V goes to its rows and positions of the store. The positions that were left out are
+zero there, and later steps mask them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen.decoding import groups
+from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 
 # The modules of Transformers whose decoders are known to give the same whatever padding is in front: equivalence tests
@@ -56,7 +56,7 @@ def first_pass(
     cut: list[tuple[Tensor, int]] = []
     if _can_be_cut(call, ids, config, model_kwargs):
         mask = model_kwargs["attention_mask"]
-        cut = groups.by_length(groups.lengths(mask.flip(1)).tolist(), ids.shape[1])
+        cut = length_buckets.by_length(length_buckets.lengths(mask.flip(1)).tolist(), ids.shape[1])
     if len(cut) < 2:
         return wrapped(ids, config, model_kwargs, is_first_iteration)
     return _in_groups(cut, wrapped, ids, config, model_kwargs, is_first_iteration)

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
-
-from torch import nn
 
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
 _ADAPTIVE_ROPE = ("dynamic", "longrope")
-_ROPE = ("rope_type", "rope_parameters", "rope_scaling")
+_ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
+# With this, rows compete for the places of an expert.
+_EXPERT_CAPACITY = "moe_eval_capacity_token_fraction"
+_NAMES = _ROPE | {_EXPERT_CAPACITY}
 
 
 def rows_depend_on_each_other(model: Any) -> bool:
     """Whether what the model says of one input depends on which others are in the batch, or on how long they are."""
-    seen = set()
+    holders = {}
     for module in model.modules():
-        if type(module).__module__.startswith("torch.ao."):
+        kind, own = type(module), vars(module)
+        if kind.__module__.startswith("torch.ao."):
             return True  # dynamically quantised layers have one scale for all rows
-        for holder in (module, _attribute(module, "config")):
-            if holder is None or id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            if any(_is_adaptive(_attribute(holder, name)) for name in _ROPE):
-                return True
-            if _attribute(holder, "moe_eval_capacity_token_fraction") is not None:
-                return True  # rows compete for the places of an expert
-    return False
+        if not _NAMES.isdisjoint(own) or _class_has_names(kind):
+            holders[id(module)] = module
+        config = own["config"] if "config" in own else _class_config(module)
+        if config is not None:
+            holders[id(config)] = config
+    return any(_couples_rows(holder) for holder in holders.values())
 
 
-def _attribute(holder: Any, name: str) -> Any:
-    """An attribute, or None."""
-    if isinstance(holder, nn.Module) and name not in vars(holder) and not hasattr(type(holder), name):
-        return None  # it would look through its parameters and parts, and make an error: that takes most of the time
-    return getattr(holder, name, None)
+def _class_config(module: Any) -> Any:
+    """The configuration that a module has through its class."""
+    return getattr(module, "config", None) if hasattr(type(module), "config") else None
+
+
+@functools.cache
+def _class_has_names(kind: type) -> bool:
+    return any(hasattr(kind, name) for name in _NAMES)
+
+
+def _couples_rows(holder: Any) -> bool:
+    """Whether a module, or a configuration, says that rows depend on each other."""
+    if getattr(holder, _EXPERT_CAPACITY, None) is not None:
+        return True
+    return any(_is_adaptive(getattr(holder, name, None)) for name in _ROPE)
 
 
 def _is_adaptive(rope: Any) -> bool:

@@ -12,6 +12,9 @@ loader are; where that cannot be done, a thread does their work.
 A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
 """
 
-from fastgen.pipeline.fairseq.commands import Report, evaluate, generate, interact
+from fastgen.pipeline.fairseq.command import Report
+from fastgen.pipeline.fairseq.evaluation import evaluate
+from fastgen.pipeline.fairseq.generating import generate
+from fastgen.pipeline.fairseq.interactive import interact
 
 __all__ = ["Report", "evaluate", "generate", "interact"]

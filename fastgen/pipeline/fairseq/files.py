@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line, writing
 from fastgen.pipeline.journal import Result
-from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special, unfinished_path
-from fastgen.pipeline.writers import json_line, text_line
+from fastgen.pipeline.paths import followed, is_special, unfinished_path
+from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
+from fastgen.pipeline.writers import check_suffix, json_line, text_line
 
 if TYPE_CHECKING:
-    from fastgen.pipeline.fairseq.words import Written
+    from fastgen.pipeline.fairseq.formatting import Written
 
 # What torch.save writes: a zip archive, or a pickle before torch 1.6.
 _CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80")
@@ -67,6 +68,7 @@ class Records:
         self._to_stdout = name == STANDARD_STREAM
         self._path = followed(Path(name))
         self.partial = Path(os.devnull if self._to_stdout else f"{name}.partial")
+        check_suffix(self._path)
         kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
         if kind == "parquet":
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
@@ -102,8 +104,9 @@ class Records:
         ids = range(sources) if self._gaps else sorted(self._written)
         lines = (self._line(_result(self._written[id]) if id in self._written else {}) for id in ids)
         if self._to_stdout:
-            sys.stdout.buffer.writelines(lines)
-            sys.stdout.flush()
+            with writing("standard output"):
+                sys.stdout.buffer.writelines(lines)
+                sys.stdout.flush()
             return
         unfinished = self._path if is_special(self._path) else unfinished_path(self._path)
         try:

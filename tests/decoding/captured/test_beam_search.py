@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_candidates, reference
+from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,7 +47,7 @@ def search(model, prompt, choose, late=0, **options):
         start = int(state.start)
         with torch.no_grad():
             logits = model(state.running_tokens[:, start : start + length].clamp(min=0)).logits[:, -1]
-        state.advance(choose(logits, state.running_scores, state.candidates))
+        state.take(choose(logits, state.running_scores, state.candidates))
         flags.append(bool(state.done))
     return state
 
@@ -87,7 +87,7 @@ def test_steps_after_the_end_change_nothing(model, device):
 def test_with_the_kernel(model, device, kernels):
     prompt = torch.full((2, 3), 7, device=device)
     found, wanted = (
-        search(model, prompt, choose, beams=4, max_length=14, eos=[EOS]) for choose in (best_candidates, reference)
+        search(model, prompt, choose, beams=4, max_length=14, eos=[EOS]) for choose in (best_continuations, reference)
     )
     assert torch.equal(found.sequences, wanted.sequences)
     torch.testing.assert_close(found.scores, wanted.scores)
@@ -103,7 +103,7 @@ def test_tokens_and_parents_are_those_of_the_beams(model, device):
     for step in range(6):
         with torch.no_grad():
             logits = model(state.running_sequences[:, :, : 3 + step].flatten(0, 1)).logits[:, -1]
-        state.advance(reference(logits, state.running_scores, state.candidates))
+        state.take(reference(logits, state.running_scores, state.candidates))
         advance_ancestry(ancestry, state.parents, torch.tensor(step, device=device))
         written[:, step] = state.tokens
         places = torch.arange(step + 1, device=device)
@@ -133,7 +133,7 @@ def test_one_search_after_the_other(model, device):
     for step in range(8):
         with torch.no_grad():
             logits = model(state.running_tokens[:, 1 : 3 + step].clamp(min=0)).logits[:, -1]
-        state.advance(reference(logits, state.running_scores, state.candidates))
+        state.take(reference(logits, state.running_scores, state.candidates))
     alone = search(model, shorter, reference, beams=3, max_length=10, eos=[EOS], length_penalty=0.4)
     assert state.results(1, 3).tolist() == alone.results(1, 3).tolist()
     assert torch.equal(state.scores[:1], alone.scores)
@@ -148,13 +148,13 @@ def test_replays_in_a_graph(device):
     plain, captured = (begin(prompt, beams=4, max_length=12, eos=[EOS]) for _ in range(2))
     logits = torch.zeros(8, VOCABULARY, device=device)
     warm = begin(prompt, beams=4, max_length=12, eos=[EOS])
-    warm.advance(best_candidates(logits, warm.running_scores, warm.candidates))
+    warm.take(best_continuations(logits, warm.running_scores, warm.candidates))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured.advance(best_candidates(logits, captured.running_scores, captured.candidates))
+        captured.take(best_continuations(logits, captured.running_scores, captured.candidates))
     for scores in steps:
-        plain.advance(best_candidates(scores, plain.running_scores, plain.candidates))
+        plain.take(best_continuations(scores, plain.running_scores, plain.candidates))
         logits.copy_(scores)
         graph.replay()
     assert isinstance(reference(logits, plain.running_scores, 2), Candidates)

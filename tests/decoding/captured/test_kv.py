@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.places import Places
+from fastgen.decoding.captured.step_state import StepState
 from fastgen.decoding.shared import CannotBeCaptured, SharedKV
 
-BATCH, COPIES, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
+BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
 PREFIX, ROOM, CAPACITY = 5, 8, 6
 STARTS, ENDS = [0, 2, 1], [5, 5, 4]
 
@@ -22,7 +22,7 @@ class History:
         self.rows = [
             [torch.stack([keys[n, :, STARTS[n] : ENDS[n]], values[n, :, STARTS[n] : ENDS[n]]])]
             for n in range(inputs)
-            for _ in range(COPIES)
+            for _ in range(PER_INPUT)
         ]
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -50,9 +50,9 @@ def make(
     width: int = 1,
     window: int | None = None,
 ):
-    places = Places(batch, COPIES, capacity, device, width)
+    state = StepState(batch, PER_INPUT, capacity, device, width)
     example = torch.zeros(1, KV_HEADS, 1, DIM, device=device)
-    return places, StaticKV(example, example, places, ROOM, has_suffix, window)
+    return state, StaticKV(example, example, state, ROOM, has_suffix, window)
 
 
 def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...]:
@@ -71,52 +71,52 @@ def step(kv: StaticKV, rows: int, device: torch.device):
 @pytest.mark.parametrize("inputs", [BATCH, 1])
 def test_rows_attend_to_their_own_history(device, at_end, inputs):
     """Inputs may be fewer than there is room for; beams descend from one another at every step."""
-    places, kv = make(device)
+    state, kv = make(device)
     given = prompt(device, inputs)
     kv.load(*given, at_end=at_end)
-    places.begin()
+    state.begin()
     history = History(inputs, *given[:2])
-    rows = inputs * COPIES
+    rows = inputs * PER_INPUT
     for number in range(CAPACITY):
-        query, keys, values, found = step(kv, BATCH * COPIES, device)
+        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
         history.append(keys[:rows], values[:rows])
         torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
-        parents = torch.arange(BATCH * COPIES, device=device)
+        parents = torch.arange(BATCH * PER_INPUT, device=device)
         if number % 2 == 0:
             parents[0 if number % 4 else 1] = parents[1 if number % 4 else 0]
-        places.advance(parents)
+        state.advance(parents)
         history.rows = [list(history.rows[parent]) for parent in parents[:rows].tolist()]
 
 
 def test_a_call_leaves_nothing_to_the_next(device):
-    places, kv = make(device)
+    state, kv = make(device)
     for inputs in (3, 2):
         given = prompt(device, inputs)
         kv.load(*given, at_end=True)
-        places.begin()
+        state.begin()
         history = History(inputs, *given[:2])
-        query, keys, values, found = step(kv, BATCH * COPIES, device)
-        rows = inputs * COPIES
+        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
+        rows = inputs * PER_INPUT
         history.append(keys[:rows], values[:rows])
         torch.testing.assert_close(found[:rows], history.attend(query[:rows]), rtol=1e-5, atol=1e-5)
-        places.advance(torch.arange(BATCH * COPIES, device=device))
+        state.advance(torch.arange(BATCH * PER_INPUT, device=device))
 
 
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_a_step_of_two_positions(device, spelled_out):
     """The first sees what was there and itself, and stays. The second sees that one too, and is gone afterwards."""
-    places, kv = make(device, capacity=CAPACITY + 1, width=2)
+    state, kv = make(device, capacity=CAPACITY + 1, width=2)
     given = prompt(device)
     kv.load(*given, at_end=True)
-    places.begin()
+    state.begin()
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
-        keys, values = torch.randn(2, BATCH * COPIES, KV_HEADS, 2, DIM, device=device)
-        query = torch.randn(BATCH * COPIES, HEADS, 2, DIM, device=device)
+        keys, values = torch.randn(2, BATCH * PER_INPUT, KV_HEADS, 2, DIM, device=device)
+        query = torch.randn(BATCH * PER_INPUT, HEADS, 2, DIM, device=device)
         stored = kv.write(keys, values)
         if spelled_out:
             full_keys, full_values = (part[:, :, None].expand(-1, -1, 2, -1, -1) for part in stored)
-            shape = (BATCH * COPIES, HEADS, ROOM + CAPACITY + 1, DIM)
+            shape = (BATCH * PER_INPUT, HEADS, ROOM + CAPACITY + 1, DIM)
             scores = query @ full_keys.reshape(shape).transpose(2, 3) * DIM**-0.5
             found = scores.softmax(dim=-1) @ full_values.reshape(shape)
         else:
@@ -127,20 +127,20 @@ def test_a_step_of_two_positions(device, spelled_out):
             torch.testing.assert_close(found[:, :, place : place + 1], wanted, rtol=1e-5, atol=1e-5)
         history.rows = [row[:-1] for row in history.rows]
         parents = torch.tensor([1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4], device=device)
-        places.advance(parents)
+        state.advance(parents)
         history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_a_mask_that_is_added(device, lowest):
     """One of zeros and the lowest number says what a mask of booleans says; with another number it says more."""
-    places, kv = make(device, width=2)
+    state, kv = make(device, width=2)
     kv.load(*prompt(device), at_end=False)
-    places.begin()
-    seen = kv.reader._counts(ROOM, CAPACITY).repeat_interleave(COPIES, dim=0).unsqueeze(1)
+    state.begin()
+    seen = kv.reader._counts(ROOM, CAPACITY).repeat_interleave(PER_INPUT, dim=0).unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
     args = torch.zeros(1, HEADS, 2, DIM, device=device), torch.zeros(BATCH, 1, ROOM, 1), torch.zeros(1, 1, CAPACITY, 1)
-    kv.reader.looks = True
+    kv.reader.host_may_wait = True
     assert kv.reader._bias(*args, mask) is None
     mask[1, 0, 0, STARTS[0]] = -0.5
     assert kv.reader._bias(*args, mask) is not None
@@ -148,17 +148,17 @@ def test_a_mask_that_is_added(device, lowest):
 
 @pytest.mark.parametrize("window", [1, 3, 6, 20])
 def test_a_sliding_window(device, window):
-    places, kv = make(device, window=window)
+    state, kv = make(device, window=window)
     given = prompt(device)
     kv.load(*given, at_end=True)
-    places.begin()
+    state.begin()
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
-        query, keys, values, found = step(kv, BATCH * COPIES, device)
-        spelled_out = kv.reader.leave_out(torch.zeros(BATCH * COPIES, 1, 1, ROOM + CAPACITY, device=device), ROOM)
+        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
+        spelled_out = kv.reader.leave_out(torch.zeros(BATCH * PER_INPUT, 1, 1, ROOM + CAPACITY, device=device), ROOM)
         history.append(keys, values)
         # Positions behind the last one of the prompt that counts are padding, which takes up a place in the window.
-        behind = [PREFIX - ENDS[row // COPIES] for row in range(BATCH * COPIES)]
+        behind = [PREFIX - ENDS[row // PER_INPUT] for row in range(BATCH * PER_INPUT)]
         for row, left_out in enumerate(behind):
             both = torch.cat(history.rows[row], dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
             seen = min(window, number + 1) + max(window - number - 1 - left_out, 0)
@@ -166,7 +166,7 @@ def test_a_sliding_window(device, window):
             wanted = F.scaled_dot_product_attention(query[row], keys, values)
             torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)
             assert int((spelled_out[row] == 0).sum()) == keys.shape[1]
-        places.advance(torch.arange(BATCH * COPIES, device=device))
+        state.advance(torch.arange(BATCH * PER_INPUT, device=device))
 
 
 def test_taking_over(device):
@@ -177,40 +177,40 @@ def test_taking_over(device):
     few.load(*given, at_end=True)
     small.begin()
     history = History(BATCH, *given[:2])
-    places, kv = small, few
+    state, kv = small, few
     for number in range(5):
         if number == 2:
             many.load(*prompt(device), at_end=True)  # of another call
             large.take_over(small)
             many.take_over(few)
-            places, kv = large, many
-        query, keys, values, found = step(kv, BATCH * COPIES, device)
+            state, kv = large, many
+        query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
         history.append(keys, values)
         torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
         parents = torch.tensor([1, 1, 2, 2, 5, 4], device=device)
-        places.advance(parents)
+        state.advance(parents)
         history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
 
 
 @pytest.mark.parametrize("says_more", [False, True])
 def test_masks(device, says_more):
     """One that says what the lengths say is not read after the first look; another one always is."""
-    places, kv = make(device)
+    state, kv = make(device)
     given = prompt(device)
     kv.load(*given, at_end=True)
-    places.begin()
+    state.begin()
     first = ROOM - PREFIX
-    query, *_ = step(kv, BATCH * COPIES, device)
+    query, *_ = step(kv, BATCH * PER_INPUT, device)
     mask = torch.zeros(BATCH, ROOM + CAPACITY, dtype=torch.bool, device=device)
     for n in range(BATCH):
         mask[n, first + STARTS[n] : first + ENDS[n]] = True
     mask[:, ROOM] = True
     if says_more:
         mask[0, first + 1] = False
-    mask = mask.repeat_interleave(COPIES, dim=0)[:, None, None]
-    kv.reader.looks = True
+    mask = mask.repeat_interleave(PER_INPUT, dim=0)[:, None, None]
+    kv.reader.host_may_wait = True
     wanted = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
-    kv.reader.looks = False
+    kv.reader.host_may_wait = False
     again = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
     assert torch.equal(again, wanted)
     unread = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=torch.ones_like(mask), enable_gqa=True)
@@ -221,16 +221,16 @@ def test_masks(device, says_more):
 
 def test_products_leave_out_what_does_not_count(device):
     """Attention spelled out, without a mask."""
-    places, kv = make(device)
+    state, kv = make(device)
     given = prompt(device)
     kv.load(*given, at_end=False)
-    places.begin()
+    state.begin()
     history = History(BATCH, *given[:2])
-    query, keys, values, _ = step(kv, BATCH * COPIES, device)
+    query, keys, values, _ = step(kv, BATCH * PER_INPUT, device)
     history.append(keys, values)
     stored_keys, stored_values = kv.read()
     groups = HEADS // KV_HEADS
-    wide = query.view(BATCH * COPIES, KV_HEADS, groups, DIM)
+    wide = query.view(BATCH * PER_INPUT, KV_HEADS, groups, DIM)
     scores = torch.matmul(wide, stored_keys.transpose(2, 3)) * DIM**-0.5
     found = torch.matmul(scores.softmax(dim=-1), stored_values).view(query.shape)
     torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
@@ -240,6 +240,6 @@ def test_the_full_tensor_is_refused(device):
     _, kv = make(device, has_suffix=False)
     kv.load(*prompt(device), at_end=False)
     keys, _ = kv.read()
-    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * COPIES, KV_HEADS, ROOM, DIM)
+    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, ROOM, DIM)
     with pytest.raises(CannotBeCaptured, match="as one tensor"):
         keys + 1

@@ -6,33 +6,33 @@ import pytest
 import torch
 
 from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.places import Places
+from fastgen.decoding.captured.step_state import StepState
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.ops.attention import descend
+from fastgen.ops.attention import gather_suffix
 
-BATCH, COPIES, HEADS, DIM, STREAMS, PREFIX, CAPACITY = 2, 3, 2, 4, 3, 5, 6
-ROWS = BATCH * COPIES
+BATCH, PER_INPUT, HEADS, DIM, STREAMS, PREFIX, CAPACITY = 2, 3, 2, 4, 3, 5, 6
+ROWS = BATCH * PER_INPUT
 
 
 @pytest.fixture
 def stored() -> tuple[StaticKV, list[torch.Tensor], torch.Tensor]:
     """K and V after some steps, the full tensors, and which positions count, [rows, positions]."""
     torch.manual_seed(0)
-    places = Places(BATCH, COPIES, CAPACITY, torch.device("cpu"))
-    kv = StaticKV(*torch.randn(2, 1, HEADS, 1, DIM), places, PREFIX, has_suffix=True)
+    state = StepState(BATCH, PER_INPUT, CAPACITY, torch.device("cpu"))
+    kv = StaticKV(*torch.randn(2, 1, HEADS, 1, DIM), state, PREFIX, has_suffix=True)
     kv.load(*torch.randn(2, BATCH, HEADS, PREFIX, DIM), torch.tensor([1, 0]), torch.tensor([5, 4]), at_end=False)
-    places.begin()
+    state.begin()
     for number in range(3):
         if number:
-            places.advance(torch.tensor([1, 1, 0, 5, 4, 4]))
+            state.advance(torch.tensor([1, 1, 0, 5, 4, 4]))
         kv.write(*torch.randn(2, ROWS, HEADS, 1, DIM))
     full = [
-        torch.cat([prefix.repeat_interleave(COPIES, dim=0), descend(suffix, places.ancestry)], dim=2)
+        torch.cat([prefix.repeat_interleave(PER_INPUT, dim=0), gather_suffix(suffix, state.ancestry)], dim=2)
         for prefix, suffix in zip(kv._prefix, kv._suffix, strict=True)
     ]
     place = torch.arange(PREFIX + CAPACITY)
-    starts, ends = (part.repeat_interleave(COPIES).unsqueeze(1) for part in (kv.starts, kv.ends))
+    starts, ends = (part.repeat_interleave(PER_INPUT).unsqueeze(1) for part in (kv.starts, kv.ends))
     counts = ((place >= starts) & (place < ends)) | ((place >= PREFIX) & (place < PREFIX + 3))
     return kv, full, counts
 

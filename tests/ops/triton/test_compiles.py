@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fastgen.ops import triton as package
-from fastgen.ops.triton.beam_step import best_candidates
+from fastgen.ops.triton.beam_step import best_continuations
 from fastgen.ops.triton.decode_attention import decode_attention
 from fastgen.ops.triton.kv_write import kv_write
-from fastgen.ops.triton.norm import layer_norm, rms_norm
+from fastgen.ops.triton.norm import rms_norm
 
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 * 1024
@@ -23,9 +23,9 @@ SHARED_BYTES = 227 * 1024
 SMALL_SHARED_BYTES = 99 * 1024
 
 
-def attention(dtype, copies, kv_heads, group, dim, prefix=1024, suffix=144, batch=2, splits=1, **more):
+def attention(dtype, per_input, kv_heads, group, dim, prefix=1024, suffix=144, batch=2, splits=1, **more):
     def run():
-        rows, heads = batch * copies, kv_heads * group
+        rows, heads = batch * per_input, kv_heads * group
         parts = {}
         if suffix:
             parts = {
@@ -37,8 +37,6 @@ def attention(dtype, copies, kv_heads, group, dim, prefix=1024, suffix=144, batc
         options = dict(more)
         if options.pop("bias", False):
             options["bias"] = torch.empty(1, heads, prefix + suffix, dtype=dtype)
-        if options.pop("sinks", False):
-            options["sinks"] = torch.empty(heads, dtype=dtype)
         prefix_part = torch.empty(batch, kv_heads, prefix, dim, dtype=dtype)
         ends = torch.zeros(batch, dtype=torch.int32)
         query = torch.empty(rows, heads, dim, dtype=dtype)
@@ -56,17 +54,16 @@ def write(dtype, heads, dim):
     return run
 
 
-def normalise(operator, dtype, width, **options):
+def normalise(dtype, width, **options):
     def run():
-        x, vector = torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype)
-        operator(x, vector, residual=torch.empty_like(x), summed=torch.empty_like(x), **options)
+        rms_norm(torch.empty(128, width, dtype=dtype), torch.empty(width, dtype=dtype), **options)
 
     return run
 
 
 def candidates(dtype, beams, vocabulary, count, normalise=True):
     def run():
-        best_candidates(
+        best_continuations(
             torch.empty(2 * beams, vocabulary, dtype=dtype), torch.empty(2, beams), count, normalise=normalise
         )
 
@@ -79,18 +76,18 @@ CASES = {
     "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
     "attention, t5": attention(torch.bfloat16, 4, 12, 1, 64, bias=True, scale=1.0),
     "attention, llama": attention(torch.bfloat16, 1, 8, 4, 128, splits=8),
-    "attention, gemma 2": attention(torch.bfloat16, 4, 4, 2, 256, soft_cap=50.0, window=4096),
-    "attention, gpt-oss": attention(torch.bfloat16, 4, 8, 8, 64, sinks=True, window=128),
+    "attention, gemma 2": attention(torch.bfloat16, 4, 4, 2, 256, window=4096),
+    "attention, gpt-oss": attention(torch.bfloat16, 4, 8, 8, 64, window=128),
     "attention, one query of one head, in parts": attention(torch.float16, 1, 1, 1, 64, batch=1, splits=4),
     "attention, 80": attention(torch.float16, 1, 32, 1, 80),
     "attention, many rows": attention(torch.float16, 8, 4, 8, 128),
     "attention, float32": attention(torch.float32, 4, 12, 1, 64),
     "attention, float32, 256": attention(torch.float32, 4, 4, 2, 256),
     "kv write, bart-large": write(torch.float16, 16, 64),
-    "layer norm, 1024": normalise(layer_norm, torch.float16, 1024),
-    "layer norm, 40,000": normalise(layer_norm, torch.float32, 40000),
-    "rms norm, 16384": normalise(rms_norm, torch.bfloat16, 16384),
-    "rms norm, llama": normalise(rms_norm, torch.bfloat16, 4096, rounds_scaled=True),
+    "rms norm, t5": normalise(torch.float16, 1024, rounds_scaled=True),
+    "rms norm, 40,000": normalise(torch.float32, 40000),
+    "rms norm, 16384": normalise(torch.bfloat16, 16384),
+    "rms norm, llama": normalise(torch.bfloat16, 4096, rounds_scaled=True),
     "beam step, bart-large": candidates(torch.float16, 4, 50265, 8),
     "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
     "on a small GPU: attention, bart-large": attention(torch.float16, 4, 16, 1, 64),

@@ -18,7 +18,7 @@ cases = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(TYPES),
         "batch": st.integers(1, 2),
-        "copies": st.sampled_from([1, 3, 4]),
+        "per_input": st.sampled_from([1, 3, 4]),
         "kv_heads": st.integers(1, 2),
         "group": st.sampled_from([1, 2, 7]),
         "prefix": st.integers(0, 90),
@@ -27,8 +27,6 @@ cases = st.fixed_dictionaries(
         "padding": st.sampled_from(["none", "left", "right", "all"]),
         "ancestry": st.booleans(),
         "bias": st.sampled_from(["none", "head", "row", "all"]),
-        "sinks": st.booleans(),
-        "soft_cap": st.sampled_from([None, 5.0]),
         "window": st.sampled_from([None, 1, 17, 60]),
         "scale": st.sampled_from([None, 0.1]),
         "splits": st.sampled_from([None, 1, 2, 5]),
@@ -36,17 +34,17 @@ cases = st.fixed_dictionaries(
     }
 )
 PLAIN = {
-    "dtype": torch.float32, "batch": 2, "copies": 4, "kv_heads": 2, "group": 1, "prefix": 50, "suffix": 20,
-    "dims": (64, 64), "padding": "none", "ancestry": True, "bias": "none", "sinks": False, "soft_cap": None,
-    "window": None, "scale": None, "splits": 1, "seed": 0,
+    "dtype": torch.float32, "batch": 2, "per_input": 4, "kv_heads": 2, "group": 1, "prefix": 50, "suffix": 20,
+    "dims": (64, 64), "padding": "none", "ancestry": True, "bias": "none", "window": None,
+    "scale": None, "splits": 1, "seed": 0,
 }  # fmt: skip
 
 
 def make(case, device):
     """Arguments as `case` describes them; wherever nothing may be read, there is NaN."""
     generator = torch.Generator().manual_seed(case["seed"])
-    batch, copies, kv_heads, (dim, value_dim) = (case[key] for key in ("batch", "copies", "kv_heads", "dims"))
-    rows, heads, prefix = batch * copies, kv_heads * case["group"], case["prefix"]
+    batch, per_input, kv_heads, (dim, value_dim) = (case[key] for key in ("batch", "per_input", "kv_heads", "dims"))
+    rows, heads, prefix = batch * per_input, kv_heads * case["group"], case["prefix"]
 
     def tensor(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, case["dtype"])
@@ -76,8 +74,8 @@ def make(case, device):
             arguments[name][:, :, length:] = math.nan
         arguments["suffix_length"] = torch.tensor([length], device=device)
         if case["ancestry"]:
-            first = torch.arange(batch).repeat_interleave(copies).unsqueeze(1) * copies
-            ancestry = first + torch.randint(0, copies, (rows, capacity + 2), generator=generator)
+            first = torch.arange(batch).repeat_interleave(per_input).unsqueeze(1) * per_input
+            ancestry = first + torch.randint(0, per_input, (rows, capacity + 2), generator=generator)
             ancestry[:, length:] = 10**6
             arguments["ancestry"] = ancestry.int().to(device)
     else:
@@ -87,9 +85,7 @@ def make(case, device):
         bias = tensor(*shape.get(case["bias"], (rows, heads, prefix + capacity)))
         bias[..., torch.rand(prefix + capacity, generator=generator).to(device) < 0.2] = -math.inf
         arguments["bias"] = bias
-    if case["sinks"]:
-        arguments["sinks"] = tensor(heads)
-    arguments |= {key: case[key] for key in ("scale", "soft_cap", "window")}
+    arguments |= {key: case[key] for key in ("scale", "window")}
     return arguments
 
 
@@ -119,15 +115,10 @@ def expected(arguments):
                 own = source != "prefix"
                 key = given["suffix_keys"][source, h, t].double() if own else keys[b, h, t]
                 score = float(query[row, head] @ key) * scale
-                if given["soft_cap"] is not None:
-                    score = given["soft_cap"] * math.tanh(score / given["soft_cap"])
                 if "bias" in given:
                     score += float(given["bias"].expand(rows, heads, -1)[row, head, where])
                 scores.append(score)
                 seen.append(given["suffix_values"][source, h, t].double() if own else values[b, h, t])
-            if "sinks" in given:
-                scores.append(float(given["sinks"][head]))
-                seen.append(torch.zeros(values.shape[3], dtype=torch.float64))
             if scores and max(scores) > -math.inf:
                 weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
                 out[row, head] = weights @ torch.stack(seen)
@@ -142,7 +133,7 @@ def assert_right(case, result, wanted):
 @given(case=cases)
 @example(case=PLAIN | {"prefix": 0, "suffix": 0})
 @example(case=PLAIN | {"prefix": 0, "suffix": 1})
-@example(case=PLAIN | {"copies": 13, "group": 7, "kv_heads": 1, "prefix": 40})  # more rows than a tile has
+@example(case=PLAIN | {"per_input": 13, "group": 7, "kv_heads": 1, "prefix": 40})  # more rows than a tile has
 @example(case=PLAIN | {"padding": "all", "suffix": 0, "splits": 3})
 @example(case=PLAIN | {"padding": "left", "window": 30, "splits": 2})
 @settings(max_examples=12)
@@ -178,7 +169,7 @@ def test_long_sequences_in_parts(dtype, device, kernels):
 
 
 def test_inputs_are_left_alone(device):
-    arguments = make(PLAIN | {"bias": "all", "sinks": True}, device)
+    arguments = make(PLAIN | {"bias": "all"}, device)
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     decode_attention(**arguments)
     for name, old in before.items():

@@ -243,7 +243,7 @@ inline MaskRow mask_row(const AttentionProblem& problem, int64_t input, int64_t 
                         int64_t position) {
   const Strided& mask = problem.mask;
   if (mask.data == nullptr) return {nullptr, 0, problem.mask_type};
-  const int64_t row = input * problem.copies + matrix_row / (problem.group * problem.queries);
+  const int64_t row = input * problem.per_input + matrix_row / (problem.group * problem.queries);
   const int64_t head = kv_head * problem.group + matrix_row / problem.queries % problem.group;
   const int64_t query = matrix_row % problem.queries;
   const int64_t offset =
@@ -381,7 +381,7 @@ void gather_queries(const AttentionProblem& problem, int64_t input, int64_t kv_h
                     const Scratch& scratch) {
   const int64_t width = AttentionProblem::padded(problem.dim);
   for (int64_t i = first_row; i < first_row + rows; ++i) {
-    const int64_t row = input * problem.copies + i / (problem.group * problem.queries);
+    const int64_t row = input * problem.per_input + i / (problem.group * problem.queries);
     const int64_t head = kv_head * problem.group + i / problem.queries % problem.group;
     const scalar_t* from = at<scalar_t>(problem.query, row, head, i % problem.queries);
     const int64_t stride = problem.query.strides[3];
@@ -414,11 +414,11 @@ template <typename scalar_t>
 void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
                       const Scratch& scratch, const State& state) {
   const int64_t first_row = copy * problem.group * problem.queries;
-  const int64_t row = input * problem.copies + copy;
+  const int64_t row = input * problem.per_input + copy;
   Block<scalar_t> block;
   for (int64_t start = 0; start < problem.suffix_length; start += kBlock) {
     block.length = smaller(kBlock, problem.suffix_length - start);
-    const bool last_block = start + kBlock >= problem.suffix_length, last_copy = copy + 1 == problem.copies;
+    const bool last_block = start + kBlock >= problem.suffix_length, last_copy = copy + 1 == problem.per_input;
     block.next_keys = !last_block                ? kBlock * problem.suffix_keys.strides[2]
                       : start == 0 && !last_copy ? problem.suffix_keys.strides[0]
                                                  : 0;
@@ -439,7 +439,7 @@ void finish(const AttentionProblem& problem, int64_t input, int64_t kv_head, int
   const int64_t heads = problem.kv_heads * problem.group;
   for (int64_t i = 0; i < state.rows; ++i) {
     const int64_t matrix_row = first_row + i;
-    const int64_t row = input * problem.copies + matrix_row / (problem.group * problem.queries);
+    const int64_t row = input * problem.per_input + matrix_row / (problem.group * problem.queries);
     const int64_t head = kv_head * problem.group + matrix_row / problem.queries % problem.group;
     const int64_t place = (row * heads + head) * problem.queries + matrix_row % problem.queries;
     scalar_t* to = static_cast<scalar_t*>(problem.output) + place * problem.value_dim;
@@ -500,7 +500,7 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     }
     if (!problem.fused) continue;
     const int64_t rows_per_copy = problem.group * problem.queries;
-    for (int64_t copy = 0; copy < problem.copies; ++copy) {
+    for (int64_t copy = 0; copy < problem.per_input; ++copy) {
       attend_suffix_of<scalar_t>(problem, input, kv_head, copy, scratch,
                                  state.from_row(copy * rows_per_copy, rows_per_copy));
     }
@@ -513,7 +513,7 @@ void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) 
   const Workspace workspace(problem);
   const int64_t rows_per_copy = problem.group * problem.queries;
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t copy = task % problem.copies, matrix = task / problem.copies;
+    const int64_t copy = task % problem.per_input, matrix = task / problem.per_input;
     const int64_t kv_head = matrix % problem.kv_heads, input = matrix / problem.kv_heads;
     const int64_t first_row = copy * rows_per_copy;
     float* states = problem.states + matrix * problem.chunks * problem.state_size();

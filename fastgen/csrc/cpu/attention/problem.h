@@ -15,12 +15,12 @@ struct Strided {
 
 // Shapes: query [rows, heads, queries, dim], prefix [batch, kv heads, prefix length, dim], suffix
 // [rows, kv heads, suffix length, dim], mask [rows, heads, queries, prefix + suffix length], ancestry
-// [rows, suffix length], with rows = batch * copies and heads = kv heads * group.
+// [rows, suffix length], with rows = batch * per_input and heads = kv heads * group.
 //
-// All that reads the K/V of one input and kv head is worked on together, as a matrix of copies * group * queries rows
+// All that reads the K/V of one input and kv head is worked on together, as a matrix of per_input * group * queries rows
 // in that order.
 struct AttentionProblem {
-  int64_t batch, copies, kv_heads, group, queries, prefix_length, suffix_length, dim, value_dim;
+  int64_t batch, per_input, kv_heads, group, queries, prefix_length, suffix_length, dim, value_dim;
   float scale;
   Strided query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry;
   ElementType mask_type;
@@ -33,7 +33,7 @@ struct AttentionProblem {
   bool fused;
   float* states;
 
-  int64_t matrix_rows() const { return copies * group * queries; }
+  int64_t matrix_rows() const { return per_input * group * queries; }
   // Rows in scratch memory are padded to whole vectors of every width that there is.
   static int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
   int64_t state_size() const { return matrix_rows() * (padded(value_dim) + 2); }

@@ -63,18 +63,18 @@ class StepLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name up to transformers 5.x
 
 
-def cache_of(own: list[StaticKV], cross: list[StaticKV] | None, seen: Tensor) -> Cache:
+def cache_of(own: list[StaticKV], cross: list[StaticKV], seen: Tensor) -> Cache:
     """A cache with these layers.
 
     Args:
         own: of self-attention.
-        cross: of cross-attention; None for a model without.
+        cross: of cross-attention; empty for a model without.
         seen: one int64: positions in front of those of the step.
     """
     self_attention = _with_layers([StepLayer(kv, seen) for kv in own])
-    if cross is None:
+    if not cross:
         return self_attention
-    return EncoderDecoderCache(self_attention, _with_layers([StepLayer(kv, kv.prefix_room) for kv in cross]))
+    return EncoderDecoderCache(self_attention, _with_layers([StepLayer(kv, kv.prefix_capacity) for kv in cross]))
 
 
 def _with_layers(layers: list[StepLayer]) -> DynamicCache:

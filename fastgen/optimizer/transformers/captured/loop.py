@@ -30,11 +30,12 @@ from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
-from fastgen.optimizer.transformers.call import Call, Declined
-from fastgen.optimizer.transformers.captured import kept, processors
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache, processors
 from fastgen.optimizer.transformers.captured.models import is_served, positions_of_step
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Prompt, Shape
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
 from fastgen.optimizer.transformers.state import SavedState
 
 ENTRY_POINT = "transformers.captured_step"
@@ -45,11 +46,10 @@ MIN_STEPS = 8
 _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
 _PREFIX = 128
-_FIRST_ROOM, _MOST_FIRST_ROOM = 64, 256
+_FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
 # Inputs of the model with a row per sequence, and what the next step gets of them.
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_POSITIONS = ("position_ids", "decoder_position_ids")
 _LAST = ("token_type_ids",)
 # By whether beams are searched, and whether the model has an encoder.
 _OUTPUTS = {
@@ -67,10 +67,12 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = Call.current(model)
     if call is None or call.declined or call.accelerated or not patching.is_active():
         return wrapped(*args, **kwargs)
-    if settings.current().captured_step == "never" or not _is_for(model.device):
-        return wrapped(*args, **kwargs)
     arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     model_kwargs = arguments.pop("model_kwargs", {})
+    call.runs_user_code = user_code.wrap(arguments, call.users_errors)
+    call.scores_are_private &= not call.runs_user_code
+    if settings.current().captured_step == "never" or not _is_for(model.device):
+        return wrapped(**arguments, **model_kwargs)
     config = arguments["generation_config"]
     try:
         _check(call, arguments, model_kwargs)
@@ -78,15 +80,15 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
         )
         if not call.accelerated:
-            return wrapped(*args, **kwargs)
+            return wrapped(**arguments, **model_kwargs)
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
         # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
         experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
         with graph.turn, experts, torch.inference_mode(False), torch.no_grad():
             result = _Decoding(call, arguments, model_kwargs).run()
-    except (Declined, CannotBeCaptured) as reason:
-        counters.count_left_out(ENTRY_POINT, str(reason))
-        return wrapped(*args, **kwargs)
+    except CannotBeCaptured as reason:
+        counters.count_not_used(ENTRY_POINT, str(reason))
+        return wrapped(**arguments, **model_kwargs)
     call.prefilled = None
     counters.count_accelerated(ENTRY_POINT)
     return result
@@ -98,48 +100,48 @@ def _is_for(device: torch.device) -> bool:
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
-    """Raises `Declined` if it is known before the first pass that a captured step does not serve."""
+    """Raises `CannotBeCaptured` if it is known before the first pass that a captured step does not serve."""
     config, input_ids = arguments["generation_config"], arguments["input_ids"]
     unavailable = graph.unavailable(call.model.device)
     if unavailable is not None:
-        raise Declined(unavailable)
+        raise CannotBeCaptured(unavailable)
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
-        raise Declined("the model is on several devices")
+        raise CannotBeCaptured("the model is on several devices")
     if not is_served(call.model):
-        raise Declined("a model that the library does not run with a static cache")
+        raise CannotBeCaptured("a model that the library does not run with a static cache")
     if torch.is_autocast_enabled(call.model.device.type):
         # It keeps copies of weights until its end, which a graph would go on reading.
-        raise Declined("autocast")
+        raise CannotBeCaptured("autocast")
     if call.model.dtype not in operators.KERNEL_TYPES:
-        raise Declined(f"a model in {call.model.dtype}")
+        raise CannotBeCaptured(f"a model in {call.model.dtype}")
     if arguments.get("streamer") is not None:
-        raise Declined("a streamer")
+        raise CannotBeCaptured("a streamer")
     for name in _RECORDS if config.return_dict_in_generate else ():
         if getattr(config, name):
-            raise Declined(name)
+            raise CannotBeCaptured(name)
     if call.cache_is_the_users:
-        raise Declined("a cache that is passed in")
+        raise CannotBeCaptured("a cache that is passed in")
     if config.num_beams < 1:
-        raise Declined("no beams")  # the library's loop says what is wrong with that
+        raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
     if config.num_beams > 1 and config.do_sample:
-        raise Declined("beam search with sampling")
+        raise CannotBeCaptured("beam search with sampling")
     for criterion in arguments["stopping_criteria"]:
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
-            raise Declined(f"the stopping criterion {type(criterion).__name__}")
+            raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
     lengths = [criterion.max_length for criterion in arguments["stopping_criteria"] if _limits_length(criterion)]
     if min(lengths, default=config.max_length + 1) > config.max_length:
-        raise Declined("a criterion for a larger length than max_length")
+        raise CannotBeCaptured("a criterion for a larger length than max_length")
     if config.max_length - input_ids.shape[1] < MIN_STEPS:
-        raise Declined("only a few tokens to generate")
+        raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
-            raise Declined(f"the model's input {name}")
+            raise CannotBeCaptured(f"the model's input {name}")
 
 
 def _is_known(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
-        return name in (*_MASKS, *_POSITIONS, *_LAST) and value.dim() == 2
+        return name in (*_MASKS, *POSITIONS, *_LAST) and value.dim() == 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
     # The tokenizer is that of `stop_strings`.
@@ -155,8 +157,8 @@ class _Decoding:
         self._config = arguments["generation_config"]
         self._processors = arguments["logits_processor"]
         searches = self._config.num_beams > 1
-        self._copies = max(self._config.num_beams, self._config.num_return_sequences)
-        self._returned = self._config.num_return_sequences if searches else self._copies
+        self._per_input = max(self._config.num_beams, self._config.num_return_sequences)
+        self._returned = self._config.num_return_sequences if searches else self._per_input
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
         self._raised: Exception | None = None
@@ -167,13 +169,13 @@ class _Decoding:
         ]
         self._host = Host(self._process, self._stops)
         self._prompt = self._make_prompt()
-        self._shape = self._make_shape()
+        self._key = self._make_key()
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
 
         Raises:
-            Declined, CannotBeCaptured: it does not work; nothing has been changed then.
+            CannotBeCaptured: it does not work; nothing has been changed then.
         """
         random_state, state = RandomState(self._model.device), SavedState((*self._processors, *self._criteria))
         try:
@@ -184,12 +186,12 @@ class _Decoding:
             random_state.restore()
             state.restore()
             if isinstance(error, torch.OutOfMemoryError):
-                kept.drop_all()
+                graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             raise CannotBeCaptured(_describe(error)) from error
         result = self._result(step)
         if step.is_captured:
-            kept.give_back(self._model, step)
+            graph_cache.give_back(self._model, step)
         return result
 
     def _result(self, step: CapturedStep) -> Any:
@@ -199,9 +201,9 @@ class _Decoding:
             return sequences
         store = self._call.store
         store.hold(*step.stored())
-        searches, encodes = isinstance(search, BeamSearch), self._model.config.is_encoder_decoder
         indices = {"beam_indices": search.result_indices(*count)} if isinstance(search, BeamSearch) else {}
-        return _OUTPUTS[searches, encodes](sequences=sequences, past_key_values=store.cache, **indices)
+        output = _OUTPUTS[bool(indices), self._model.config.is_encoder_decoder]
+        return output(sequences=sequences, past_key_values=store.cache, **indices)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """The processors on the host."""
@@ -234,10 +236,10 @@ class _Decoding:
         step.choose_first(prompt.logits, self._host)
         done = 1
         while not step.is_over() and done < prompt.new_tokens:
-            if done > step.shape.capacity:
+            if done > step.key.capacity:
                 step = self._larger(step)
             self._start(step, done)
-            if step.is_captured and not self._has_released and prompt.new_tokens <= step.shape.capacity + 1:
+            if step.is_captured and not self._has_released and prompt.new_tokens <= step.key.capacity + 1:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
         return step
@@ -250,7 +252,7 @@ class _Decoding:
             raise
         except Exception as error:
             if error is not self._raised and not step.is_captured:
-                kept.refuse(self._model, self._shape, _describe(error))
+                graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 
     def _release(self) -> None:
@@ -258,60 +260,56 @@ class _Decoding:
         self._has_released = True
         self._call.store.release()
         self._prompt.own.clear()
-        if self._prompt.cross is not None:
-            self._prompt.cross.clear()
+        self._prompt.cross.clear()
 
     def _larger(self, step: CapturedStep) -> CapturedStep:
         """A step with twice the capacity, where this one has got to."""
-        self._shape = replace(step.shape, capacity=2 * step.shape.capacity)
+        self._key = replace(step.key, capacity=2 * step.key.capacity)
         larger = self._step()
         larger.take_over(step)
-        kept.give_back(self._model, step)
+        graph_cache.give_back(self._model, step)
         return larger
 
     def _step(self) -> CapturedStep:
-        """A step of this call's shape, with this call's processors."""
-        step = kept.take(self._model, self._shape, self._new_step)
+        """A step of this call's key, with this call's processors."""
+        step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
         fits = all(captured.refresh(processor) for captured, processor in pairs)
         return step if fits else self._new_step()
 
     def _new_step(self) -> CapturedStep:
         made = None
-        if self._shape.processors is not None:
-            made = [self._captured(processor) for processor in self._processors]
+        if self._key.processors is not None:
+            made = [
+                processors.captured(
+                    processor, self._model.device, self._input_ids.shape[1], self._config.max_length,
+                    inputs=self._key.batch, per_input=self._key.per_input,
+                )
+                for processor in self._processors
+            ]  # fmt: skip
             if None in made:
-                raise Declined("a processor does not fit into its buffers")
-        return CapturedStep(self._shape, self._prompt, made)
-
-    def _captured(self, processor: Any) -> Any:
-        shape, config = self._shape, self._config
-        return processors.captured(
-            processor, self._model.device, self._input_ids.shape[1], config.max_length,
-            inputs=shape.batch, copies=shape.copies,
-        )  # fmt: skip
+                raise CannotBeCaptured("a processor does not fit into its buffers")
+        return CapturedStep(self._key, self._prompt, made)
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""
-        pad = self._config._pad_token_tensor
+        pad = 0 if self._config._pad_token_tensor is None else int(self._config._pad_token_tensor)
         if self._config.num_beams == 1:
-            return int(pad) if pad is not None else 0
-        if not self._eos:
-            return -1
-        return (int(pad) if pad is not None else 0) or self._eos[0]
+            return pad
+        return (pad or self._eos[0]) if self._eos else -1
 
     # ---- what the first pass has left
 
     def _make_prompt(self) -> Prompt:
-        tokens = self._input_ids[:: self._copies]
+        tokens = self._input_ids[:: self._per_input]
         inputs, length = tokens.shape
         own, cross = layers_of(self._call.store.cache)
         self._windows = [layer.window for layer in own]
         own_kv = [layer.kv.prefix() for layer in own]
         stored = own[0].kv.length
         masks = {name: self._model_kwargs[name] for name in _MASKS if self._model_kwargs.get(name) is not None}
-        masks = {name: mask[:: self._copies] for name, mask in masks.items()}
-        own_mask, cross_kv, cross_span = masks.get(self._own_mask), None, None
+        masks = {name: mask[:: self._per_input] for name, mask in masks.items()}
+        own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
         if cross and any(layer.kv.length for layer in cross):
             cross_kv = [layer.kv.prefix() for layer in cross]
             cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
@@ -319,7 +317,7 @@ class _Decoding:
             source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))
             own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
         if stored != (length if own_mask is None else own_mask.shape[1]):
-            raise Declined("a prompt of which the cache has more or less than the tokens")
+            raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
         span = _span(own_mask, inputs, stored, tokens.device)
         self._check_positions(span)
         return Prompt(
@@ -341,7 +339,7 @@ class _Decoding:
             starts, ends = span
             new_tokens = self._config.max_length - self._input_ids.shape[1]
             if int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
-                raise Declined("more positions than the model has")
+                raise CannotBeCaptured("more positions than the model has")
 
     @property
     def _own_mask(self) -> str:
@@ -351,9 +349,9 @@ class _Decoding:
     def _next_inputs(self, tokens: Tensor, masks: dict[str, Tensor], span: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """What the next step gets of the other inputs; and what models would ask the host for."""
         given = {
-            name: value[:: self._copies] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
+            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
         }
-        found = {name: given[name][:, -1:] + 1 for name in _POSITIONS if name in given}
+        found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
         found |= {name: given[name][:, -1:] for name in _LAST if name in given}
         if not self._model.config.is_encoder_decoder:
             return found
@@ -365,31 +363,31 @@ class _Decoding:
             # They might be counted from that mask otherwise, which has room for the positions to come.
             starts, ends = span
             if bool((ends - starts < tokens.shape[1]).any()):
-                raise Declined("a padded decoder prompt")
+                raise CannotBeCaptured("a padded decoder prompt")
             found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
         return found
 
-    def _make_shape(self) -> Shape:
+    def _make_key(self) -> Key:
         prompt, config = self._prompt, self._config
-        room = _power_of_two(prompt.new_tokens)
+        new_capacity = max(operators.power_of_two(prompt.new_tokens), _FIRST_CAPACITY)
         length = prompt.tokens.shape[1]
         encoded = self._model_kwargs.get("encoder_outputs")
-        source_in_front = encoded is not None and prompt.cross is None
-        encoder_room = None if encoded is None else encoded[0].shape[1]
-        if encoder_room is not None and not (source_in_front and length > 1):
-            encoder_room = _round_up(encoder_room, _PREFIX)
-        prompt_room = _round_up(length, _PREFIX) if self._may_pad() else length
-        stored_room = encoder_room + length - 1 if source_in_front else prompt_room
+        source_in_front = encoded is not None and not prompt.cross
+        encoder_capacity = None if encoded is None else encoded[0].shape[1]
+        if encoder_capacity is not None and not (source_in_front and length > 1):
+            encoder_capacity = processors.round_up(encoder_capacity, _PREFIX)
+        prompt_capacity = processors.round_up(length, _PREFIX) if self._may_pad() else length
+        stored_capacity = encoder_capacity + length - 1 if source_in_front else prompt_capacity
         captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
-        return Shape(
-            batch=next((n for n in _BATCHES if n >= prompt.inputs), _round_up(prompt.inputs, 16)),
-            copies=self._copies,
-            prompt_room=prompt_room,
-            room=room,
-            stored_room=stored_room,
-            capacity=min(room, _MOST_FIRST_ROOM),
+        return Key(
+            batch=next((n for n in _BATCHES if n >= prompt.inputs), processors.round_up(prompt.inputs, 16)),
+            per_input=self._per_input,
+            prompt_capacity=prompt_capacity,
+            new_capacity=new_capacity,
+            stored_capacity=stored_capacity,
+            capacity=min(new_capacity, _MAX_FIRST_CAPACITY),
             width=positions_of_step(self._model),
-            encoder_room=encoder_room,
+            encoder_capacity=encoder_capacity,
             encoder_width=None if encoded is None else encoded[0].shape[2],
             encoder_class=None if encoded is None else type(encoded),
             source_in_front=source_in_front,
@@ -407,7 +405,9 @@ class _Decoding:
             ),
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
             # A window that everything fits into is none.
-            windows=tuple(window if window and stored_room + room > window else None for window in self._windows),
+            windows=tuple(
+                window if window and stored_capacity + new_capacity > window else None for window in self._windows
+            ),
         )
 
     def _may_pad(self) -> bool:
@@ -436,32 +436,24 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
     """[inputs] starts and ends of what a mask [inputs, length] lets through.
 
     Raises:
-        Declined: that is not one piece, or the mask has another length.
+        CannotBeCaptured: that is not one piece, or the mask has another length.
     """
     if mask is None:
         return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
     if mask.shape != (inputs, length):
-        raise Declined("a mask that is not one number per stored position")
+        raise CannotBeCaptured("a mask that is not one number per stored position")
     counts = mask != 0
     starts = counts.int().argmax(dim=1)
     ends = starts + counts.sum(dim=1)
     place = torch.arange(length, device=device)
     if not bool((counts == ((place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)))).all()):
-        raise Declined("a mask with holes")
+        raise CannotBeCaptured("a mask with holes")
     if bool((starts == ends).any()):
-        raise Declined("an input that is masked altogether")
+        raise CannotBeCaptured("an input that is masked altogether")
     return starts, ends
 
 
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _power_of_two(size: int) -> int:
-    return max(operators.power_of_two(size), _FIRST_ROOM)
-
-
 def _describe(error: Exception) -> str:
-    if isinstance(error, (CannotBeCaptured, Declined)):
+    if isinstance(error, CannotBeCaptured):
         return str(error)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
-# looked at them yet. In a captured step the host can tell (`BoundedNumber`). Any other model that the library does not
+# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
 # run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
 _OTHERS = frozenset(
     f"transformers.models.{module}.{name}"

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
-from fastgen.decoding.captured.number import BoundedNumber
+from fastgen.decoding.captured.symbolic_length import SymbolicLength
 
 
 def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ..., past_key_values, ...)`."""
     cache = kwargs.get("past_key_values")
     length = cache.get_seq_length() if cache is not None else None
-    if not isinstance(length, BoundedNumber):
+    if not isinstance(length, SymbolicLength):
         return wrapped(*args, **kwargs)
     # Counted from 1.
     position_ids = (length + (1 + module.padding_idx)).view(1, 1)
@@ -32,7 +32,7 @@ def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Wrapper of `ProphetNetNgramSelfAttention.forward`, whose arguments the decoder passes by name."""
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     length = cache.get_seq_length() if cache is not None else None
-    if isinstance(length, BoundedNumber):
+    if isinstance(length, SymbolicLength):
         rows = kwargs["hidden_states"].shape[0]
         keys = cache.get_mask_sizes(1, module.layer_idx)[0]
         kwargs = {**kwargs, **_buckets(module, position_ids, rows, keys)}

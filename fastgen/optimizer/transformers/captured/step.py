@@ -18,20 +18,20 @@ from torch import Tensor
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.beam_search import BeamSearch
 from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.number import BoundedNumber, Ranges
-from fastgen.decoding.captured.places import Places
 from fastgen.decoding.captured.row_search import RowSearch
+from fastgen.decoding.captured.step_state import StepState
+from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.cache import cache_of
-from fastgen.optimizer.transformers.captured.processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
 _WARM_UPS = 2
 # Steps under way that the host does not know the outcome of.
 _LATE = 2
 # Inputs of the model that go up by one in every step.
-_POSITIONS = ("position_ids", "decoder_position_ids")
+POSITIONS = ("position_ids", "decoder_position_ids")
 
 
 class Host(NamedTuple):
@@ -58,17 +58,17 @@ HostPart = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Key:
     """All that is frozen in a captured step: calls that agree on it can share one.
 
     Attributes:
-        batch, copies: inputs there is room for, and sequences of each.
-        prompt_room, room: positions of the sequences' buffers for the prompt, and for what is generated.
-        stored_room, capacity: positions of K and V of self-attention for what the first pass has stored, and for what
-            is generated.
+        batch, per_input: inputs there is room for, and sequences of each.
+        prompt_capacity, new_capacity: positions of the sequences' buffers for the prompt, and for what is generated.
+        stored_capacity, capacity: positions of K and V of self-attention for what the first pass has stored, and for
+            what is generated.
         width: positions that a step stores.
-        encoder_room, encoder_width, encoder_class: positions and width of the encoder's output, and the class that it
-            comes in; None for a model without an encoder.
+        encoder_capacity, encoder_width, encoder_class: positions and width of the encoder's output, and the class that
+            it comes in; None for a model without an encoder.
         source_in_front: K and V of the encoder's output are those of self-attention, in front of the sequences'.
         search: the class of the search and its options.
         eos: tokens that end a sequence.
@@ -81,13 +81,13 @@ class Shape:
     """
 
     batch: int
-    copies: int
-    prompt_room: int
-    room: int
-    stored_room: int
+    per_input: int
+    prompt_capacity: int
+    new_capacity: int
+    stored_capacity: int
     capacity: int
     width: int
-    encoder_room: int | None
+    encoder_capacity: int | None
     encoder_width: int | None
     encoder_class: type | None
     source_in_front: bool
@@ -102,7 +102,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        return self.batch * self.copies
+        return self.batch * self.per_input
 
 
 @dataclass
@@ -114,17 +114,18 @@ class Prompt:
         new_tokens: to generate, at the most.
         stored: positions of self-attention that the first pass has left.
         own, cross: K and V of each layer, [inputs, heads, stored, dim] and [inputs, heads, encoder positions, dim]. A
-            layer with a sliding window may have the last of the stored positions only.
+            layer with a sliding window may have the last of the stored positions only. `cross` is empty without
+            cross-attention.
         span, cross_span: [inputs] starts and ends of the positions that count.
         tensors: the model's inputs of the first step, [inputs, ...], by name.
-        logits: [inputs * copies, vocabulary]: of the last position of the prompt.
+        logits: [inputs * per_input, vocabulary]: of the last position of the prompt.
     """
 
     tokens: Tensor
     new_tokens: int
     stored: int
     own: list[tuple[Tensor, Tensor]]
-    cross: list[tuple[Tensor, Tensor]] | None
+    cross: list[tuple[Tensor, Tensor]]
     span: tuple[Tensor, Tensor]
     cross_span: tuple[Tensor, Tensor] | None
     tensors: dict[str, Tensor]
@@ -139,48 +140,47 @@ class CapturedStep:
     """The step, its buffers, and, once it has been captured, its graph.
 
     Attributes:
-        shape: what is frozen.
+        key: what is frozen.
         is_captured: there is a graph.
     """
 
-    def __init__(self, shape: Shape, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
+    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
         """
         Args:
-            prompt: any with K and V of the shape's kind; nothing of it is stored.
+            prompt: any with K and V of the key's kind; nothing of it is stored.
             processors: the captured ones; None if the host runs them.
         """
-        self.shape = shape
+        self.key = key
         self.processors = processors
         self.device = device = prompt.tokens.device
-        self._places = Places(shape.batch, shape.copies, shape.capacity + shape.width - 1, device, shape.width)
+        self._state = StepState(key.batch, key.per_input, key.capacity + key.width - 1, device, key.width)
         self._own = [
-            StaticKV(*kv, self._places, shape.stored_room, has_suffix=True, window=window)
-            for kv, window in zip(prompt.own, shape.windows, strict=True)
+            StaticKV(*kv, self._state, key.stored_capacity, has_suffix=True, window=window)
+            for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
-        self._cross = None
-        if prompt.cross is not None and shape.encoder_room is not None:
-            self._cross = [StaticKV(*kv, self._places, shape.encoder_room, has_suffix=False) for kv in prompt.cross]
-        kind, option = shape.search
-        sizes = (shape.batch, shape.copies, shape.prompt_room, shape.room, device, shape.eos)
+        encoded = key.encoder_capacity or 0
+        self._cross = [StaticKV(*kv, self._state, encoded, has_suffix=False) for kv in prompt.cross]
+        kind, option = key.search
+        sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
         self.search: BeamSearch | RowSearch = (
             BeamSearch(*sizes, early_stopping=option) if kind == "beams" else RowSearch(*sizes, samples=bool(option))
         )
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        seen = BoundedNumber.of(self._seen, shape.stored_room, shape.stored_room + shape.capacity)
+        seen = SymbolicLength.of(self._seen, key.stored_capacity, key.stored_capacity + key.capacity)
         self._cache = cache_of(self._own, self._cross, seen)
-        self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in shape.tensors}
-        self._constants: dict[str, Any] = dict(shape.constants)
-        if shape.encoder_class is not None:
+        self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in key.tensors}
+        self._constants: dict[str, Any] = dict(key.constants)
+        if key.encoder_class is not None:
             # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
             nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
-            states = nothing.expand(shape.rows, shape.encoder_room, shape.encoder_width)
-            self._constants["encoder_outputs"] = shape.encoder_class(last_hidden_state=states)
+            states = nothing.expand(key.rows, key.encoder_capacity, key.encoder_width)
+            self._constants["encoder_outputs"] = key.encoder_class(last_hidden_state=states)
         # What the host's processors and criteria get and give.
-        scores_of_host = (shape.rows, prompt.logits.shape[-1]) if processors is None else (0,)
+        scores_of_host = (key.rows, prompt.logits.shape[-1]) if processors is None else (0,)
         self._scores = torch.zeros(scores_of_host, dtype=torch.float32, device=device)
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
-        waits = processors is None or shape.has_criteria
+        waits = processors is None or key.has_criteria
         self._flag = graph.LateFlag(device, 0 if waits else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
@@ -196,17 +196,17 @@ class CapturedStep:
     @property
     def nbytes(self) -> int:
         """Of K and V; the rest is small."""
-        return sum(kv.nbytes for kv in (*self._own, *(self._cross or ())))
+        return sum(kv.nbytes for kv in (*self._own, *self._cross))
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width that leaves room for the positions to come."""
-        shape = self.shape
+        key = self.key
         width = 1
         if self._grows(name):
-            width = shape.stored_room + shape.capacity
+            width = key.stored_capacity + key.capacity
         elif name == "attention_mask":
-            width = shape.encoder_room or 0
-        return torch.zeros(shape.rows, width, dtype=first.dtype, device=first.device)
+            width = key.encoder_capacity or 0
+        return torch.zeros(key.rows, width, dtype=first.dtype, device=first.device)
 
     # ---- a call
 
@@ -219,25 +219,25 @@ class CapturedStep:
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
             span = ((place - dropped).clamp(min=0) for place in prompt.span)
-            kv.load(*stored, *span, at_end=not self.shape.source_in_front)
-        for kv, stored in zip(self._cross or (), prompt.cross or (), strict=True):
+            kv.load(*stored, *span, at_end=not self.key.source_in_front)
+        for kv, stored in zip(self._cross, prompt.cross, strict=True):
             kv.load(*stored, *prompt.cross_span, at_end=False)
         for name, buffer in self._inputs.items():
             self._fill(name, buffer, prompt.tensors[name])
         self._present = prompt.inputs
-        self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross or ()]
-        self._places.begin()
-        self._start = self.shape.prompt_room - prompt.tokens.shape[1]
-        self._seen.fill_(self.shape.stored_room)
+        self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
+        self._state.begin()
+        self._start = self.key.prompt_capacity - prompt.tokens.shape[1]
+        self._seen.fill_(self.key.stored_capacity)
         self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, **options)
         self._flag.reset()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
-        rows = given.shape[0] * self.shape.copies
-        given = given.repeat_interleave(self.shape.copies, dim=0)
+        rows = given.shape[0] * self.key.per_input
+        given = given.repeat_interleave(self.key.per_input, dim=0)
         buffer.zero_()
         if self._grows(name):
-            end = self.shape.stored_room
+            end = self.key.stored_capacity
             buffer[:rows, end - given.shape[1] : end] = given
             buffer[:, end] = 1  # that of the first step
         else:
@@ -245,7 +245,7 @@ class CapturedStep:
 
     def _grows(self, name: str) -> bool:
         """Whether an input of the model is a mask of the sequences, and not of what the encoder has read."""
-        return name == ("attention_mask" if self.shape.encoder_room is None else "decoder_attention_mask")
+        return name == ("attention_mask" if self.key.encoder_capacity is None else "decoder_attention_mask")
 
     def _extend(self, mask: Tensor) -> None:
         """The position of the next step counts; those behind it do not: models count the ones."""
@@ -253,8 +253,8 @@ class CapturedStep:
         mask.masked_fill_(columns == self._seen, 1)
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
-        """The first token, from the logits of the prompt, [inputs * copies, vocabulary]."""
-        all_rows = logits.new_zeros(self.shape.rows, logits.shape[-1])
+        """The first token, from the logits of the prompt, [inputs * per_input, vocabulary]."""
+        all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
         self._run(self._parts(lambda: all_rows, self._send), 0, host)
 
@@ -284,13 +284,13 @@ class CapturedStep:
         """A step that is not captured. In the first one the host looks at what may not be looked at later."""
         is_first = self._warm_ups == 0
         self._warm_ups += 1
-        readers = [kv.reader for kv in (*self._own, *(self._cross or ()))]
+        readers = [kv.reader for kv in (*self._own, *self._cross)]
         for reader in readers:
-            reader.looks = is_first
+            reader.host_may_wait = is_first
         self._run(parts, done, host)
         for reader in readers:
-            reader.looks = False
-        if is_first and bool(self._logits_seen[: self._present * self.shape.copies].isnan().any()):
+            reader.host_may_wait = False
+        if is_first and bool(self._logits_seen[: self._present * self.key.per_input].isnan().any()):
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
     def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Callable[[], None]]:
@@ -303,7 +303,7 @@ class CapturedStep:
         if self.processors is None:
             parts.append(partial(self._put_scores, logits))
             scores = partial(Scores, self._scores, normalise=False)
-        if self.shape.has_criteria:
+        if self.key.has_criteria:
             parts += [partial(self._put_proposal, scores), partial(self._take, end)]
         else:
             parts.append(partial(self._choose, scores, end))
@@ -314,7 +314,7 @@ class CapturedStep:
         parts: list[HostPart] = []
         if self.processors is None:
             parts.append(partial(self._process_on_host, host))
-        if self.shape.has_criteria:
+        if self.key.has_criteria:
             parts.append(partial(self._stop_on_host, host))
         return parts
 
@@ -325,12 +325,12 @@ class CapturedStep:
                 on_host(done)
 
     def _process_on_host(self, host: Host, done: int) -> None:
-        search, rows = self.search, self._present * self.shape.copies
-        sequences = search.running_tokens[:rows, self._start : search.prompt_room + done]
+        search, rows = self.search, self._present * self.key.per_input
+        sequences = search.running_tokens[:rows, self._start : search.prompt_capacity + done]
         self._scores[:rows] = host.process(sequences, self._scores[:rows])
 
     def _stop_on_host(self, host: Host, done: int) -> None:
-        end = self.search.prompt_room + done
+        end = self.search.prompt_capacity + done
         stops = host.stops(self.search.proposed(self._proposal, self._present, self._start, end))
         self._stops[: stops.shape[0]] = stops
 
@@ -350,20 +350,20 @@ class CapturedStep:
 
         Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
         """
-        new = int(self.search.length) - self.shape.prompt_room - 1
+        new = int(self.search.length) - self.key.prompt_capacity - 1
         own, cross = self._lengths
-        at_end = not self.shape.source_in_front
+        at_end = not self.key.source_in_front
         return (
             [kv.materialize(self._present, length, new, at_end) for kv, length in zip(self._own, own, strict=True)],
-            [kv.materialize(self._present, length) for kv, length in zip(self._cross or (), cross, strict=True)],
+            [kv.materialize(self._present, length) for kv, length in zip(self._cross, cross, strict=True)],
         )
 
     def take_over(self, other: CapturedStep) -> None:
-        """Goes on where `other` is, a step of the same shape with less capacity."""
-        self._places.take_over(other._places)
+        """Goes on where `other` is, a step of the same key with less capacity."""
+        self._state.take_over(other._state)
         self._seen.copy_(other._seen)
         self._start, self._present, self._lengths = other._start, other._present, other._lengths
-        for kv, old in zip((*self._own, *(self._cross or ())), (*other._own, *(other._cross or ())), strict=True):
+        for kv, old in zip((*self._own, *self._cross), (*other._own, *other._cross), strict=True):
             kv.take_over(old)
         for name, buffer in self._inputs.items():
             old = other._inputs[name]
@@ -378,10 +378,10 @@ class CapturedStep:
 
     def _advance(self) -> None:
         """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
-        self._places.advance(self.search.parents)
+        self._state.advance(self.search.parents)
         self._seen.add_(1)
         for name, buffer in self._inputs.items():
-            if name in _POSITIONS:
+            if name in POSITIONS:
                 buffer.add_(1)
             elif self._grows(name):
                 self._extend(buffer)

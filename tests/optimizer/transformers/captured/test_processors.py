@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as library
 
 import fastgen
-from fastgen.optimizer.transformers.captured.processors import StepTokens, captured, signature
+from fastgen.optimizer.transformers.captured.processors import captured, signature
+from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
 
 VOCABULARY = 19
 CAPACITY = 24
@@ -270,17 +271,17 @@ def test_waiting_is_seen(waits: Callable[[Tensor], Any]) -> None:
 
 def test_a_bucket_has_rows_that_no_input_has() -> None:
     call = Call(inputs=3, beams=2)
-    bucket, copies = 4, call.beams
+    bucket, per_input = 4, call.beams
     for name in ("encoder_repetition", "encoder_no_repeat_2", "repetition_padded"):
         if name not in PROCESSORS:
             continue
         processor = PROCESSORS[name](call)
-        made = captured(processor, CPU, call.prompt, call.limit, inputs=bucket, copies=copies)
+        made = captured(processor, CPU, call.prompt, call.limit, inputs=bucket, per_input=per_input)
         assert made is not None
-        step = Step(bucket * copies)
+        step = Step(bucket * per_input)
         wide = call._replace(inputs=bucket)
         for length in range(call.prompt, call.limit):
-            scores = _scores(bucket * copies, seed=length)
+            scores = _scores(bucket * per_input, seed=length)
             step.set(wide, length)
             expected = _expected_rows(processor, wide, length, scores[: call.rows])
             result = made(scores.clone(), step.tensors)

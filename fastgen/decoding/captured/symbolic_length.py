@@ -1,0 +1,92 @@
+"""A number on the device of which the host knows the bounds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class SymbolicLength(Tensor):
+    """One integer on the device. What its bounds decide, the host answers without waiting for it.
+
+    Models ask the length of their cache whether there is anything in it, or whether their table of positions is long
+    enough. In a captured step that length is on the device, and such a question would wait for it; but the buffers say
+    how short and how long it may be. Where the bounds leave a comparison open, it gives a tensor, as ever.
+
+    Attributes:
+        low, high: what it is at the least and at the most.
+        origin, offset: it is so much more than the number `origin`.
+    """
+
+    low: int
+    high: int
+    origin: Tensor
+    offset: int
+
+    @staticmethod
+    def of(number: Tensor, low: int, high: int) -> SymbolicLength:
+        """`number`, a 0-dim integer tensor, and always what is in its memory, with bounds."""
+        made = number.as_subclass(SymbolicLength)
+        made.low, made.high = low, high
+        made.origin, made.offset = number, 0
+        return made
+
+    def plus(self, count: int) -> SymbolicLength:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = SymbolicLength.of(torch.add(self, count), self.low + count, self.high + count)
+        made.origin, made.offset = self.origin, self.offset + count
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        number = args[0] if args and isinstance(args[0], SymbolicLength) else None
+        if func is Tensor.__bool__:
+            return bool(number != 0)
+        other = args[1] if len(args) == 2 and type(args[1]) is int else None
+        if number is not None and other is not None:
+            if func in _COMPARISONS:
+                answers = {_COMPARISONS[func](bound, other) for bound in _telling(number, other)}
+                if len(answers) == 1:
+                    return answers.pop()
+            elif func in _SHIFTS:
+                return number.plus(_SHIFTS[func] * other)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Ranges(TorchFunctionMode):
+    """In this context, a range from one such number to another has the size that their distance says.
+
+    `torch.arange` does not ask the classes of its arguments.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.arange and len(args) == 2 and all(isinstance(number, SymbolicLength) for number in args):
+            start, end = args
+            if start.origin is end.origin:
+                return torch.arange(end.offset - start.offset, **(kwargs or {})) + start
+        return func(*args, **(kwargs or {}))
+
+
+def _telling(number: SymbolicLength, other: int) -> set[int]:
+    """Values of the number with which all answers to its comparison with `other` are there."""
+    return {number.low, number.high} | ({other} if number.low <= other <= number.high else set())
+
+
+def _forms(name: str) -> tuple[Any, ...]:
+    """What torch calls an operation: the method, or the one behind the sign."""
+    return tuple(getattr(Tensor, form) for form in (name, f"__{name}__"))
+
+
+_COMPARISONS: dict[Any, Callable[[int, int], bool]] = {
+    form: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for form in _forms(name)
+}
+_SHIFTS = {
+    **{form: sign for name, sign in (("add", 1), ("sub", -1)) for form in _forms(name)},
+    Tensor.__radd__: 1,
+}

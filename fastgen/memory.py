@@ -1,0 +1,68 @@
+"""Memory: how much of the host's is free for this process, and how a buffer grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+# The limit of a control group, what it uses, and the part of its statistics that the kernel gives back when asked.
+# First the names of version 2, then those of version 1.
+_LIMIT = ("memory.max", "memory.limit_in_bytes")
+_USED = ("memory.current", "memory.usage_in_bytes")
+_RECLAIMABLE = ("inactive_file", "total_inactive_file")
+_MIN_GROWTH = 64  # positions
+
+
+def capacity(needed: int, present: int) -> int:
+    """Positions to allocate for a buffer of `present` positions that must hold `needed`.
+
+    It grows by a quarter at least, so that its content is seldom copied.
+    """
+    return max(needed, present + max(present // 4, _MIN_GROWTH))
+
+
+def free_host_memory() -> int:
+    """Bytes that this process can allocate without swapping.
+
+    It is the smaller of what the machine has available and of what the limits of its container leave. Where the system
+    tells neither, 4 GiB are assumed.
+    """
+    return max(min([_available(), *_left_in_groups()]), 0)
+
+
+def _available() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        # Nothing tells what is free: assume half of the memory.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return 2**32
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What is left of each limit that applies: a group's own, and those of the groups around it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            root = _CONTROL_GROUPS / controllers
+            group = root / name.lstrip("/")
+            # A container often sees its own group as the root, and not the path that the file names.
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(root):
+                    yield from _left(folder)
+
+
+def _left(group: Path) -> Iterator[int]:
+    for limit, used, reclaimable in zip(_LIMIT, _USED, _RECLAIMABLE, strict=True):
+        # A group without a limit has no such file, or the word "max" in it.
+        with contextlib.suppress(OSError, ValueError):
+            most = int((group / limit).read_text())
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield most - int((group / used).read_text()) + int(statistics.get(reclaimable, 0))

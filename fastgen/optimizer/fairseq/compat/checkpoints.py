@@ -1,0 +1,111 @@
+"""FairSeq's checkpoints under a `torch.load` that runs no code from the file.
+
+FairSeq reads its checkpoints with `torch.load(file)`, which since torch 2.6 refuses everything but tensors and plain
+containers. What a FairSeq checkpoint contains besides is allowed here while FairSeq reads one, and at no other time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import collections
+import enum
+import functools
+import importlib
+import inspect
+import os
+import pickle
+import re
+import threading
+import typing
+from typing import Any
+
+import numpy
+import torch
+
+from fastgen.optimizer.fairseq.compat.literals import RefusedValue
+
+# The list of allowed types is one for the process: who reads a checkpoint meanwhile waits.
+_lock = threading.RLock()
+_REFUSED = re.compile(r"GLOBAL (\S+)")
+_BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
+
+
+def load(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of FairSeq's functions that read a checkpoint.
+
+    Raises:
+        pickle.UnpicklingError: the file is damaged, or contains a type that FairSeq's checkpoints do not; the message
+            names the file or the type.
+    """
+    with _lock:
+        # What is allowed already stays so afterwards.
+        added = set(_allowed()).difference(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals(list(added)):
+            return _load(wrapped, args, kwargs)
+
+
+def _load(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    except (OSError, MemoryError, RefusedValue):
+        raise
+    except Exception as error:
+        refused = _REFUSED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if refused is not None:
+            name = refused.group(1)
+            raise pickle.UnpicklingError(
+                f"the checkpoint contains {name}, which is not among the types of a FairSeq checkpoint; reading it "
+                f"could run code from the file. If you trust the file, import the type and call "
+                f"torch.serialization.add_safe_globals([{name}]) first."
+            ) from error
+        if not args or not isinstance(args[0], str | os.PathLike):
+            raise
+        cause = type(error).__name__
+        if "`weights_only`" not in str(error):  # torch advises to read the file in a way that would run code from it
+            cause += "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
+        raise pickle.UnpicklingError(
+            f"{os.fspath(args[0])} is damaged, or nothing that FairSeq has saved ({cause})"
+        ) from error
+
+
+@functools.cache
+def _allowed() -> tuple[Any, ...]:
+    """What FairSeq and its tasks write into checkpoints besides tensors, under the names of all its releases."""
+    allowed = [argparse.Namespace, collections.Counter, collections.defaultdict, codecs.encode, typing.Any, *_BUILTINS]
+    return (*allowed, *_from_numpy(), *_from_omegaconf(), *_from_fairseq())
+
+
+def _from_numpy() -> list[Any]:
+    """Scalars, as in losses and learning rates, and arrays. NumPy 2 has moved what makes them."""
+    scalar = numpy.float64(0).__reduce__()[0]
+    reconstruct = numpy.zeros(0).__reduce__()[0]
+    found: list[Any] = [numpy.dtype, numpy.ndarray]
+    found += [value for value in vars(numpy.dtypes).values() if inspect.isclass(value)]
+    for function in (scalar, reconstruct):
+        for package in ("numpy.core", "numpy._core"):
+            found.append((function, f"{package}.multiarray.{function.__name__}"))
+    return found
+
+
+def _from_omegaconf() -> list[Any]:
+    """The containers of configurations, their nodes, and what they know about themselves."""
+    modules = [importlib.import_module(f"omegaconf.{name}") for name in ("base", "nodes", "dictconfig", "listconfig")]
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if inspect.isclass(value) and value.__module__.startswith("omegaconf.")
+    ]
+
+
+def _from_fairseq() -> list[Any]:
+    """Meters, choices, dictionaries. The meters were in another module once."""
+    constants = importlib.import_module("fairseq.dataclass.constants")
+    meters = importlib.import_module("fairseq.logging.meters")
+    found: list[Any] = [importlib.import_module("fairseq.data.dictionary").Dictionary]
+    found += [value for value in vars(constants).values() if inspect.isclass(value) and issubclass(value, enum.Enum)]
+    for value in vars(meters).values():
+        if inspect.isclass(value) and value.__module__ == meters.__name__:
+            found += [value, (value, f"fairseq.meters.{value.__name__}")]
+    return found

@@ -1,0 +1,182 @@
+"""What stands for `eval` in FairSeq: it reads values and runs no code.
+
+FairSeq keeps lists and numbers of a configuration as text ("[(512, 3)] * 14 + [(1024, 3)] * 4") and calls `eval` on
+them while it builds a model. A checkpoint holds its configuration, so whoever writes a checkpoint could run code on the
+machine of everyone who uses it. Every module of FairSeq that calls `eval` gets `evaluate` as a global of that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+# The modules of FairSeq 0.12 that call `eval`.
+MODULES = (
+    "fairseq.criterions.ctc",
+    "fairseq.data.audio.raw_audio_dataset",
+    "fairseq.data.codedataset",
+    "fairseq.models.fconv",
+    "fairseq.models.fconv_lm",
+    "fairseq.models.fconv_self_att",
+    "fairseq.models.hubert.hubert",
+    "fairseq.models.lightconv_lm",
+    "fairseq.models.speech_to_text.s2t_wav_transformer",
+    "fairseq.models.transformer_lm",
+    "fairseq.models.wav2vec.wav2vec",
+    "fairseq.models.wav2vec.wav2vec2",
+    "fairseq.optim.adafactor",
+    "fairseq.optim.adam",
+    "fairseq.optim.adamax",
+    "fairseq.optim.cpu_adam",
+    "fairseq.optim.fused_lamb",
+    "fairseq.utils",
+    "fairseq_cli.eval_lm",
+    "fairseq_cli.validate",
+)
+
+# Longer texts are refused: before Python 3.11 the parser may use up the stack on them.
+_MAX_LENGTH = 100_000 if sys.version_info >= (3, 11) else 10_000
+_MAX_ITEMS = 100_000  # of a list, with all that is inside it
+_MAX_INTEGER = 2**63
+_SHOWN = 120  # characters of a refused value in the message
+
+_NUMBERS = (int, float, complex)
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+class RefusedValue(ValueError):
+    """A text of a configuration that is more than a value written out; the message names the field and the text."""
+
+
+def evaluate(text: Any) -> Any:
+    """The value that `text` writes out: numbers, strings, True, False, None, and lists, tuples, sets, dictionaries.
+
+    `+`, `-` and `*` are computed for numbers, `+` for two lists or two tuples, and `*` for one of them and a number.
+
+    Raises:
+        RefusedValue: anything else, or a value that would be very large.
+        TypeError: `text` is no string, as `eval` raises it.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"eval() arg 1 must be a string, not {type(text).__name__}")
+    try:
+        if len(text) > _MAX_LENGTH:
+            raise ValueError("too long")
+        return _value(ast.parse(text.lstrip(" \t"), mode="eval").body)[0]
+    except (SyntaxError, ValueError, TypeError, OverflowError, MemoryError, RecursionError):
+        shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+        raise RefusedValue(
+            f"{_field(text, sys._getframe(1))} is {shown}; FairSeq would run that as Python code, so only a value "
+            "written out is accepted: numbers, strings, lists, tuples and dictionaries, with +, - and *"
+        ) from None
+
+
+def evaluator(missing: None) -> Callable[[Any], Any]:
+    """What a module of FairSeq gets as its global `eval`."""
+    return evaluate
+
+
+def import_user_module(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Wrapper of `fairseq.utils.import_user_module`: also for models among FairSeq's own examples.
+
+    A directory of the user's own is left alone: its code was asked for.
+    """
+    import fairseq
+
+    wrapped(*args, **kwargs)
+    examples = os.path.join(os.path.dirname(os.path.realpath(fairseq.__file__)), "examples", "")
+    for module in list(sys.modules.values()):
+        if os.path.realpath(getattr(module, "__file__", None) or "").startswith(examples):
+            vars(module).setdefault("eval", evaluate)
+
+
+def _value(node: ast.expr) -> tuple[Any, int]:
+    """The value of a node, and of how many items it consists."""
+    match node:
+        case ast.Constant(value=int(value)) if abs(value) < _MAX_INTEGER:
+            return value, 1
+        case ast.Constant(value=float() | complex() | str() | bytes() | None as value):
+            return value, 1
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
+            number, items = _value(operand)
+            _require(type(number) in _NUMBERS)
+            return (number if isinstance(sign, ast.UAdd) else -number), items
+        case ast.Tuple(elts=elements):
+            values, items = _values(elements)
+            return tuple(values), items
+        case ast.List(elts=elements):
+            return _values(elements)
+        case ast.Set(elts=elements):
+            values, items = _values(elements)
+            return set(values), items
+        case ast.Dict(keys=keys, values=elements) if None not in keys:
+            names, count = _values(keys)  # type: ignore[arg-type]
+            values, items = _values(elements)
+            return dict(zip(names, values, strict=True)), count + items
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _combined(type(op), *_value(left), *_value(right))
+    raise ValueError("not a value")
+
+
+def _values(nodes: Iterable[ast.expr]) -> tuple[list[Any], int]:
+    found = [_value(node) for node in nodes]
+    return [value for value, _ in found], 1 + sum(items for _, items in found)
+
+
+def _combined(op: type, left: Any, left_items: int, right: Any, right_items: int) -> tuple[Any, int]:
+    """The result of an operator, and of how many items it consists, which is checked before lists are made."""
+    kinds = type(left), type(right)
+    if all(kind in _NUMBERS for kind in kinds):
+        number = _OPERATORS[op](left, right)
+        _require(type(number) is not int or abs(number) < _MAX_INTEGER)
+        return number, 1
+    if op is ast.Add:
+        items = left_items + right_items
+        _require(kinds[0] is kinds[1] and kinds[0] in (list, tuple))
+    else:
+        if kinds[0] is int:
+            left, left_items, right = right, right_items, left
+        _require(op is ast.Mult and type(left) in (list, tuple) and type(right) is int)
+        items = left_items * max(right, 1)
+    _require(items <= _MAX_ITEMS)
+    return _OPERATORS[op](left, right), items
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise ValueError("not a value, or a very large one")
+
+
+def _field(text: str, frame: FrameType | None) -> str:
+    """The name that a configuration has for `text`: looked for in what the calling functions hold. For a message."""
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fairseq", "fairseq_cli"):
+        for holder in list(frame.f_locals.values()):
+            for name, value in _entries(holder):
+                if isinstance(value, str) and value == text:
+                    return str(name)
+        frame = frame.f_back
+    return "a value of the configuration"
+
+
+def _entries(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """The names and values of a configuration, or of one that an object keeps as `cfg` or `args`."""
+    if isinstance(holder, Mapping):
+        # A DictConfig resolves what it is asked for, which may fail.
+        entries = getattr(holder, "_content", holder)
+        if isinstance(entries, Mapping):
+            yield from ((name, getattr(value, "_val", value)) for name, value in entries.items())
+    else:
+        known = getattr(holder, "__dict__", {})
+        yield from list(known.items())
+        for name in ("cfg", "args"):
+            if name in known:
+                yield from _entries(known[name])

@@ -1,0 +1,145 @@
+"""Captured steps that are kept from one call to the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import kept
+from fastgen.decoding.layers import Replacement
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+
+# Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
+# device's memory. What is kept is missing elsewhere.
+MOST = 8
+MOST_OF_MEMORY = 0.25
+
+
+class _OfModel:
+    """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
+
+    def __init__(self, state: Hashable) -> None:
+        self.state = state
+        self.steps: OrderedDict[Key, CapturedStep] = OrderedDict()
+        self.refused: dict[Key, str] = {}
+
+
+_models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
+
+
+def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
+    """A step of this key, which nobody else uses until it is given back.
+
+    Raises:
+        CannotBeCaptured: that has been tried before.
+    """
+    cached = _of(model)
+    if key in cached.refused:
+        raise CannotBeCaptured(cached.refused[key])
+    step = cached.steps.pop(key, None)
+    return make() if step is None else step
+
+
+def give_back(model: Any, step: CapturedStep) -> None:
+    """Keeps a captured step for the next call of its key; those that were not used for longest go for it.
+
+    One that alone takes more than is cached is not.
+    """
+    cached = _models.pop(model, None)
+    if cached is None:  # all were dropped meanwhile
+        return
+    cached.steps[step.key] = step
+    _models[model] = cached  # the last one that was used
+    most = _most_bytes(step.device)
+    while (steps := [x for other in _models.values() for x in other.steps.values()]) and (
+        len(steps) > MOST or sum(x.nbytes for x in steps) > most
+    ):
+        oldest = next(other for other in list(_models.values()) if other.steps)
+        oldest.steps.popitem(last=False)
+
+
+def refuse(model: Any, key: Key, reason: str) -> None:
+    """A step of this key cannot be captured, and is not to be tried again."""
+    _of(model).refused[key] = reason
+
+
+def drop_all() -> bool:
+    """Frees the steps that are not in use; says whether there were any."""
+    found = any(cached.steps for cached in _models.values())
+    _models.clear()
+    return found
+
+
+kept.register_captured_steps(drop_all)
+
+
+def _most_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return float("inf")
+    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
+
+
+def _of(model: Any) -> _OfModel:
+    """What is kept of a model; nothing that was captured with other parameters."""
+    state = _state(model)
+    cached = _models.get(model)
+    if cached is None or cached.state != state:
+        cached = _models[model] = _OfModel(state)
+    return cached
+
+
+def _state(model: Any) -> Hashable:
+    """What a graph has frozen of a model: its modules and their settings, and where its parameters and buffers are.
+
+    What is written into parameters and buffers is not frozen: a replay reads it.
+    """
+    modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
+    tensors = tuple(_place(t) for t in (*model.parameters(), *model.buffers()))
+    return modules, tensors, _settings(model.config)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+# What torch keeps in modules, but for the hooks; and what needs no copy.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"} | {"forward"}
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+
+
+def _settings(owner: Any) -> Hashable:
+    """What a forward pass reads of an object besides modules, parameters and buffers, by name.
+
+    Adapters are switched on and off in this way, scales are set, and implementations chosen.
+    """
+    return tuple(
+        (name, value if type(value) in _ATOMS else _frozen(value))
+        for name, value in vars(owner).items()
+        if name not in _OF_TORCH
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of numbers, words and tensors' places, also in collections; of anything else that it is there."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, dict):
+        return tuple((str(key), _frozen(part)) for key, part in value.items()) if value else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_frozen, value))
+    return _place(value) if isinstance(value, Tensor) else kind
+
+
+def _forward(module: Any) -> Any:
+    """A forward pass of a module's own, unless it is FastGen's, which comes and goes with each call."""
+    forward = vars(module).get("forward")
+    return None if isinstance(forward, Replacement) else forward

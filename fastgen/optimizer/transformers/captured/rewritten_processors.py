@@ -1,0 +1,393 @@
+"""Logits processors of the library, rewritten for a step in a CUDA graph.
+
+The library's processors compare Python numbers with `input_ids.shape[-1]`, or ask the device for values. In a captured
+step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class here gives
+the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device, copies
+from the host, or has a shape or a branch that depends on values.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.optimizer.transformers import logits
+
+
+class StepTokens(NamedTuple):
+    """The running sequences at a step, all on the device: a replay sees what is in these tensors then.
+
+    Attributes:
+        tokens: [rows, capacity], int64: a sequence in each row, at the positions [start, length). Positions in front of
+            it hold -1, positions behind it anything.
+        start: 0-dim int64: how many positions in front belong to no sequence (the filling of a bucket).
+        length: 0-dim int64: where the sequences end. The library's current length is length - start.
+        prompt: 0-dim int64: where the prompt ends. The library's length of the prompt is prompt - start.
+        limit: 0-dim int64: the library's `max_length`, counted from `start`.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    length: Tensor
+    prompt: Tensor
+    limit: Tensor
+
+
+class Place(NamedTuple):
+    """Where constants and buffers are made, and for how many rows: the arguments of `captured` of these names."""
+
+    device: torch.device
+    inputs: int | None
+    per_input: int
+
+
+class Unknown(Exception):
+    """A parameter of a processor is of a kind that is not known."""
+
+
+class CapturedProcessor:
+    """A logits processor that can be captured."""
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        """
+        Args:
+            scores: [rows, vocabulary], float32. They may be changed in place.
+            step: the sequences that they continue.
+
+        Returns:
+            The processed scores, `scores` itself or a new tensor.
+        """
+        raise NotImplementedError
+
+    def refresh(self, processor: Any) -> bool:
+        """Takes over the tensors of another call's processor with the same signature.
+
+        Returns:
+            False if they do not fit into the buffers that are there; then nothing has been changed.
+        """
+        return True
+
+
+# Tokens that are banned or forced ---------------------------------------------------------------------------------
+
+
+def _position(step: StepTokens, origin: str) -> Tensor:
+    """The current length, measured from the start, from the prompt's end, or, with the next token, from the maximum."""
+    if origin == "prompt":
+        return step.length - step.prompt
+    length = step.length - step.start
+    return length + 1 - step.limit if origin == "limit" else length
+
+
+class When(NamedTuple):
+    """A comparison of the position with a number, such as `torch.lt`. The origin is "start", "prompt" or "limit"."""
+
+    compare: Callable[..., Tensor]
+    origin: str
+    bound: int
+
+    def __call__(self, step: StepTokens) -> Tensor:
+        return self.compare(_position(step, self.origin), self.bound)
+
+
+class _Columns:
+    """The columns of the scores that belong to some tokens."""
+
+    def __init__(self, place: Place, tokens: tuple[int, ...]) -> None:
+        self._tokens = tokens  # in order, so that those of a vocabulary come first
+        self._index = torch.tensor(tokens, dtype=torch.int64, device=place.device)
+
+    def known(self, scores: Tensor) -> Tensor:
+        """Without tokens outside the vocabulary."""
+        return self._index[: bisect_left(self._tokens, scores.shape[1])]
+
+    def all(self, scores: Tensor) -> Tensor:
+        known = self.known(scores)
+        if len(known) < len(self._tokens):
+            raise IndexError(f"token {self._tokens[-1]} is outside the vocabulary of {scores.shape[1]}")
+        return known
+
+
+def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> Tensor:
+    return scores.index_copy_(1, index, scores.index_select(1, index).masked_fill_(due, value))
+
+
+class Ban(CapturedProcessor):
+    """Tokens that cannot come at some positions, or at none."""
+
+    def __init__(self, place: Place, tokens: tuple[int, ...], when: When | None) -> None:
+        self._columns, self._when = _Columns(place, tokens), when
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        index = self._columns.known(scores)
+        if self._when is None:
+            return scores.index_fill_(1, index, -math.inf)
+        return _fill_columns(scores, index, -math.inf, self._when(step))
+
+
+class Force(CapturedProcessor):
+    """Tokens of which one must come at some position."""
+
+    def __init__(self, place: Place, tokens: tuple[int, ...], when: When) -> None:
+        self._columns, self._when = _Columns(place, tokens), when
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        due = self._when(step)
+        scores.masked_fill_(due, -math.inf)
+        return _fill_columns(scores, self._columns.all(scores), 0.0, due)
+
+
+# Penalties --------------------------------------------------------------------------------------------------------
+
+
+class _Buffer:
+    """A tensor that changes from call to call, at an address that does not. The first values make it."""
+
+    def __init__(self, place: Place, per_input: int, *width: int, fill: int) -> None:
+        self._rows = None if place.inputs is None else place.inputs * per_input
+        self._device, self._width, self._fill = place.device, width, fill
+        self._tensor: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self._tensor is not None  # `captured` has filled it
+        return self._tensor
+
+    def refill(self, values: Tensor) -> bool:
+        """Whether `values` fit, which are then in the buffer, at its beginning."""
+        if self._tensor is None:
+            shape = (len(values) if self._rows is None else self._rows, *self._width)
+            self._tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
+        if any(size > room for size, room in zip(values.shape, self._tensor.shape, strict=True)):
+            return False
+        self._tensor.fill_(self._fill)
+        self._tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+        return True
+
+
+def _penalise(scores: Tensor, tokens: Tensor, penalty: float) -> Tensor:
+    """Multiplies or divides the score of each of `tokens`, [rows, any], once; other numbers are no tokens.
+
+    As in the n-gram operator, every place writes: those that hold no token repeat what another one of their row
+    writes, and where there is none, the score that is there.
+    """
+    tokens = torch.where(tokens < scores.shape[1], tokens, -1)
+    spare = tokens.amax(dim=1, keepdim=True)
+    index = torch.where(tokens >= 0, tokens, spare.clamp(min=0))
+    found = scores.gather(1, index)
+    changed = torch.where(found < 0, found * penalty, found / penalty)
+    return scores.scatter_(1, index, torch.where(spare >= 0, changed, found))
+
+
+class RepetitionPenalty(CapturedProcessor):
+    """Keskar et al., "CTRL" (2019), section 4.1."""
+
+    ROWS = "rows"  # how much of the prompt is left out is a number of each row
+
+    def __init__(self, place: Place, penalty: float, ignored: int | str | None) -> None:
+        self._penalty, self._ignored = penalty, ignored
+        self._ignored_rows = _Buffer(place, place.per_input, fill=0)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        tokens = step.tokens
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        counts = positions < step.length  # those in front hold no tokens
+        if isinstance(self._ignored, int):
+            counts &= positions - step.prompt >= self._ignored
+        elif self._ignored == self.ROWS:
+            ignored = self._ignored_rows.tensor
+            if len(ignored) != len(tokens):
+                raise ValueError(f"prompt_ignore_length has {len(ignored)} elements for {len(tokens)} rows")
+            counts = counts & (positions - step.start >= ignored.unsqueeze(1))
+        return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
+
+    def refresh(self, processor: Any) -> bool:
+        return self._ignored != self.ROWS or self._ignored_rows.refill(processor.prompt_ignore_length)
+
+
+def encoder_tokens(processor: Any) -> Tensor:
+    """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them.
+
+    Raises:
+        Unknown: they are something else.
+    """
+    tokens = getattr(processor, "encoder_input_ids", getattr(processor, logits.ENCODER_TOKENS, None))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise Unknown
+    return tokens
+
+
+class _EncoderTokens(CapturedProcessor):
+    """What processors that look at the encoder's input have in common: its tokens, [inputs, length], -1 behind them."""
+
+    def __init__(self, place: Place, width: int) -> None:
+        self._encoder = _Buffer(place, 1, width, fill=-1)
+
+    def refresh(self, processor: Any) -> bool:
+        return self._encoder.refill(encoder_tokens(processor))
+
+
+class EncoderRepetitionPenalty(_EncoderTokens):
+    """
+    Args:
+        all_rows: whether all rows of an input share its tokens; otherwise row i has the tokens of input i.
+    """
+
+    def __init__(self, place: Place, width: int, penalty: float, all_rows: bool) -> None:
+        super().__init__(place, width)
+        self._penalty, self._all_rows = penalty, all_rows
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        tokens = self._encoder.tensor
+        if self._all_rows:
+            tokens = tokens.repeat_interleave(len(scores) // len(tokens), dim=0)
+        _penalise(scores[: len(tokens)], tokens, self._penalty)
+        return scores
+
+
+class LengthPenalty(CapturedProcessor):
+    """Scores of the end that grow exponentially with the length.
+
+    Args:
+        start: the position, from the prompt's end, behind which they grow.
+        steps: how many steps behind it there are.
+        finite_only: whether a score of -inf stays.
+    """
+
+    def __init__(
+        self, place: Place, tokens: tuple[int, ...], start: int, factor: float, steps: int, finite_only: bool
+    ) -> None:
+        self._start, self._finite_only = start, finite_only
+        # As the library has them, in double precision; a power on the device may differ in the last place.
+        factors = [pow(factor, step) - 1 for step in range(steps)]
+        self._factors = torch.tensor(factors, dtype=torch.float32, device=place.device)
+        self._columns = _Columns(place, tokens)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        steps = _position(step, "prompt") - self._start
+        factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(1))
+        index = self._columns.all(scores)
+        found = scores.index_select(1, index)
+        penalty = found.abs() * factor
+        if self._finite_only:
+            penalty = penalty.masked_fill(~found.isfinite(), 0.0)
+        return scores.index_copy_(1, index, torch.where(steps > 0, found + penalty, found))
+
+
+# Sequences --------------------------------------------------------------------------------------------------------
+
+
+class NoRepeatNGram(CapturedProcessor):
+    # The -1 in front of a sequence are in no n-gram that one of its tokens begins or would complete.
+    def __init__(self, place: Place, n: int) -> None:
+        self._n = n
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return no_repeat_ngram_(scores, step.tokens, self._n, step.length.expand(len(scores)))
+
+
+class EncoderNoRepeatNGram(_EncoderTokens):
+    # Nor are those behind the encoder's tokens: an n-gram that has one of them ends with one, and that is no token.
+    def __init__(self, place: Place, width: int, n: int) -> None:
+        super().__init__(place, width)
+        self._n = n
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        lengths = step.length.expand(len(scores))
+        return no_repeat_ngram_(scores, step.tokens, self._n, lengths, context=self._encoder.tensor)
+
+
+class SequenceBias(CapturedProcessor):
+    """Numbers added to the scores of tokens that would complete some sequences.
+
+    Args:
+        biases: each sequence, of at least one token, and its number, in the order in which the library adds them up.
+        more: by how much a running sequence must be longer than what comes before the last token of one of `biases`.
+    """
+
+    def __init__(self, place: Place, biases: tuple[tuple[tuple[int, ...], float], ...], more: int) -> None:
+        def constant(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=place.device)
+
+        self._largest = max((token for sequence, _ in biases for token in sequence), default=-1)
+        columns = {token: i for i, token in enumerate(sorted({sequence[-1] for sequence, _ in biases}))}
+        single = {sequence[0]: bias for sequence, bias in biases if len(sequence) == 1}
+        self._columns = constant(list(columns))
+        self._single = constant([single.get(token, 0.0) for token in columns], torch.float32)
+
+        # All sequences are compared at once: a shorter one has -1 in front, which any token fits.
+        long = [(sequence[:-1], columns[sequence[-1]], bias) for sequence, bias in biases if len(sequence) > 1]
+        self._longest = max((len(prefix) for prefix, _, _ in long), default=0)
+        self._prefixes = constant([(-1,) * (self._longest - len(prefix)) + prefix for prefix, _, _ in long])
+        self._is_any = self._prefixes < 0
+        self._least = constant([len(prefix) + more for prefix, _, _ in long])
+
+        # Sums of different numbers depend on their order: in one round of additions a column gets one of them.
+        different: dict[int, list[float]] = {}
+        rounds: dict[int, list[int]] = {}
+        for i, (_, column, bias) in enumerate(long):
+            before = different.setdefault(column, [])
+            if before[-1:] != [bias]:
+                before.append(bias)
+            rounds.setdefault(len(before), []).append(i)
+        self._rounds = [
+            (
+                constant(members),
+                constant([long[i][1] for i in members]),
+                constant([long[i][2] for i in members], torch.float32),
+            )
+            for members in rounds.values()
+        ]
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        rows, vocabulary = scores.shape
+        if self._largest >= vocabulary:
+            raise ValueError(f"token {self._largest} is biased, but the vocabulary has {vocabulary}")
+        sums = self._single.repeat(rows, 1)
+        if self._rounds:
+            missing = ~self._completed(step)
+            for members, columns, biases in self._rounds:
+                sums.index_add_(1, columns, biases.repeat(rows, 1).masked_fill_(missing.index_select(1, members), 0.0))
+        return scores.index_copy_(1, self._columns, scores.index_select(1, self._columns) + sums)
+
+    def _completed(self, step: StepTokens) -> Tensor:
+        """Which of the sequences lack but their last token, [rows, sequences of more than one token]."""
+        positions = step.length - self._longest + torch.arange(self._longest, device=step.tokens.device)
+        last = step.tokens.index_select(1, positions.clamp(min=0)).unsqueeze(1)
+        equal = ((last == self._prefixes) | self._is_any).all(dim=2)
+        return equal & (step.length - step.start >= self._least)
+
+
+# Scores alone -----------------------------------------------------------------------------------------------------
+
+
+class Library(CapturedProcessor):
+    """The library's own processor: it looks at nothing but the scores, and its operations can be captured."""
+
+    def __init__(self, place: Place, kind: type, values: tuple[tuple[str, Any], ...]) -> None:
+        self._processor: Any = object.__new__(kind)
+        self._processor.__dict__.update(values)
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        return self._processor(step.tokens, scores)
+
+
+class Eta(CapturedProcessor):
+    """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
+
+    def __init__(self, place: Place, epsilon: float, filter_value: float, keep: int) -> None:
+        self._epsilon = torch.tensor(epsilon, device=place.device)
+        self._filter_value, self._keep = filter_value, keep
+
+    def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
+        # The library's distribution validates its arguments, which waits for the device.
+        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()
+        eta = torch.min(self._epsilon, self._epsilon.sqrt() * torch.exp(-entropy)).unsqueeze(1)
+        kept = scores.topk(min(self._keep, scores.shape[1])).values[:, -1:]
+        return scores.masked_fill((scores.softmax(dim=-1) < eta) & (scores < kept), self._filter_value)

@@ -1,0 +1,163 @@
+"""Inputs whose search is over leave the batch: the model runs on the others, the library's loop goes on with all.
+
+The library computes every input until the last one is done. What it computes for a finished input changes nothing: a
+greedy or sampled row gets padding, and a full beam search takes no further hypothesis. So the model gets the rows of
+the other inputs only, and each row of a finished input gets the logits of one of theirs in the loop. That is invisible
+unless something looks at those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.modeling_outputs import ModelOutput
+
+from fastgen.decoding.beams import rows_of
+from fastgen.optimizer.transformers.cache import StoreInCache
+
+# Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
+_MIN_PART = 0.25
+# Tensors of the model's inputs that have a row per sequence, and how many dimensions they have then.
+_PER_ROW = {
+    "input_ids": 2,
+    "decoder_input_ids": 2,
+    "attention_mask": 2,
+    "decoder_attention_mask": 2,
+    "position_ids": 2,
+    "decoder_position_ids": 2,
+    "token_type_ids": 2,
+}
+_ENCODER_OUTPUTS = "encoder_outputs"
+# The library gives a place without a hypothesis -1e9; what has a score is far above.
+_NO_SCORE = -1e8
+# The first ends a row, which gets padding then; the others end all rows at once.
+_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
+
+class BatchCompaction:
+    """The rows that the model still runs on.
+
+    Args:
+        batch, per_input: inputs, and sequences of each.
+        searches: the call is a beam search, which tells when an input is done (`note_search`); otherwise the stopping
+            criteria do (`note_criteria`).
+    """
+
+    def __init__(self, store: StoreInCache, batch: int, per_input: int, searches: bool) -> None:
+        self._store = store
+        self._per_input = per_input
+        self._searches = searches
+        self._inputs = torch.arange(batch)  # those that are still there
+        self._ended = torch.zeros(batch * per_input, dtype=torch.bool)  # by row, of all inputs
+        self._has_changed = False
+        self._criteria: bool | None = None  # whether it is known what they mean
+        self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
+        self._places = torch.arange(batch * per_input)  # of each of all rows: where it is among those; 0 if it has left
+        self._gone = torch.zeros(batch * per_input, dtype=torch.bool)  # by row: it has left
+        self._slices: dict[int, tuple[Any, Any]] = {}
+        self._translated: tuple[Tensor, Tensor] | None = None
+
+    def note_criteria(self, criteria: Any, done: Tensor) -> bool:
+        """Takes [rows] flags of the stopping criteria; False if it cannot be told what they mean."""
+        if self._criteria is None:
+            self._criteria = all(type(criterion) in _CRITERIA for criterion in criteria)
+        if self._criteria and not self._searches:
+            self._end(done)
+        return self._criteria
+
+    def note_search(self, may_improve: Tensor, is_finished: Tensor, scores: Tensor, early_stopping: Any) -> None:
+        """Takes the state of a beam search: [batch, 1] and [batch, beams] flags, and [batch, beams] finished scores.
+
+        An input takes no hypothesis any more if either kind of flag tells that it is over. The library sorts its
+        finished hypotheses once more in every step, though, together with what the rows have then. With equal scores
+        among them the rows must stay: that decides which of these comes first.
+        """
+        over = ~may_improve.squeeze(1)
+        if early_stopping is True:
+            over |= is_finished.all(dim=1)
+        if bool(over.any()):
+            over &= (scores[:, :-1] > scores[:, 1:]).all(dim=1) & (scores[:, -1] > _NO_SCORE)
+            self._end(over.repeat_interleave(self._per_input))
+
+    def _end(self, rows: Tensor) -> None:
+        ended = self._ended | rows
+        self._has_changed |= not torch.equal(ended, self._ended)
+        self._ended = ended
+
+    def select(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of the model, of all rows, for the rows that are still there."""
+        self._leave(inputs)
+        if self._rows is None:
+            return inputs
+        slices, self._slices = self._slices, {}
+        selected = {}
+        for name, value in inputs.items():
+            known = slices.get(id(value))
+            if known is None:
+                known = value, self._slice(name, value)
+            self._slices[id(value)] = known
+            selected[name] = known[1]
+        return selected
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the rows that are still there, for all rows: one that has left gets those of the first.
+
+        If those are numbers: a search would take NaN for the best of all hypotheses, a finished input's own included.
+        """
+        if self._rows is None:
+            return logits
+        spread = logits.index_select(0, self._places)
+        if not bool(logits[0].max().isfinite()):
+            spread[self._gone] = 0.0
+        return spread
+
+    def translate(self, index: Tensor) -> Tensor:
+        """A reorder of all rows, for the rows that are still there."""
+        if self._rows is None:
+            return index
+        if self._translated is None or self._translated[0] is not index:
+            # One object for all layers: that is how `Beams` knows that it is one reorder.
+            self._translated = index, self._places[index.long()[self._rows]]
+        return self._translated[1]
+
+    def _leave(self, inputs: dict[str, Any]) -> None:
+        if not self._has_changed:
+            return
+        self._has_changed = False
+        ended = self._ended.view(-1, self._per_input).all(dim=1)[self._inputs]
+        staying = (~ended).nonzero().squeeze(1)
+        present = self._inputs.shape[0]
+        if not 0 < staying.shape[0] <= (1 - _MIN_PART) * present:
+            return
+        if not all(self._has_rows(name, value) for name, value in inputs.items()):
+            return
+        self._store.keep(staying, self.translate)
+        self._inputs = self._inputs[staying]
+        self._rows = rows_of(self._inputs, self._per_input)
+        self._places = torch.zeros_like(self._places)
+        self._places[self._rows] = torch.arange(self._rows.shape[0])
+        self._gone = torch.ones_like(self._gone)
+        self._gone[self._rows] = False
+        self._slices, self._translated = {}, None
+
+    def _slice(self, name: str, value: Any) -> Any:
+        if name == _ENCODER_OUTPUTS and isinstance(value, ModelOutput):
+            fields = {key: part[self._rows] if isinstance(part, Tensor) else part for key, part in value.items()}
+            return type(value)(**fields)
+        if isinstance(value, Tensor):
+            if not self._has_rows(name, value):
+                raise RuntimeError(f"{name} has become an input of the model after rows have left")
+            return value[self._rows]
+        return value
+
+    def _has_rows(self, name: str, value: Any) -> bool:
+        """Whether it is known how an input of the model has to be cut when rows leave."""
+        if isinstance(value, Tensor):
+            return value.dim() == _PER_ROW.get(name) and value.shape[0] == self._places.shape[0]
+        if isinstance(value, ModelOutput):
+            parts = [part for part in value.values() if isinstance(part, Tensor)]
+            return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._places.shape[0] for part in parts)
+        return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"

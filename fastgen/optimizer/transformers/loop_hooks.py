@@ -1,0 +1,99 @@
+"""The hooks into the parts of the library's decoding loops: they let finished inputs leave, and replace the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wrapt
+from torch import Tensor
+from transformers.generation.utils import GenerationMixin
+
+from fastgen import patching
+from fastgen.optimizer.transformers import scores
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.compaction import BatchCompaction
+
+
+def may_leave(call: Call, config: Any, batch: int) -> bool:
+    """Whether nothing outside the library's loop sees the rows of finished inputs."""
+    return (
+        batch > 1
+        and config.eos_token_id is not None  # nothing ends before all do
+        and call.model.device.type == "cpu"  # elsewhere, looking at what has finished would wait for the device
+        and not call.runs_user_code
+        and not config.return_dict_in_generate
+        and not call.cache_is_the_users
+        and all(_is_hooked(type(call.model), method) for method in _HOOKED)
+        and all(_owner(type(call.model), method) is GenerationMixin for method in _SEARCH)
+        and not call.rows_depend_on_each_other
+    )
+
+
+# Models with their own may pass on, or read, anything.
+_HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# The loops are looked at before a call is accelerated. These are the parts of them that see all rows.
+_SEARCH = tuple(
+    name
+    for name in (
+        "_get_logits_processor",
+        "_get_stopping_criteria",
+        "_get_top_k_continuations",
+        "_get_running_beams_for_next_iteration",
+        "_update_finished_beams",
+        "_check_early_stop_heuristic",
+        "_beam_search_has_unfinished_sequences",
+    )
+    if hasattr(GenerationMixin, name)
+)
+
+
+def _owner(kind: type, method: str) -> type:
+    return next(part for part in kind.__mro__ if method in vars(part))
+
+
+def _is_hooked(kind: type, method: str) -> bool:
+    owner = _owner(kind, method)
+    return owner is GenerationMixin and isinstance(vars(owner)[method], wrapt.FunctionWrapper)
+
+
+def _compaction(model: Any = None) -> BatchCompaction | None:
+    call = Call.current(model)
+    return call.compaction if call is not None and patching.is_active() else None
+
+
+def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin.prepare_inputs_for_generation`, which gives the inputs of the next step."""
+    inputs = wrapped(*args, **kwargs)
+    compaction = _compaction(model)
+    return inputs if compaction is None else compaction.select(inputs)
+
+
+def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
+    call = Call.current(model)
+    if call is not None and call.accelerated and patching.is_active():
+        _replace_logits(call, *args, **kwargs)
+    return wrapped(*args, **kwargs)
+
+
+def _replace_logits(call: Call, outputs: Any, *args: Any, **kwargs: Any) -> None:
+    logits = outputs.logits if call.compaction is None else call.compaction.spread(outputs.logits)
+    outputs.logits = scores.uncopied(logits)
+
+
+def stopping_criteria(wrapped: Any, criteria: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Wrapper of `StoppingCriteriaList.__call__`."""
+    done = wrapped(*args, **kwargs)
+    compaction = _compaction()
+    if compaction is not None and not compaction.note_criteria(criteria, done):
+        Call.current().compaction = None  # from the first step on, before anything has left
+    return done
+
+
+def early_stop(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Wrapper of `GenerationMixin._check_early_stop_heuristic`, which ends each step of a beam search."""
+    may_improve = wrapped(*args, **kwargs)
+    compaction = _compaction()
+    if compaction is not None and {"is_sent_finished", "beam_scores", "early_stopping"} <= kwargs.keys():
+        compaction.note_search(may_improve, kwargs["is_sent_finished"], kwargs["beam_scores"], kwargs["early_stopping"])
+    return may_improve

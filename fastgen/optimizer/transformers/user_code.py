@@ -1,0 +1,124 @@
+"""The user's code inside a call: what it raises is noted, so that it is passed on and never taken for a failure.
+
+The user's code is what the caller hands to `generate` to be called: logits processors, stopping criteria, the prefix
+function, the streamer; also processors and criteria that a generation config or a model makes of classes that are not
+the library's. It is wrapped once the library has merged it with its own, which goes by type.
+
+Modules and methods of the model are not user code here. An error in one of them may come from what FastGen passes to
+it, so the call is repeated with the original code, which raises the error again if it was the model's own. Models with
+forward hooks, or with a forward pass that is not the library's, are not accelerated in the first place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import wrapt
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+# Arguments of `generate` that are code of the user's.
+_ARGUMENTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+# Arguments of the decoding loops that are lists of the library's, whose elements may be the user's.
+_LISTS = ("logits_processor", "stopping_criteria")
+
+
+class Errors:
+    """What the user's code has raised in a call."""
+
+    def __init__(self) -> None:
+        self._last: BaseException | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes what the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._last = error
+            raise
+
+    def caused(self, error: BaseException | None) -> bool:
+        """Whether `error` is what the user's code has raised last, or came of it."""
+        while error is not None and error is not self._last:
+            error = error.__cause__ or error.__context__
+        return error is not None
+
+
+def passed_to(arguments: dict[str, Any]) -> list[Any]:
+    """The processors, criteria, functions and streamers among the arguments of `generate`."""
+    given = [arguments.get(name) for name in _ARGUMENTS]
+    parts = [part for value in given for part in (list(value) if isinstance(value, (list, tuple)) else [value])]
+    return [part for part in parts if part is not None]
+
+
+def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
+    """Wraps the user's code in the arguments of a decoding loop, in place; says whether there is any."""
+    found = arguments.get("streamer") is not None
+    for name in _LISTS:
+        parts = arguments[name]
+        wrapped = [part if _is_the_librarys(part) else _UserCode(part, errors) for part in parts]
+        if any(new is not old for new, old in zip(wrapped, parts, strict=True)):
+            found = True
+            arguments[name] = type(parts)(wrapped)
+    return found
+
+
+def _is_the_librarys(part: Any) -> bool:
+    if isinstance(part, PrefixConstrainedLogitsProcessor):
+        return False  # it is the library's, and runs a function of the user's
+    kind = type(part)
+    # A class can say that it is of any module: it is what that module has under its name.
+    module = sys.modules.get(kind.__module__) if kind.__module__.startswith("transformers.") else None
+    return module is not None and getattr(module, kind.__name__, None) is kind
+
+
+class _UserCode(wrapt.ObjectProxy):
+    """An object of the user's, which looks like itself. What its code raises is noted."""
+
+    def __init__(self, wrapped: Any, errors: Errors) -> None:
+        super().__init__(wrapped)
+        self._self_errors = errors
+
+    @property
+    def __call__(self) -> Any:  # a property, because the library looks at the signature of the object's own
+        return wrapt.FunctionWrapper(self.__wrapped__.__call__, self._self_run)
+
+    def _self_run(self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._self_errors.noted():
+            return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # it may be a property of the user's class
+        with self._self_errors.noted():
+            return getattr(self.__wrapped__, name)
+
+
+class Streamer(wrapt.ObjectProxy):
+    """A streamer that, after `rewind`, leaves out as many `put`s as were made before, and the end if it came."""
+
+    def __init__(self, streamer: Any, errors: Errors) -> None:
+        super().__init__(streamer)
+        self._self_errors = errors
+        self._self_done = 0
+        self._self_skip = 0
+        self._self_has_ended = False
+
+    def put(self, value: Any) -> None:
+        if self._self_skip:
+            self._self_skip -= 1
+            return
+        with self._self_errors.noted():
+            self.__wrapped__.put(value)
+        self._self_done += 1
+
+    def end(self) -> None:
+        if self._self_has_ended:
+            return
+        with self._self_errors.noted():
+            self.__wrapped__.end()
+        self._self_has_ended = True
+
+    def rewind(self) -> None:
+        self._self_skip = self._self_done

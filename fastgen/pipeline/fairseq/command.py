@@ -1,0 +1,241 @@
+"""What the generating commands have in common: loading, the steps on the stages, counting and printing."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from fastgen.pipeline.errors import PipelineError, SetupError, writing
+from fastgen.pipeline.fairseq.errors import explained, reason
+from fastgen.pipeline.fairseq.formatting import Hypothesis, Pair, Scorer, Sentence, Writer, Written, dictionaries, plain
+from fastgen.pipeline.fairseq.loading import load_models
+from fastgen.pipeline.postprocess import PostProcessor, default_workers
+from fastgen.pipeline.stages import Stages, Timing
+
+logger = logging.getLogger("fastgen.fairseq")
+
+# Forking a process that uses the accelerated BLAS of macOS is not safe.
+_CAN_FORK = sys.platform == "linux"
+Keep = Callable[[list[Written]], None]
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes:
+        sentences, tokens: sources, and tokens of their best hypotheses.
+        sources: those that there were, the ones that were too long and left out among them.
+        score: FairSeq's line of the scores, or None where there are no references.
+        load: seconds until the first batch.
+        timing: where the time from then on went.
+        finish: seconds from the last batch leaving the model to the end, scoring included.
+    """
+
+    sentences: int = 0
+    tokens: int = 0
+    sources: int = 0
+    score: str | None = None
+    load: float = 0.0
+    finish: float = 0.0
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of FairSeq's, and what the model has made of it."""
+
+    sample: Any
+    hypotheses: list[list[Any]]
+    seconds: float
+
+
+class Command:
+    """What both commands have in common.
+
+    Args:
+        cfg: the configuration.
+        output: where the lines go.
+        workers: worker processes; 0 does their work in a thread.
+        keep: also given what has been printed, batch by batch.
+    """
+
+    interactive = False
+
+    def __init__(self, cfg: Any, output: TextIO, workers: int | None, keep: Keep | None = None) -> None:
+        self._start = time.perf_counter()
+        self.cfg = cfg
+        self.report = Report()
+        self._output = output
+        self._keep = keep
+        self._workers = (default_workers() if workers is None else workers) if _CAN_FORK else 0
+        self._pending: list[Future[str | None]] = []
+
+    def run(self, begins: Callable[[], None] | None = None) -> Report:
+        """Everything, from loading to the score. What is finished is printed whatever happens to the rest."""
+        from fairseq_cli.generate import get_symbols_to_strip_from_output
+
+        self._load()
+        generator = self._generator()
+        strip = get_symbols_to_strip_from_output(generator)
+        scorer = None if self.interactive else Scorer(self.cfg, self._target)
+        writer = Writer(self.task, self.cfg, strip, self.interactive, scorer is not None and scorer.takes_text)
+        self._encode = writer.encode
+        plan = self._plan()
+        if begins is not None:
+            begins()
+        with contextlib.ExitStack() as closing:
+            self._writers: PostProcessor[list[Sentence], list[Written]] = PostProcessor(
+                lambda: writer, self._workers, "fork"
+            )
+            closing.callback(self._writers.close)
+            if scorer is not None:
+                self._scorers: PostProcessor[list[Pair], str | None] = PostProcessor(
+                    lambda: scorer, min(self._workers, 1), "fork"
+                )
+                closing.callback(self._scorers.close)
+            self.report.load = time.perf_counter() - self._start
+            stages = Stages(
+                plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
+            )
+            try:
+                self.report.timing = stages.run()
+            finally:
+                self._leave()
+            end = time.perf_counter() - self.report.timing.draining
+            self._finish()
+            self.report.finish = time.perf_counter() - end
+        return self.report
+
+    def _load(self) -> None:
+        """Task and models, in the order in which FairSeq's commands load them: it decides what a seed draws."""
+        import numpy as np
+        import torch
+        from fairseq import tasks, utils
+
+        cfg = self.cfg
+        if cfg.common_eval.path is None:
+            raise SetupError("--path is needed: the checkpoint to generate with")
+        if cfg.generation.sampling and cfg.generation.nbest != cfg.generation.beam:
+            raise SetupError("--sampling prints every sample: give --nbest the number that --beam has")
+        with explained("--user-dir"):
+            utils.import_user_module(cfg.common)
+        logger.debug(cfg)
+        if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
+            np.random.seed(cfg.common.seed)
+            utils.set_torch_seed(cfg.common.seed)
+        self.cuda = torch.cuda.is_available() and not cfg.common.cpu
+        with explained(f"task {cfg.task._name} cannot be set up"):
+            self.task = tasks.setup_task(cfg.task)
+        self._source, self._target = dictionaries(self.task)
+        with explained("--model-overrides"):
+            self.overrides = ast.literal_eval(cfg.common_eval.model_overrides)
+        paths = utils.split_paths(cfg.common_eval.path)
+        self.models, self.saved = load_models(paths, self.task, cfg, self.overrides)
+
+    def _ready(self, models: Iterable[Any]) -> None:
+        for model in models:
+            if self.cfg.common.fp16:
+                model.half()
+            if self.cuda and not self.cfg.distributed_training.pipeline_model_parallel:
+                model.cuda()
+            model.prepare_for_inference_(self.cfg)
+
+    def _positions(self) -> Any:
+        from fairseq import utils
+
+        return utils.resolve_max_positions(self.task.max_positions(), *(model.max_positions() for model in self.models))
+
+    def _inference(self, generator: Any, sample: Any, **options: Any) -> list[list[Any]]:
+        """What the model makes of a batch. Raises a PipelineError that says what the matter is."""
+        try:
+            return self.task.inference_step(generator, self.models, sample, **options)
+        except Exception as error:
+            unknown = self._unknown_token(sample)
+            if unknown is not None:
+                raise PipelineError(unknown) from error
+            raise PipelineError(f"the model failed: {type(error).__name__}: {reason(error)}") from error
+
+    def _unknown_token(self, sample: Any) -> str | None:
+        """A token that is in the data and not in the dictionary: what a damaged data set looks like to a model."""
+        import torch
+
+        named = (
+            ("source", sample["net_input"].get("src_tokens"), self._source),
+            ("target", sample.get("target"), self._target),
+        )
+        for name, tokens, dictionary in named:
+            if not torch.is_tensor(tokens) or tokens.is_floating_point() or dictionary is None or not tokens.numel():
+                continue
+            wrong = [token for token in map(int, tokens.cpu().aminmax()) if not 0 <= token < len(dictionary)]
+            if wrong:
+                return (
+                    f"the {name} data hold token {wrong[-1]}, but the dictionary has {len(dictionary)} entries: "
+                    "they are damaged, or were made with another dictionary"
+                )
+        return None
+
+    def _hypotheses(self, found: list[Any]) -> list[Hypothesis]:
+        prints_steps = self.cfg.generation.print_step and not self.interactive
+        if prints_steps and found and "steps" not in found[0]:
+            raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
+        return [plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
+
+    def _count(self, batch: Batch, sentences: int) -> int:
+        """Counts a batch; returns its tokens."""
+        tokens = sum(len(found[0]["tokens"]) for found in batch.hypotheses)
+        self.report.sentences += sentences
+        self.report.tokens += tokens
+        return tokens
+
+    def _print(self, written: list[Written]) -> None:
+        text = "".join(one.lines for one in written)
+        if text:
+            self._put(text)
+        if self._keep is not None:
+            self._keep(written)
+
+    def _put(self, text: str) -> None:
+        with writing("standard output" if self._output is sys.stdout else getattr(self._output, "name", "the output")):
+            print(text, end="", file=self._output, flush=True)
+
+    # What a command has of its own.
+
+    def _generator(self) -> Any:
+        raise NotImplementedError
+
+    def _plan(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _generate(self, generator: Any, item: Any) -> Any:
+        raise NotImplementedError
+
+    def _post(self, item: Any) -> Any:
+        raise NotImplementedError
+
+    def _record(self, item: Any) -> None:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Prints what is finished and has waited for something else, also when the run has been interrupted."""
+
+    def _finish(self) -> None:
+        """What is left to do when all lines are printed."""
+
+
+def log_to(output: TextIO) -> None:
+    """FairSeq's messages go where its lines go, unless they go somewhere already."""
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=output,
+    )

@@ -1,0 +1,55 @@
+"""Errors of FairSeq and torch as one line that a user can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise SetupError(f"{what}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Why, on one line. FairSeq and torch tell some things at length."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename} is missing"
+    if "Error(s) in loading state_dict" in text:
+        if "in_proj_weight" in text:  # which encoders of FairSeq 0.12.2 save besides, and fairseq-fixed refuses
+            return "its encoder was saved by another release of FairSeq, with weights that this one does not know"
+        differences = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+        return (
+            "its weights are those of another architecture, or of a model with other dictionaries "
+            f"({len(differences)} differences, first: {differences[0][:200] if differences else text[:200]})"
+        )
+    architecture = re.search(r"Requested model type: (\S+)", text)
+    if architecture is not None:
+        return f"FairSeq does not know its architecture {architecture.group(1)!r} (--user-dir imports code that does)"
+    if isinstance(error, AssertionError) and re.fullmatch(r"(\d+) < \1", text):
+        # FairSeq's generator has come to the greatest length with a source that has no hypothesis.
+        return "no hypothesis of a source has come to an end: its scores are no numbers, or no token was allowed"
+    if "in DataLoader worker process" in text:
+        return text.strip().splitlines()[-1]
+    return one_line(error) if text.strip() else f"{type(error).__name__}, at {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Where an error without a message was raised: an assertion of FairSeq's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"

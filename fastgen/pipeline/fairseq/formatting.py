@@ -1,0 +1,241 @@
+"""Sentences in numbers, as they come from the model, and in words, as they are printed and scored.
+
+A worker makes one of the other. Dictionaries, tokenizers and scorers are FairSeq's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen.pipeline.fairseq.errors import explained
+
+_BASE_2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
+
+    tokens: list[int]
+    score: float
+    positional_scores: list[float]
+    alignment: Any
+    steps: Any
+    history: list[list[int]] | None
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A source with its hypotheses, best first.
+
+    Attributes:
+        source, target: tokens without padding; None where there are none.
+        original: the texts of source and target where the data set has kept them (--replace-unk).
+        constraints: tokens that had to be in the output.
+        seconds: what it took, for an interactive user.
+    """
+
+    id: int
+    source: list[int] | None
+    target: list[int] | None
+    hypotheses: list[Hypothesis]
+    original: tuple[str, str] | None = None
+    constraints: list[list[int]] = field(default_factory=list)
+    seconds: float | None = None
+
+
+Pair = tuple[Any, Any]
+"""A reference and its hypothesis, as the scorer takes them: texts or tokens."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A sentence in words.
+
+    Attributes:
+        lines: as they are printed.
+        pair: what is to be scored.
+        source, target, outputs, scores: the texts themselves, and the score of each output to the base 2.
+    """
+
+    id: int
+    lines: str
+    pair: Pair | None
+    source: str
+    target: str | None
+    outputs: list[str]
+    scores: list[float]
+
+
+class Writer:
+    """Puts sentences into words, in a worker."""
+
+    def __init__(self, task: Any, cfg: Any, strip: set[int], interactive: bool, scores_text: bool) -> None:
+        from fairseq import utils
+        from fairseq.data import data_utils
+
+        with explained("the tokenizer or the byte pairs cannot be set up"):
+            self._tokenizer = task.build_tokenizer(cfg.tokenizer)
+            self._bpe = task.build_bpe(cfg.bpe)
+        with explained("--replace-unk"):
+            self._align = utils.load_align_dict(cfg.generation.replace_unk)
+        self._source, self._target = dictionaries(task)
+        self._generation = cfg.generation
+        self._symbol = cfg.common_eval.post_process
+        with explained("--post-process"):
+            data_utils.post_process("", self._symbol)
+        self._quiet = cfg.common_eval.quiet and not interactive
+        self._strip = strip
+        self._interactive = interactive
+        self._scores_text = scores_text
+
+    def encode(self, text: str) -> str:
+        """A line of a user's as the dictionary's symbols."""
+        text = self._tokenizer.encode(text) if self._tokenizer is not None else text
+        return self._bpe.encode(text) if self._bpe is not None else text
+
+    def _decode(self, text: str) -> str:
+        text = self._bpe.decode(text) if self._bpe is not None else text
+        return self._tokenizer.decode(text) if self._tokenizer is not None else text
+
+    def __call__(self, sentences: list[Sentence]) -> list[Written]:
+        return [self._write(sentence) for sentence in sentences]
+
+    def _write(self, sentence: Sentence) -> Written:
+        source, target = self._texts(sentence)
+        lines = [] if self._quiet else list(self._head(sentence, source, target))
+        pair: Pair | None = None
+        outputs = []
+        for hypothesis in sentence.hypotheses:
+            tokens, text = self._text(hypothesis, source)
+            outputs.append(self._decode(text))
+            if not self._quiet:
+                lines += self._body(sentence.id, hypothesis, source, text, outputs[-1])
+            if target is not None and pair is None:
+                pair = self._pair(sentence, target, tokens, outputs[0])
+        scores = [hypothesis.score for hypothesis in sentence.hypotheses]
+        text = "".join(f"{line}\n" for line in lines)
+        return Written(sentence.id, text, pair, source, target, outputs, scores)
+
+    def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
+        """The source and the target; a user gets the source back as the model has read it."""
+        source, target = "", None
+        if sentence.original is not None:
+            source, target = sentence.original
+        else:
+            if sentence.source is not None:
+                source = self._source.string(_tensor(sentence.source), self._symbol)
+            if sentence.target is not None:
+                target = self._target.string(
+                    _tensor(sentence.target), self._symbol, escape_unk=True, extra_symbols_to_ignore=self._strip
+                )
+        if self._interactive:
+            return source, target
+        return self._decode(source), self._decode(target) if target is not None else None
+
+    def _head(self, sentence: Sentence, source: str, target: str | None) -> Iterator[str]:
+        if self._source is not None:
+            yield f"S-{sentence.id}\t{source}"
+            if sentence.seconds is not None:
+                yield f"W-{sentence.id}\t{sentence.seconds:.3f}\tseconds"
+            for constraint in sentence.constraints:
+                yield f"C-{sentence.id}\t{self._target.string(_tensor(constraint), self._symbol)}"
+        if target is not None:
+            yield f"T-{sentence.id}\t{target}"
+
+    def _text(self, hypothesis: Hypothesis, source: str) -> tuple[Any, str]:
+        """The tokens to be scored, and the text before detokenising."""
+        from fairseq import utils
+
+        tokens, text, _ = utils.post_process_prediction(
+            hypo_tokens=_tensor(hypothesis.tokens),
+            src_str=source,
+            alignment=hypothesis.alignment,
+            align_dict=self._align,
+            tgt_dict=self._target,
+            remove_bpe=self._symbol,
+            extra_symbols_to_ignore=self._strip,
+        )
+        return tokens, text
+
+    def _body(self, id: int, hypothesis: Hypothesis, source: str, text: str, output: str) -> Iterator[str]:
+        yield f"H-{id}\t{hypothesis.score}\t{text}"
+        yield f"D-{id}\t{hypothesis.score}\t{output}"
+        yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores)
+        kind = self._generation.print_alignment
+        if kind == "hard":
+            yield f"A-{id}\t" + " ".join(f"{source_place}-{place}" for source_place, place in hypothesis.alignment)
+        elif kind == "soft":
+            yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in hypothesis.alignment)
+        if self._interactive:
+            return
+        if self._generation.print_step:
+            yield f"I-{id}\t{hypothesis.steps}"
+        for step, tokens in enumerate(hypothesis.history or []):
+            yield f"E-{id}_{step}\t{self._target.string(_tensor(tokens), None)}"
+
+    def _pair(self, sentence: Sentence, target: str, tokens: Any, output: str) -> Pair:
+        if self._scores_text:
+            return target, output
+        if self._align is None and self._symbol is None:
+            return sentence.target, tokens.tolist()
+        # Words, not their parts, are compared. The dictionary grows by those that it does not have.
+        return tuple(self._target.encode_line(text, add_if_not_exist=True).tolist() for text in (target, output))
+
+
+class Scorer:
+    """FairSeq's scorer, in a process of its own: it takes pairs in order, and says the result when it is given none."""
+
+    def __init__(self, cfg: Any, dictionary: Any) -> None:
+        from fairseq import scoring
+
+        with explained("the scorer cannot be set up"):
+            self._scorer = scoring.build_scorer(cfg.scoring, dictionary)
+        self.takes_text = hasattr(self._scorer, "add_string")
+
+    def __call__(self, pairs: list[Pair]) -> str | None:
+        for reference, hypothesis in pairs:
+            if self.takes_text:
+                self._scorer.add_string(reference, hypothesis)
+            else:
+                self._scorer.add(_tensor(reference), _tensor(hypothesis))
+        return None if pairs else self._scorer.result_string()
+
+
+def dictionaries(task: Any) -> tuple[Any, Any]:
+    """Of the source, or None where the source is no text, and of the target."""
+    try:
+        source = getattr(task, "source_dictionary", None)
+    except NotImplementedError:
+        source = None
+    return source, task.target_dictionary
+
+
+def plain(hypothesis: Any) -> Hypothesis:
+    import torch
+
+    alignment = hypothesis["alignment"]
+    # Divided as the tensors that they are, in their own precision.
+    score = hypothesis["score"] / _BASE_2
+    history = hypothesis.get("history")
+    return Hypothesis(
+        tokens=hypothesis["tokens"].tolist(),
+        score=score.item() if torch.is_tensor(score) else score,
+        positional_scores=hypothesis["positional_scores"].div(_BASE_2).tolist(),
+        alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment,
+        steps=hypothesis.get("steps"),
+        history=[step["tokens"].tolist() for step in history] if history is not None else None,
+    )
+
+
+def unpadded(tokens: Any, row: int, pad: int) -> list[int] | None:
+    return None if tokens is None else [token for token in tokens[row].tolist() if token != pad]
+
+
+def _tensor(tokens: list[int]) -> Any:
+    import torch
+
+    return torch.tensor(tokens, dtype=torch.int32)

@@ -1,0 +1,143 @@
+"""What the journal knows a run by.
+
+The **identity** decides what the output is: the options, the input, and the content of the model, which is its weights,
+its configuration, its tokenizer and the code that came with it. A run is resumed only with the same identity.
+
+The **environment** decides which kernels compute it: the processor and its instructions, the number of threads, the
+device, the releases of torch, Transformers and FastGen, and FastGen's settings. Within one environment, and with a
+number for the batch size, the same command gives the same bytes, resumed or not, with an empty cache folder or a full
+one. Between two environments the order of additions may differ, and with it the last digits of `scores`; where two
+continuations are nearly equal, so may the text. A batch that does not fit into memory is halved, which has the same
+effect. A run may be resumed in another environment: the report says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastgen import patching
+from fastgen import settings as switches
+from fastgen._version import __version__
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.loading import LoadedModel
+from fastgen.pipeline.settings import RunOptions
+
+# What else cannot change the output: the model is known by its content, and the input says itself what it is.
+_FREE = {"model", "input", "output", "generation", "generation_config"}
+# What the library notes about where a model came from.
+_NOTES = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "is_local", "local_files_only"}
+
+
+def identity(settings: RunOptions, inputs: Inputs, loaded: LoadedModel) -> dict[str, Any]:
+    """Everything that decides what the output is."""
+    own = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if field.name not in _FREE and not field.metadata.get("free")
+    }
+    return {
+        **own,
+        "model": content(loaded.model, loaded.tokenizer),
+        "generation": loaded.identity,
+        "output_format": settings.resolved_output_format,
+        "device": loaded.device.type,
+        **inputs.identity(),
+    }
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """What may change the last digits of a score."""
+    import torch
+    import transformers
+
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "fastgen": __version__ if patching.is_active() else "off",
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+    return found | {"settings": {name: value for name, value in vars(switches.current()).items() if name != "strict"}}
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return platform.processor() or platform.machine()
+
+
+def content(model: Any, tokenizer: Any) -> dict[str, str]:
+    """A digest of each part of a model in memory."""
+    return {
+        "weights": _digest(_weights(model)),
+        "configuration": _digest([_plain(model.config.to_dict())]),
+        "tokenizer": _digest(_tokenizer(tokenizer)),
+        "code": _digest(_code(model, tokenizer)),
+    }
+
+
+def _weights(model: Any) -> Iterable[str]:
+    """Of every tensor its name, its type and shape, the sum of its elements' bits, and some of them in order."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        size = tensor.element_size()
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        if tensor.is_meta or tensor.layout != torch.strided or size not in integers:
+            continue
+        bits = tensor.detach().contiguous().view(integers[size]).flatten()
+        # The sum notices a single weight that changed, the sample some that changed places.
+        sample = bits[:: max(1, len(bits) // 1024)]
+        yield f"{int(bits.sum(dtype=torch.int64))} {sample.tolist()}"
+
+
+def _tokenizer(tokenizer: Any) -> Iterable[str]:
+    """What the tokenizer does with a text: its vocabulary, its rules, and its options."""
+    yield _plain(tokenizer.init_kwargs) + _plain(tokenizer.special_tokens_map)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # Truncation and padding are set with every call.
+        yield _plain({**json.loads(backend.to_str()), "truncation": None, "padding": None})
+        return
+    yield _plain(tokenizer.get_vocab())
+    for name in sorted(tokenizer.vocab_files_names):
+        path = getattr(tokenizer, name, None) or tokenizer.init_kwargs.get(name)
+        if isinstance(path, str) and os.path.isfile(path):
+            yield hashlib.blake2b(Path(path).read_bytes()).hexdigest()
+
+
+def _code(*objects: Any) -> Iterable[str]:
+    """The source that came with the model: of its classes, and of the modules that these import from beside them."""
+    for value in objects:
+        module = type(value).__module__
+        yield f"{module.rpartition('.')[2]}.{type(value).__qualname__}"
+        if module.startswith("transformers_modules"):
+            package = module.rpartition(".")[0] + "."
+            for name in sorted(name for name in sys.modules if name.startswith(package)):
+                path = getattr(sys.modules[name], "__file__", None)
+                yield Path(path).read_text(encoding="utf-8") if path else ""
+
+
+def _plain(values: dict[str, Any]) -> str:
+    kept = {name: value for name, value in values.items() if name not in _NOTES and not name.endswith("_file")}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return found.hexdigest()

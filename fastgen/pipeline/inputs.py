@@ -1,0 +1,187 @@
+"""The records of a run: the choice of the columns, and the check of each record."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.readers import DatasetSource, ParquetSource, Source, TextSource, open_source
+from fastgen.pipeline.records import BadRecord, Problem, Record, Row
+from fastgen.pipeline.settings import STANDARD_STREAM, RunOptions
+
+
+def choose_column(source: Source, settings: RunOptions) -> str:
+    """The column of the input. Raises `SetupError` with the names of the columns where it is unclear or missing."""
+    columns = source.columns or []
+    there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
+    wanted = settings.input_column
+    if wanted is None:
+        if isinstance(source, TextSource):
+            return "text"
+        if len(columns) == 1:
+            return columns[0]
+        # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
+        if "translation" in columns and settings.src_lang:
+            return f"translation.{settings.src_lang}"
+        raise SetupError(f"{source.name}: choose the input column, {there}")
+    _check_column(source, wanted, "input column")
+    return wanted
+
+
+def _check_column(source: Source, wanted: str, what: str) -> None:
+    columns = source.columns or []
+    if wanted not in columns and wanted.split(".")[0] not in columns:
+        there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
+        raise SetupError(f"{source.name} has no {what} {wanted!r}, {there}")
+
+
+def field_of(fields: Mapping[str, Any], column: str) -> tuple[bool, Any]:
+    """Whether a row has a column (`a.b` looks into column `a`), and its value."""
+    if column in fields:
+        return True, fields[column]
+    value: Any = fields
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+class Inputs:
+    """The records of a run: the rows of the input with their references, checked one by one.
+
+    Raises `SetupError` where input, columns and references cannot be read or do not fit together.
+    """
+
+    def __init__(self, settings: RunOptions) -> None:
+        self.limit = settings.limit
+        self.source = open_source(settings.input, settings.input_format, settings.dataset_config, settings.split)
+        self.column = choose_column(self.source, settings)
+        self.id_column = settings.id_column
+        # Integers have 64 bits in Parquet, and any length in JSON.
+        self._short_ids = settings.resolved_output_format == "parquet"
+        self.reference_column = settings.reference_column
+        for column, what in ((self.id_column, "id column"), (self.reference_column, "reference column")):
+            if column:
+                _check_column(self.source, column, what)
+        if isinstance(self.source, ParquetSource | DatasetSource):
+            wanted = (self.column, self.id_column, self.reference_column)
+            top = [c if c in (self.source.columns or []) else c.split(".")[0] for c in wanted if c]
+            self.source.needed = list(dict.fromkeys(top))
+        self.references: Source | None = None
+        if settings.reference:
+            if settings.reference == STANDARD_STREAM:
+                raise SetupError("references cannot be read from standard input")
+            if not Path(settings.reference).is_file():
+                raise SetupError(f"reference file {settings.reference} does not exist")
+            self.references = open_source(settings.reference)
+            if not isinstance(self.references, TextSource) and len(self.references.columns or []) != 1:
+                raise SetupError(
+                    f"reference file {settings.reference} must be text or have a single column; "
+                    "references that are a column of the input are chosen with the reference column"
+                )
+        self.total = self.source.count()
+        if self.limit is not None and self.total is not None:
+            self.total = min(self.total, self.limit)
+        if self.references and self.total is not None:
+            there = self.references.count()
+            if there is not None and (there < self.total or (self.limit is None and there != self.total)):
+                raise SetupError(_mismatch(self.references.name, there, self.total))
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run to be resumed."""
+        return {
+            "input": self.source.identity(),
+            "reference": self.references.identity() if self.references else None,
+            "columns": [self.column, self.id_column, self.reference_column],
+            "limit": self.limit,
+        }
+
+    def __iter__(self) -> Iterator[Record | BadRecord]:
+        references = self.references.rows() if self.references else None
+        position = -1
+        for position, row in enumerate(itertools.islice(self.source.rows(), self.limit)):
+            reference = None
+            if references is not None:
+                reference = self._next_reference(references, position)
+            yield self._record(position, row, reference)
+        if references is not None and self.limit is None and next(references, None) is not None:
+            raise SetupError(_mismatch(_name_of(self.references), f"more than {position + 1}", position + 1))
+
+    def _next_reference(self, references: Iterator[Row], position: int) -> str:
+        row = next(references, None)
+        name = _name_of(self.references)
+        if row is None:
+            raise SetupError(_mismatch(name, position, f"at least {position + 1}"))
+        value = next(iter(row.fields.values()), None)
+        # An empty CSV or JSON line is an empty reference, which is allowed.
+        if row.problem is not None and row.problem.kind == "empty":
+            return ""
+        reason = row.problem.message if row.problem else _not_text(value)
+        if reason:
+            raise SetupError(f"{name}, line {row.line}: {reason}")
+        return str(value)
+
+    def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
+        identity: Any = position
+        if self.id_column:
+            identity = field_of(row.fields, self.id_column)[1]
+            if isinstance(identity, float) and not math.isfinite(identity):
+                # Data frames have NaN where there is no value. JSON has no such number.
+                identity = None
+            elif not isinstance(identity, str | int | float | None):
+                identity = str(identity)
+        present, text = field_of(row.fields, self.column)
+        problem = row.problem or self._problem(identity, present, text)
+        if problem is None and self.reference_column:
+            reference = field_of(row.fields, self.reference_column)[1]
+            reason = _not_text(reference)
+            problem = Problem("bad-reference", f"column {self.reference_column!r}: {reason}") if reason else None
+        if problem is not None:
+            return BadRecord(position, row.line, identity, problem)
+        return Record(position, row.line, identity, text, reference)
+
+    def _problem(self, identity: Any, present: bool, text: Any) -> Problem | None:
+        if not present:
+            return Problem("missing-column", f"the record has no column {self.column!r}")
+        if not isinstance(text, str):
+            return Problem("wrong-type", f"column {self.column!r} is a {type(text).__name__}, not a string")
+        if not _encodable(text):
+            return Problem("invalid-utf8", "the text is not valid UTF-8")
+        if "\0" in text:
+            return Problem("nul-character", "the text has a NUL character")
+        if not text.strip():
+            return Problem("empty", "the text is empty")
+        if isinstance(identity, str) and not _encodable(identity):
+            return Problem("bad-id", "the id is not valid UTF-8")
+        if self._short_ids and isinstance(identity, int) and not -(2**63) <= identity < 2**63:
+            return Problem("bad-id", "the id does not fit into the 64 bits that Parquet has for a number")
+        return None
+
+
+def _name_of(source: Source | None) -> str:
+    """The name of a source for a message."""
+    return source.name if source else ""
+
+
+def _mismatch(name: str, there: object, wanted: object) -> str:
+    return f"reference file {name} has {there} lines but the input has {wanted}"
+
+
+def _not_text(value: Any) -> str | None:
+    """Why a reference cannot be used."""
+    if not isinstance(value, str):
+        return "it is not a string"
+    return None if _encodable(value) else "it is not valid UTF-8"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,349 @@
+"""Loading: a model, its tokenizer and its generation config, checked before anything is generated."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.generation_fields import check_names, check_values, read_generation_file, read_json_object
+from fastgen.pipeline.readers import quiet_hub
+from fastgen.pipeline.settings import RunOptions
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to generate, with all that the other stages need to know about it."""
+
+    model: Any
+    tokenizer: Any
+    generation: Any
+    prefix: str
+    encoder_decoder: bool
+    device: Any
+    positions: int | None
+    """The most tokens that an input may have; None where the model does not say."""
+    pad_id: int = 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the journal compares: the configuration as it is used."""
+        values = self.generation.to_dict()
+        return {key: value for key, value in values.items() if key != "transformers_version" and key[0] != "_"}
+
+
+def load(settings: RunOptions) -> LoadedModel:
+    """Load model and tokenizer and settle the generation config. Raises `SetupError` where any of it is damaged."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
+
+    quiet_transformers(settings.quiet)
+    name = settings.model
+    check_path(name)
+    device = choose_device(settings.device)
+    trust = settings.trust_remote_code
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        _check_tokenizer(tokenizer, name)
+        _check_generation_file(name)
+        torch.manual_seed(settings.seed)  # weights that are missing are drawn, and a run can be repeated
+        with _load_report(shown=settings.allow_missing_weights and not settings.quiet):
+            loaded: Any = kind.from_pretrained(
+                name, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
+            )
+        model, found = loaded
+        _check_weights(found, settings)
+        model = model.eval().to(device)
+    except SetupError:
+        raise
+    except Exception as error:
+        raise SetupError(f"model {name} cannot be loaded: {one_line(error)}") from error
+    return prepare(model, tokenizer, settings)
+
+
+def _check_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raises `SetupError` where the library made a tokenizer without the files that belong to it.
+
+    Some are made of special tokens alone, others of these and "▁". A tokenizer of bytes has no files.
+    """
+    named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
+    known = {*named, "tokenizer.json", "tokenizer.model", "tekken.json"}
+    ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    if not ordinary or (named and not any(_file_of(name, file) for file in known)):
+        raise SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
+
+
+def _check_generation_file(model: str) -> None:
+    """Raises `SetupError` where the model's generation config is damaged: the library goes on without it."""
+    path = _file_of(model, "generation_config.json")
+    if path is not None:
+        read_json_object(path, "the generation config")
+
+
+def _file_of(model: str, name: str) -> Path | None:
+    """A file of a model, in its directory or where the library keeps what it has downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = Path(model, name) if Path(model).is_dir() else try_to_load_from_cache(model, name)
+    return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
+
+
+@contextlib.contextmanager
+def _load_report(shown: bool) -> Iterator[None]:
+    """Inside this block the library prints its table of missing weights only if it is to be shown."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    if not shown:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _check_weights(found: Mapping[str, Any], settings: RunOptions) -> None:
+    """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
+    if settings.allow_missing_weights:
+        return
+    for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "left over"), ("mismatched_keys", "misshapen")):
+        names = sorted(str(name) for name in found.get(kind) or ())
+        if names:
+            raise SetupError(
+                f"model {settings.model}: {len(names)} of its weights are {what}, {names[0]} the first of them "
+                "(--allow-missing-weights runs the model all the same)"
+            )
+
+
+def check_path(name: str) -> None:
+    """A SetupError where a path is given that no model can be at. Done before anything slow is imported."""
+    path = Path(name)
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise SetupError(f"model {name}: no such directory")
+    if path.is_file():
+        raise SetupError(f"model {name} is a file: give the directory written by save_pretrained, or a hub name")
+
+
+def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
+    """Settle everything about a model that is in memory already."""
+    encoder_decoder = bool(model.config.is_encoder_decoder)
+    wanted = settings.task
+    if encoder_decoder and wanted == "text-generation":
+        raise SetupError(f"model {settings.model} is an encoder-decoder: task text-generation needs a decoder-only one")
+    task_options = _task(model.config, settings)
+    prefix = settings.prefix if settings.prefix is not None else task_options.get("prefix", "")
+    language_options = _languages(tokenizer, model, settings)
+    generation = _generation_config(model, settings, task_options, language_options)
+    pad_id = _pad_id(tokenizer, generation)
+    if generation.pad_token_id is None:
+        generation.pad_token_id = pad_id
+    check_values(generation)
+    try:
+        generation.validate()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SetupError(f"the generation options do not fit together: {one_line(error)}") from error
+    # On the model as well: what is None here would otherwise be filled in from the model's own defaults.
+    model.generation_config = generation
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        generation=generation,
+        prefix=prefix,
+        encoder_decoder=encoder_decoder,
+        device=model.device,
+        positions=_input_limit(model.config, generation),
+        pad_id=pad_id,
+    )
+
+
+def choose_device(name: str | None) -> Any:
+    """The device asked for, or the best there is."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except Exception as error:
+        raise SetupError(f"device {name} cannot be used: {one_line(error)}") from error
+    return device
+
+
+class _Once(logging.Filter):
+    """Lets a message through once: generate warns about the same options at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if message in self._seen:
+            return False
+        self._seen.add(message)
+        return True
+
+
+def quiet_transformers(quiet: bool) -> None:
+    """No progress bars of the library's own beside ours, and every warning once (with `quiet`, none)."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    quiet_hub()
+    if quiet:
+        transformers_logging.set_verbosity_error()
+    for handler in logging.getLogger("transformers").handlers:
+        if not any(isinstance(known, _Once) for known in handler.filters):
+            handler.addFilter(_Once())
+
+
+def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
+    """What the model's `task_specific_params` lists for the task."""
+    listed = getattr(config, "task_specific_params", None) or {}
+    name = settings.task
+    if name == "translation" and settings.src_lang and settings.tgt_lang:
+        pair = f"translation_{settings.src_lang}_to_{settings.tgt_lang}"
+        name = pair if pair in listed else name
+    if name == "auto":
+        return {}
+    known = ("text2text", "text-generation", "translation", "summarization")
+    if name not in known and name not in listed and not name.startswith("translation_"):
+        raise SetupError(f"unknown task {name!r}: choose from {', '.join(['auto', *known, *listed])}")
+    return dict(listed.get(name, {}))
+
+
+def _languages(tokenizer: Any, model: Any, settings: RunOptions) -> dict[str, Any]:
+    """Set the languages of a multilingual tokenizer; the options that make the model write the target language."""
+    if not (settings.src_lang or settings.tgt_lang) or not hasattr(tokenizer, "src_lang"):
+        # Models for one pair of languages, or told by a prefix, have nothing to set.
+        return {}
+    codes = getattr(tokenizer, "lang_code_to_id", None) or {}
+
+    def token_of(lang: str) -> int:
+        if hasattr(tokenizer, "get_lang_id"):
+            try:
+                return int(tokenizer.get_lang_id(lang))
+            except KeyError:
+                pass
+        if lang in codes:
+            return int(codes[lang])
+        token = tokenizer.convert_tokens_to_ids(lang)
+        if token is None or token == tokenizer.unk_token_id:
+            known = list(codes) or [t for t in getattr(tokenizer, "additional_special_tokens", []) if "_" in t]
+            some = f" (it knows {', '.join(map(str, known[:6]))}, ...)" if known else ""
+            raise SetupError(f"the tokenizer does not know the language {lang!r}{some}")
+        return int(token)
+
+    if settings.src_lang:
+        token_of(settings.src_lang)
+        tokenizer.src_lang = settings.src_lang
+    if not settings.tgt_lang:
+        return {}
+    target = token_of(settings.tgt_lang)
+    # The first mBART starts the decoder with the language; all later models force it as the first token.
+    starts_with_language = type(tokenizer).__name__ in ("MBartTokenizer", "MBartTokenizerFast")
+    if starts_with_language:
+        return {"decoder_start_token_id": target}
+    return {"forced_bos_token_id": target}
+
+
+def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], languages: dict[str, Any]) -> Any:
+    """The model's own, then the task's, the languages', the file's and the options', the last word last."""
+    generation = copy.deepcopy(model.generation_config)
+    # Older models list things for a task that are no generation options (its prefix, a vocabulary).
+    known = {name: value for name, value in task.items() if name != "prefix" and hasattr(generation, name)}
+    layers = [known, languages]
+    if settings.generation_config:
+        layers.append(read_generation_file(settings.generation_config))
+    layers.append(check_names(settings.generation, "the generation options"))
+    for values in layers:
+        for name, value in values.items():
+            try:
+                setattr(generation, name, _as_config(name, value))
+            except Exception as error:
+                raise SetupError(f"generation option {name}={value!r}: {one_line(error)}") from error
+    if not settings.to_text:
+        # Scores of the sequences; the distributions they come from are let go at every step.
+        generation.output_scores = True
+        generation.return_dict_in_generate = True
+    return generation
+
+
+def _as_config(name: str, value: Any) -> Any:
+    """A dictionary as the object that the library wants in its place."""
+    from transformers.generation import configuration_utils
+
+    if isinstance(value, dict):
+        classes = {"compile_config": "CompileConfig", "watermarking_config": "WatermarkingConfig"}
+        if name in classes:
+            if name == "watermarking_config" and "ngram_len" in value:
+                return configuration_utils.SynthIDTextWatermarkingConfig(**value)
+            return getattr(configuration_utils, classes[name])(**value)
+    return value
+
+
+def _pad_id(tokenizer: Any, generation: Any) -> int:
+    """A token to pad with: what is padded is masked, so any will do where the model has none."""
+    end = generation.eos_token_id
+    end = end[0] if isinstance(end, list | tuple) and end else end
+    for candidate in (generation.pad_token_id, tokenizer.pad_token_id, end, tokenizer.eos_token_id):
+        if isinstance(candidate, int) and candidate >= 0:
+            return candidate
+    return 0
+
+
+def _input_limit(config: Any, generation: Any) -> int | None:
+    """How many tokens an input may have."""
+    if config.is_encoder_decoder:
+        text = config.get_text_config(encoder=True)
+        for name in ("max_encoder_position_embeddings", "max_position_embeddings"):
+            value = getattr(text, name, None)
+            if isinstance(value, int) and value > 0:
+                follows = getattr(config, "target_follows_source", False)
+                target = generation.max_new_tokens or (generation.max_length or 21) - 1
+                return _positions_left(value, target) if follows else value
+        # T5 and its kin: positions are relative and have no end.
+        return None
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = []
+    if isinstance(positions, int) and positions > 0:
+        # What is generated takes positions as well.
+        limits.append(_positions_left(positions, generation.max_new_tokens or 1))
+    if generation.max_new_tokens is None and generation.max_length is not None:
+        limits.append(_positions_left(generation.max_length, 1))
+    return min(limits) if limits else None
+
+
+def _positions_left(positions: int, target: int) -> int:
+    if positions <= target:
+        raise SetupError(f"the model has {positions} positions: no room for an input beside {target} new tokens")
+    return positions - target
+
+
+def depends_on_padding(loaded: LoadedModel) -> bool:
+    """Whether options are set whose effect in the library changes with the padding of a batch.
+
+    A total length counts the padding of decoder-only prompts, and a repetition penalty applies to the padding token.
+    With such options only inputs of one length share a batch, so that a record's result is its own.
+    """
+    generation = loaded.generation
+
+    def penalty(value: float | None) -> bool:
+        return value is not None and value != 1.0
+
+    if loaded.encoder_decoder:
+        return penalty(generation.encoder_repetition_penalty)
+    total = generation.max_new_tokens is None and generation.max_length is not None
+    shortest = generation.min_new_tokens is None and bool(generation.min_length)
+    return total or shortest or penalty(generation.repetition_penalty) or penalty(generation.encoder_repetition_penalty)

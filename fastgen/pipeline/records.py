@@ -1,0 +1,45 @@
+"""The data of the stages before the model: rows as they are stored, and the records made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a record is skipped: a kind, which is a short word for programs, and a message for people."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it is stored: its fields, or the problem in reading it. `line` counts from 1."""
+
+    line: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One input. `position` counts records from 0; `line` is its line or row in the file, counted from 1."""
+
+    position: int
+    line: int
+    id: Any
+    text: str
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """An input that is skipped."""
+
+    position: int
+    line: int
+    id: Any
+    problem: Problem

@@ -1,0 +1,268 @@
+"""The backends beside `generate`, on tiny models: they do the same work, and a failure costs one backend alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import backends
+from benchmarks.__main__ import USAGE, main, run_workload
+from benchmarks.backends import Job, Unsupported, generate
+from benchmarks.backends.ctranslate2 import CTranslate2
+from benchmarks.backends.fairseq import FairSeq, FastFairSeq
+from benchmarks.workload import Context, Generation
+from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, t5_small
+from fastgen import settings
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
+
+needs_ctranslate2 = pytest.mark.skipif(
+    importlib.util.find_spec("ctranslate2") is None, reason="CTranslate2 is not installed"
+)
+
+_BART = {
+    "vocab_size": 97,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+_T5 = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+_GPT2 = {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2}
+_LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def work(shape, config, **changes) -> Generation:
+    fields = {
+        "name": "work",
+        "title": "Work",
+        "shape": shape,
+        "config": config,
+        "batch": 3,
+        "length": 12,
+        "new_tokens": 6,
+        "options": {"num_beams": 3, "do_sample": False},
+        "repetitions": 2,
+        "memory": False,
+    }
+    return Generation(**{**fields, **changes})
+
+
+def job(workload: Generation) -> Job:
+    model, inputs = workload.build(torch.device("cpu"))
+    return Job(workload, model, inputs, threads=1)
+
+
+@needs_ctranslate2
+@pytest.mark.parametrize(
+    ("shape", "config", "changes"),
+    [
+        (bart_base, _BART, {}),
+        (bart_base, _BART, {"options": {"num_beams": 2, "no_repeat_ngram_size": 2, "num_return_sequences": 2}}),
+        (bart_base, _BART, {"shortest": 4}),
+        (t5_small, _T5, {"options": {}}),
+        (gpt2, _GPT2, {"shortest": 4}),
+        (llama_small, _LLAMA, {"options": {"do_sample": False}}),
+    ],
+)
+def test_ctranslate2_makes_the_same_tokens(shape, config, changes):
+    task = job(work(shape, config, **changes))
+    weights = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    expected, backend = backends.make("transformers"), backends.make("ctranslate2")
+    expected.setup(task)
+    backend.setup(task)
+    try:
+        found = backend.run(task.workload.new_tokens)
+    finally:
+        backend.close()
+    assert found.shape == task.shape() and torch.equal(found, expected.run(task.workload.new_tokens))
+    # Nothing was taken out of the model, or changed in it.
+    assert all(torch.equal(weights[name], tensor) for name, tensor in task.model.state_dict().items())
+    assert not hasattr(task.model.config, "normalize_before")
+
+
+@needs_ctranslate2
+def test_every_backend_in_one_record():
+    record = run_workload(
+        work(bart_base, _BART, further_backends=("ctranslate2", "ctranslate2-int8")), Context(threads=1)
+    )
+    assert record.errors == [] and record.notes == [] and record.skipped == {} and record.status == "ok"
+    assert list(record.backends) == ["transformers", "ctranslate2", "ctranslate2-int8", "fastgen"]
+    assert record.same["ctranslate2"] == 1.0 and 0 <= record.same["ctranslate2-int8"] <= 1
+    assert set(record.ratios) == {"transformers/fastgen", "ctranslate2/fastgen", "ctranslate2-int8/fastgen"}
+    assert record.metrics["ctranslate2/fastgen"] == record.ratios["ctranslate2/fastgen"]["ratio"]
+    assert record.backends["ctranslate2"]["version"] and len(record.backends["ctranslate2"]["seconds"]) == 2
+
+
+def test_ctranslate2_that_is_not_installed_costs_its_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    lines = []
+    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1, log=lines.append))
+    assert "CTranslate2 is not installed" in record.skipped["ctranslate2"]
+    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok" and record.identical is True
+    assert sum("ctranslate2" in line for line in lines) == 1
+
+
+@needs_ctranslate2
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"do_sample": True}, "samples"), ({"num_beams": 2, "num_beam_groups": 2}, "num_beam_groups")],
+)
+def test_ctranslate2_says_what_it_cannot_do(options, reason):
+    with pytest.raises(Unsupported, match=reason):
+        backends.make("ctranslate2").setup(job(work(gpt2, _GPT2, options=options)))
+
+
+@pytest.mark.parametrize("repetition", [0, 1, 2])
+def test_a_backend_that_fails_costs_its_row(monkeypatch, repetition):
+    runs = []
+
+    def run(self, new_tokens):
+        runs.append(new_tokens)
+        if len(runs) > repetition:
+            raise RuntimeError("out of luck\nand more")
+        return torch.zeros(3, 18, dtype=torch.long)
+
+    monkeypatch.setattr(CTranslate2, "setup", backends.Backend.setup)
+    monkeypatch.setattr(CTranslate2, "run", run)
+    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1))
+    assert record.skipped == {"ctranslate2": "RuntimeError: out of luck"}
+    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok" and record.errors == []
+
+
+def test_a_backend_that_does_less_work_is_left_out(monkeypatch):
+    monkeypatch.setattr(CTranslate2, "setup", backends.Backend.setup)
+    monkeypatch.setattr(CTranslate2, "run", lambda self, new_tokens: torch.zeros(3, 2, dtype=torch.long))
+    record = run_workload(work(gpt2, _GPT2, further_backends=("ctranslate2",)), Context(threads=1))
+    assert "shape (3, 2) instead of (3, 18)" in record.skipped["ctranslate2"] and record.status == "ok"
+
+
+@pytest.mark.parametrize("name", ["transformers", "fastgen"])
+def test_a_main_backend_that_fails_fails_the_workload(monkeypatch, name):
+    original = generate.Unpatched.run
+
+    def run(self, new_tokens):
+        if self.name == name:
+            raise RuntimeError("it broke")
+        return original(self, new_tokens)
+
+    monkeypatch.setattr(generate.Unpatched, "run", run)
+    record = run_workload(work(gpt2, _GPT2), Context(threads=1))
+    assert record.errors == ["RuntimeError: it broke"] and record.status == "failed"
+
+
+def test_a_compiled_model_is_left_as_it_was(monkeypatch):
+    # Compiling takes longer than all the rest of these tests, and is not what is looked at.
+    monkeypatch.setattr(torch, "compile", lambda forward: lambda *args, **kwargs: forward(*args, **kwargs))
+    task = job(work(gpt2, _GPT2))
+    expected, backend = backends.make("transformers"), backends.make("transformers-compile")
+    for each in (expected, backend):
+        each.setup(task)
+    assert torch.equal(backend.run(6), expected.run(6))
+    assert "forward" not in vars(task.model)
+    record = run_workload(work(gpt2, _GPT2, further_backends=("transformers-compile",)), Context(threads=1))
+    assert record.same == {"transformers-compile": 1.0} and record.accelerated is True
+
+
+def test_settings_of_a_backend_hold_while_it_runs(monkeypatch):
+    backend = generate.Patched("fastgen-strict", {"strict": True})
+    backend.setup(job(work(gpt2, _GPT2)))
+    assert backend.must_equal is None and backend.fastgen
+    before = settings.current()
+    with backend.active():
+        assert settings.current().strict
+    assert settings.current() == before
+
+
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+def test_other_weights_in_one_record(monkeypatch, precision):
+    if quantized_linear._missing(precision):
+        pytest.skip(quantized_linear._missing(precision))
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    backend, before = f"fastgen-{precision}", settings.current()
+    record = run_workload(work(bart_base, _BART, further_backends=(backend,)), Context(threads=1))
+    assert record.errors == [] and record.notes == [] and record.skipped == {} and record.identical is True
+    assert f"transformers/{backend}" in record.ratios and settings.current() == before
+    seen = []
+    measured = backends.make(backend)
+    measured.setup(job(work(bart_base, _BART)))
+    monkeypatch.setattr(
+        quantized_linear, "pack", lambda *args, pack=quantized_linear.pack: seen.append(1) or pack(*args)
+    )
+    measured.run(3)
+    assert seen
+
+
+def test_other_weights_that_are_not_faster_cost_the_backend(monkeypatch):
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    record = run_workload(work(bart_base, _BART, further_backends=("fastgen-int8",)), Context(threads=1))
+    assert record.skipped == {"fastgen-int8": "FastGen stays in float32: this processor is not fast"}
+    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok"
+
+
+def test_a_setting_that_is_not_there_costs_the_backend():
+    with pytest.raises(Unsupported, match="no setting faster"):
+        generate.Patched("fastgen-faster", {"faster": True}).setup(job(work(gpt2, _GPT2)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="FairSeq is not installed")
+@pytest.mark.parametrize("changes", [{}, {"shortest": 4, "options": {"num_beams": 2, "num_return_sequences": 2}}])
+def test_fairseq_does_the_same_work(changes):
+    names = ("transformers", "fairseq", "fastgen", "fastgen-fairseq")
+    record = run_workload(work(bart_base, _BART, **changes), Context(threads=1, backends=names))
+    assert record.errors == [] and record.skipped == {} and record.identical is True
+    assert "fairseq/fastgen-fairseq" in record.ratios and record.backends["fairseq"]["version"]
+    # Of the beams the one with the likeliest end is chosen, so another may win; most do not.
+    assert record.same["fairseq"] > 0.5 and record.same["fairseq"] == record.same["fastgen-fairseq"]
+
+
+def test_fairseq_that_is_not_installed_costs_its_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fairseq", None)
+    record = run_workload(work(bart_base, _BART, further_backends=("fairseq",)), Context(threads=1))
+    assert "FairSeq cannot be imported" in record.skipped["fairseq"] and record.status == "ok"
+
+
+def test_a_backend_must_equal_another_than_the_baseline(monkeypatch):
+    tokens = torch.zeros(3, 18, dtype=torch.long)
+    for kind, number in ((FairSeq, 0), (FastFairSeq, 1)):
+        monkeypatch.setattr(kind, "setup", backends.Backend.setup)
+        monkeypatch.setattr(kind, "run", lambda self, new_tokens, number=number: tokens + number)
+    record = run_workload(work(gpt2, _GPT2, further_backends=("fairseq", "fastgen-fairseq")), Context(threads=1))
+    assert record.identical is False and record.same == {"fairseq": 0.0, "fastgen-fairseq": 0.0}
+    assert "run 1 of fastgen-fairseq: 3 of 3 sequences differ, the first at position 0" in record.notes
+    assert "fastgen-fairseq was not accelerated throughout: {}" in record.notes
+
+
+def test_what_is_held_against_what():
+    made = {name: backends.make(name) for name in backends.ALL}
+    found = backends.pairs(made.values())
+    assert ("transformers", "fastgen") in found and ("ctranslate2-int8", "fastgen-int8") in found
+    assert ("transformers", "fastgen-int8") in found and ("ctranslate2", "fastgen-int8") not in found
+    assert backends.pairs([made["ctranslate2-int8"], made["fastgen"]]) == [("ctranslate2-int8", "fastgen")]
+    assert backends.pairs([made["transformers"]]) == []
+
+
+def test_chosen_backends():
+    workload = work(gpt2, _GPT2)
+    assert Context().chosen_backends(("ctranslate2",)) == ["transformers", "ctranslate2", "fastgen"]
+    assert Context(device=torch.device("cuda")).chosen_backends(("ctranslate2",)) == ["transformers", "fastgen"]
+    record = run_workload(replace(workload, repetitions=1), Context(threads=1, backends=("fastgen",)))
+    assert list(record.backends) == ["fastgen"] and record.status == "ok" and record.identical is None
+    with pytest.raises(SystemExit) as ended:
+        main(["--backends", "nothing"])
+    assert ended.value.code == USAGE

@@ -1,0 +1,109 @@
+"""`--weight-dtype`: what it changes, what it does not, and what it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgen import settings
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
+from fastgen.pipeline import SetupError, generate_dataset
+from fastgen.pipeline.model import ModelStage
+from fastgen_cli.generate import main, parse
+
+FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4", "--quiet"]
+
+
+def call(*words: Any) -> int:
+    return main([str(word) for word in words])
+
+
+@pytest.fixture(autouse=True)
+def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny layers count as well, and the processor as fast."""
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *asked: quantized_linear._missing(precision))
+
+
+def outputs(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: Path) -> None:
+    before, found, stats = settings.current(), {}, {}
+    for precision in ("fp32", *quantized_linear.PRECISIONS):
+        if precision != "fp32" and quantized_linear._missing(precision):
+            pytest.skip(quantized_linear._missing(precision) or "")
+        out, report = tmp_path / f"{precision}.jsonl", tmp_path / f"{precision}.json"
+        import fastgen
+
+        fastgen.reset_stats()
+        assert call(bart, inputs, out, *FAST, "--report", report, "--weight-dtype", precision) == 0
+        found[precision] = [output["scores"] for output in outputs(out)]
+        stats[precision] = json.loads(report.read_text())["fastgen"]["stats"]
+        assert settings.current() == before
+    assert not any("weights" in name for name in stats["fp32"])
+    for precision in quantized_linear.PRECISIONS:
+        assert stats[precision][f"{precision} weights"] == {"accelerated": 10, "fallback": {}}
+        assert found[precision] != found["fp32"]
+        near = [abs(a[0] - b[0]) < 0.2 * abs(a[0]) for a, b in zip(found["fp32"], found[precision], strict=True)]
+        assert sum(near) > 0.8 * len(near)
+
+
+def test_a_run_is_not_resumed_with_other_weights(
+    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ModelStage.run
+    batches: list[Any] = []
+
+    def interrupted(stage: ModelStage, batch: Any) -> Any:
+        if batches:
+            raise KeyboardInterrupt
+        batches.append(batch)
+        return run(stage, batch)
+
+    out = tmp_path / "out.txt"
+    monkeypatch.setattr(ModelStage, "run", interrupted)
+    assert call(bart, inputs, out, *FAST) == 130
+    monkeypatch.setattr(ModelStage, "run", run)
+    capsys.readouterr()
+    assert call(bart, inputs, out, *FAST, "--resume", "--weight-dtype", "int8") == 2
+    assert "cannot resume" in capsys.readouterr().err
+    assert call(bart, inputs, out, *FAST, "--resume") == 0
+
+
+def test_what_it_cannot_be(
+    bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int4") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fastgen-generate: weight_dtype ") and "'int4'; known: fp32, int8, bf16" in said
+    with settings.changed(packed_weights="never"):
+        assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int8") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fastgen-generate: weight_dtype ") and "packed_weights must not be never" in said
+
+
+@pytest.mark.parametrize("words", [("--cpu-weights", "bf16"), ("--cpu_weights=bf16",)])
+def test_the_old_name_of_the_option(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    given, _ = parse(["model", "in.txt", "out.txt", *words])
+    assert given["weight_dtype"] == "bf16" and "cpu_weights" not in given
+    told = "fastgen-generate: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
+    assert capsys.readouterr().err == told
+    parse(["model", "in.txt", "out.txt", "--weight-dtype", "bf16"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_old_name_of_the_argument(bart: Path, inputs: Path, tmp_path: Path) -> None:
+    options = {"limit": 2, "generation": {"max_new_tokens": 3}, "device": "cpu", "quiet": True, "workers": 0}
+    with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype") as told:
+        generate_dataset(bart, inputs, tmp_path / "out.txt", cpu_weights="fp32", **options)
+    assert [warning.filename for warning in told if warning.category is DeprecationWarning] == [__file__]
+    with pytest.warns(DeprecationWarning), pytest.raises(SetupError, match="weight_dtype .* is 'int4'"):
+        generate_dataset(bart, inputs, tmp_path / "other.txt", cpu_weights="int4", **options)
+    with pytest.raises(TypeError, match="cpu_weights is the old name of weight_dtype"):
+        generate_dataset(bart, inputs, tmp_path / "other.txt", cpu_weights="int8", weight_dtype="int8", **options)

@@ -1,0 +1,67 @@
+"""A number on the device: what its bounds decide, the host says without looking at it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
+from tests.recorded_graph import RecordedGraph
+
+LOW, HIGH = 3, 6
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+def made() -> tuple[torch.Tensor, SymbolicLength]:
+    number = torch.tensor(4)
+    return number, SymbolicLength.of(number, LOW, HIGH)
+
+
+@pytest.mark.parametrize("shift", [0, 2, -5])
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_comparisons(compare: Callable[[Any, int], Any], shift: int) -> None:
+    """A bool if it is the same for all that the number may be; otherwise a tensor, of what it is."""
+    number, bounded = made()
+    for other in range(LOW - 8, HIGH + 8):
+        for answer, possible in (
+            (compare(bounded + shift, other), {compare(n + shift, other) for n in range(LOW, HIGH + 1)}),
+            (compare(other, shift + bounded), {compare(other, shift + n) for n in range(LOW, HIGH + 1)}),
+        ):
+            assert isinstance(answer, bool) == (len(possible) == 1)
+            assert bool(answer) in possible
+        assert bool(compare(bounded + shift, other)) == compare(int(number) + shift, other)
+
+
+def test_it_is_what_is_in_memory() -> None:
+    number, bounded = made()
+    later = bounded - 1
+    number.fill_(6)
+    assert int(bounded) == 6 and int(bounded + 1) == 7 and int(later) == 3
+    assert type(torch.arange(2) + bounded) is torch.Tensor and (torch.arange(2) + bounded).tolist() == [6, 7]
+    assert max(bounded - 3, 0) - 0 == 3 and max(bounded - 9, 0) == 0
+
+
+def test_truth() -> None:
+    zero = SymbolicLength.of(torch.tensor(0), 0, 2)
+    assert not zero and bool(zero + 1)
+    graph = RecordedGraph()
+    graph.capture(lambda: bool(zero + 1))
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        RecordedGraph().capture(lambda: bool(zero))
+
+
+def test_ranges() -> None:
+    number, bounded = made()
+    found = torch.zeros(3, dtype=torch.int64)
+    graph = RecordedGraph()
+    with Ranges():
+        graph.capture(lambda: found.copy_(torch.arange(bounded + 1, bounded + 4, dtype=torch.int64)))
+        assert torch.arange(bounded, 2 + bounded, dtype=torch.int32).tolist() == [4, 5]
+        assert torch.arange(1, 3).tolist() == [1, 2]
+    number.fill_(6)
+    graph.replay()
+    assert found.tolist() == [7, 8, 9]

@@ -1,0 +1,329 @@
+"""Layers with weights of 8 bits or in bfloat16: only if asked for, for how long, and what if the weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import layers, products
+from fastgen.decoding.layers import FastLayers, _Linear
+from fastgen.ops import linear, quantized_linear
+
+PRECISIONS = quantized_linear.PRECISIONS
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every layer is large enough and every processor fast; the precisions of what is packed, in order."""
+    found: list[str] = []
+    pack, pack_quantized = linear.pack, quantized_linear.pack
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(products, "MEASURED_FROM", 1)
+    monkeypatch.setattr(FastLayers, "_shapes", {})
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(linear, "pack", lambda weight: found.append("fp32") or pack(weight))
+    monkeypatch.setattr(
+        quantized_linear, "pack", lambda weight, precision: found.append(precision) or pack_quantized(weight, precision)
+    )
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    before = settings.current()
+    fastgen.enable(packed_weights="call", weight_dtype="fp32")
+    fastgen.reset_stats()
+    with torch.no_grad():
+        yield found
+    settings.change(packed_weights=before.packed_weights, weight_dtype=before.weight_dtype, strict=before.strict)
+    fastgen.enable()
+    FastLayers.drop_kept()
+
+
+def _skip_without(precision: str) -> None:
+    reason = quantized_linear._missing(precision)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request: pytest.FixtureRequest, packed: list[str]) -> str:
+    """The setting, in force."""
+    _skip_without(request.param)
+    packed.clear()
+    fastgen.enable(weight_dtype=request.param)
+    return request.param
+
+
+class Transposed(nn.Module):
+    """A layer that stores its weight as GPT-2 does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+KINDS = {nn.Linear: False, Transposed: True}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), Transposed(30, 50), nn.Linear(50, 7, bias=False))
+
+
+def _precisions(model: nn.Module) -> list[str | None]:
+    found = [vars(layer).get("forward") for layer in model]
+    return [layer.precision if isinstance(layer, _Linear) else None for layer in found]
+
+
+def _is_near(result: torch.Tensor, exact: torch.Tensor) -> bool:
+    """As near as few bits come, and not as near as float32 does."""
+    return 1e-5 < ((result - exact).norm() / exact.norm()).item() < 0.03
+
+
+def test_only_if_asked_for(packed: list[str]) -> None:
+    assert settings.Settings().weight_dtype == "fp32"
+    model, x = _model(), torch.randn(3, 20)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-5)
+    assert set(packed) <= {"fp32"} and "int8 weights" not in fastgen.stats()
+
+
+def test_from_the_first_product_on(precision: str, packed: list[str]) -> None:
+    model, x = _model(), torch.randn(3, 4, 20)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        assert _precisions(model) == [precision, None, precision, precision]
+        result = model(x)
+        assert _is_near(result, expected) and torch.equal(model(x), result)
+    assert packed == [precision] * 3  # each weight once
+    assert torch.equal(model(x), expected) and not any("forward" in vars(layer) for layer in model)
+    assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
+
+
+def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> None:
+    fastgen.enable(packed_weights="keep")
+    model, x = _model(), torch.randn(3, 20)
+    for calls in (1, 1, 0):
+        with FastLayers.of(model, KINDS):
+            for _ in range(calls):
+                model(x)
+    assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 2
+
+
+def test_measured_costs_do_not_matter(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results must not depend on what a machine has measured."""
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: None)
+    model = _model()
+    with FastLayers.of(model, KINDS):
+        model(torch.randn(2, 20))
+    assert packed == [precision] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
+        lambda layer: setattr(layer.weight, "data", layer.weight * 2),
+        lambda layer: layer.bias.add_(1),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+    ids=["in place", "replaced", "its data replaced", "bias in place", "bias removed"],
+)
+@pytest.mark.parametrize("mode", ["call", "keep"])
+def test_a_changed_weight_counts(precision: str, change: object, mode: str) -> None:
+    fastgen.enable(packed_weights=mode)
+    model, x = _model(), torch.randn(2, 20)
+    with FastLayers.of(model, KINDS):
+        before = model(x)
+        change(model[0])
+        after = model(x)
+        assert not torch.allclose(before, after)
+    assert _is_near(after, model(x))
+    change(model[0])
+    with FastLayers.of(model, KINDS):
+        again = model(x)
+    assert _is_near(again, model(x))
+
+
+def test_switching_while_weights_are_kept(packed: list[str]) -> None:
+    for precision in PRECISIONS:
+        _skip_without(precision)
+    packed.clear()
+    model, x = _model(), torch.randn(2, 20)
+    expected, results = model(x), []
+    for precision in ("int8", "int8", "bf16", "fp32", "int8"):
+        fastgen.enable(packed_weights="keep", weight_dtype=precision)
+        with FastLayers.of(model, KINDS):
+            assert _precisions(model)[0] == (precision if precision != "fp32" or linear.is_available() else None)
+            results.append(model(x))
+        torch.testing.assert_close(results[-1], expected, atol=1e-4, rtol=1e-5) if precision == "fp32" else None
+        assert precision == "fp32" or _is_near(results[-1], expected)
+    assert packed[:6] == ["int8"] * 3 + ["bf16"] * 3  # kept for the second call
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[4])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with FastLayers.of(model, KINDS):
+        first = model(x)
+        fastgen.enable(weight_dtype="fp32")
+        with FastLayers.of(model, KINDS):  # as a second thread would
+            assert torch.equal(model(x), first)
+    assert packed == [precision] * 6  # by both
+
+
+def test_disabling_drops_kept_weights(precision: str, packed: list[str]) -> None:
+    fastgen.enable(packed_weights="keep")
+    model, x = _model(), torch.randn(2, 20)
+
+    def run() -> int:
+        with FastLayers.of(model, KINDS):
+            model(x)
+        return len(packed)
+
+    assert [run(), run()] == [3, 3]
+    fastgen.disable()
+    fastgen.enable()
+    assert run() == 6
+
+
+def test_what_is_not_a_plain_product_runs_on_the_original(precision: str, packed: list[str]) -> None:
+    model, x = nn.Sequential(nn.Linear(40, 40)), torch.randn(2, 40)
+    plain = model(x)
+    with FastLayers.of(model, KINDS):
+        with torch.enable_grad():
+            assert model(x).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16
+        with fastgen.disabled():
+            assert torch.equal(model(x), plain)
+        assert model(torch.empty(0, 40)).shape == (0, 40)
+        assert not packed
+        assert _is_near(model(x), plain) and packed == [precision]
+
+
+def test_layers_that_are_more_than_their_weight_are_left_alone(precision: str) -> None:
+    strange = [
+        nn.Linear(4, 4).double(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.utils.weight_norm(nn.Linear(4, 4)),
+        torch.ao.nn.quantized.dynamic.Linear(4, 4),
+        nn.Linear(4, 4, device="meta"),
+    ]
+    model = nn.Sequential(*strange, nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
+        assert _precisions(model) == [None] * len(strange) + [precision]
+
+
+def test_hooks_run(precision: str) -> None:
+    model, seen = nn.Sequential(nn.Linear(40, 40)), []
+    model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
+    model[0].register_forward_hook(lambda layer, args, output: seen.append(output) or output + 1)
+    x = torch.randn(2, 40)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        assert _is_near(model(x), expected)
+    assert len(seen) == 2
+
+
+def test_a_cast_layer_does_what_it_always_did(precision: str) -> None:
+    model, x = _model(), torch.randn(2, 20)
+    with FastLayers.of(model, KINDS):
+        model(x)
+        model.double()
+        assert torch.equal(model(x.double()), model(x.double())) and model(x.double()).dtype is torch.float64
+        with pytest.raises(RuntimeError):
+            model(x)
+
+
+def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"int8": 1, "bf16": 2}[precision]
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 100 * size)
+    model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
+    with FastLayers.of(model, KINDS):
+        for _ in range(3):
+            model(x)
+    assert packed == [precision]
+
+
+def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
+    fastgen.enable(weight_dtype="int8")
+    model, x = _model(), torch.randn(2, 20)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-5)
+    assert "int8" not in packed
+    # Once for the call, not for each layer.
+    assert fastgen.stats() == {"int8 weights": {"accelerated": 0, "fallback": {"this processor is not fast": 1}}}
+    assert "weight_dtype is int8, but this processor is not fast: weights stay in float32" in fastgen.status().notes
+    fastgen.enable(strict=True)
+    with pytest.raises(fastgen.FallbackError, match="not fast"), FastLayers.of(model, KINDS):
+        pass
+    assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_without_the_extension_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "is_available", lambda: False)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "the extension was not built")
+    fastgen.enable(weight_dtype="bf16")
+    model = _model()
+    with FastLayers.of(model, KINDS):
+        assert _precisions(model) == [None] * 4
+    assert fastgen.stats()["bf16 weights"]["fallback"] == {"the extension was not built": 1}
+
+
+def test_status_says_that_results_are_others(precision: str) -> None:
+    assert any(note.startswith(f"weight_dtype is {precision}: results") for note in fastgen.status().notes)
+    assert precision in fastgen.status().operators["quantized_linear"]
+    fastgen.enable(weight_dtype="fp32")
+    assert not any("weight_dtype" in note for note in fastgen.status().notes)
+
+
+def test_settings_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="weight_dtype .FASTGEN_WEIGHT_DTYPE. is 'int4'; known: fp32, int8, bf16"):
+        fastgen.enable(weight_dtype="int4")
+    with pytest.raises(ValueError, match="packed_weights must not be never"):
+        fastgen.enable(weight_dtype="int8", packed_weights="never")
+    assert settings.current().weight_dtype == "fp32" and settings.current().packed_weights == "call"
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_WEIGHT_DTYPE", " INT8 ")
+    assert settings.Settings.from_environment().weight_dtype == "int8"
+    monkeypatch.delenv("FASTGEN_WEIGHT_DTYPE")
+    assert settings.Settings.from_environment().weight_dtype == "fp32"
+
+
+def test_settings_of_a_block() -> None:
+    with settings.changed(weight_dtype="int8"):
+        assert settings.current().weight_dtype == "int8"
+    with pytest.raises(KeyError), settings.changed(weight_dtype="bf16"):
+        raise KeyError
+    assert settings.current().weight_dtype == "fp32"
+
+
+def test_the_old_name_works_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype"):
+        fastgen.enable(cpu_weights="int8")
+    assert settings.current().weight_dtype == "int8"
+    with pytest.warns(DeprecationWarning), settings.changed(cpu_weights="bf16"):
+        assert settings.current().weight_dtype == "bf16"
+    assert settings.current().weight_dtype == "int8"
+    with pytest.raises(TypeError, match="cpu_weights is the old name of weight_dtype"):
+        fastgen.enable(cpu_weights="int8", weight_dtype="int8")
+    monkeypatch.setenv("FASTGEN_CPU_WEIGHTS", "bf16")
+    with pytest.warns(DeprecationWarning, match="FASTGEN_CPU_WEIGHTS is now called FASTGEN_WEIGHT_DTYPE"):
+        assert settings.Settings.from_environment().weight_dtype == "bf16"
+    monkeypatch.setenv("FASTGEN_WEIGHT_DTYPE", "int8")
+    with pytest.warns(DeprecationWarning):
+        assert settings.Settings.from_environment().weight_dtype == "int8"

@@ -1,0 +1,114 @@
+"""Runs Python programs in forks of one process that has imported torch and Transformers already.
+
+    python -m tests.docs.fork_server FOLDER
+
+It listens on FOLDER/socket, and writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs
+what the real one would run, with the same arguments, environment, folder and standard streams, and ends with its exit
+status. The interpreter is already there, which saves seconds each time. FastGen is not imported before the fork, so
+that it reads the environment of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = {{"program": {program!r}, "words": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}
+socket.send_fds(server, [b"0"], [0, 1, 2])
+server.sendall(json.dumps(request).encode() + b"\\n")
+sys.exit(int(server.makefile().readline() or 70))
+"""
+
+
+def main(folder: Path) -> None:
+    scripts = dict(
+        re.findall(r'^([\w-]+) = "(fastgen_cli\.\w+:\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    )
+    address = str(folder / "socket")
+    (folder / "bin").mkdir()
+    for program in ("python", *scripts):
+        path = folder / "bin" / program
+        path.write_text(CLIENT.format(python=sys.executable, address=address, program=program))
+        path.chmod(0o755)
+    import torch  # noqa: F401
+    import transformers
+    from transformers import generation  # noqa: F401
+    from transformers.models.auto import modeling_auto, tokenization_auto  # noqa: F401
+    from transformers.models.bart import modeling_bart  # noqa: F401
+    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+
+    assert transformers.AutoTokenizer is not None
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        print("ready", flush=True)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        listening.settimeout(2)
+        parent = os.getppid()
+        while True:
+            try:
+                connection = listening.accept()[0]
+            except TimeoutError:
+                if os.getppid() != parent:  # nobody is left who would end this process
+                    return
+                continue
+            if os.fork() == 0:
+                listening.close()
+                break
+            connection.close()
+    # This fork waits for the program, which is a fork of its own, and reports how it ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    request = json.loads(connection.makefile().readline())
+    program = os.fork()
+    if program != 0:
+        status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        connection.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
+        os._exit(0)
+    connection.close()
+    sys.exit(_run(request, streams, scripts))
+
+
+def _run(request: dict[str, Any], streams: list[int], scripts: dict[str, str]) -> int:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    program, words = request["program"], request["words"]
+    try:
+        if program != "python":
+            module, _, function = scripts[program].partition(":")
+            sys.argv = [program, *words]
+            return int(getattr(__import__(module, fromlist=[function]), function)() or 0)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

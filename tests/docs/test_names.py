@@ -1,0 +1,126 @@
+"""What the pages name exists: files, options of the commands, settings, targets of make."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import fields
+
+import pytest
+
+from fastgen import settings
+from tests.docs.pages import NAMES, ROOT, blocks
+
+# Folders of this repository; names below them are paths from its root.
+_FOLDERS = r"(?:fastgen|fastgen_cli|tests|benchmarks|docs|examples|tools)"
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_exist(name):
+    found = set(re.findall(rf"(?<![\w/.-])({_FOLDERS}/[\w./-]*\w)", read(name)))
+    missing = sorted(path for path in found if not (ROOT / path).exists() and not re.search(r"NAME|results/", path))
+    assert not missing, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_exist(name):
+    """Also those that are named without their folder."""
+    known = {path.name for folder in _FOLDERS[3:-1].split("|") for path in (ROOT / folder).rglob("*.py")}
+    missing = set(re.findall(r"(?<![\w/.-])(\w+\.py)\b", read(name))) - known - {"setup.py"}
+    assert not missing - {"NAME.py", "_NAME.py"}, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    here = (ROOT / name).parent
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[\w-]+)?\)", read(name))
+    missing = [link for link in links if not (here / link).exists()]
+    assert not missing, f"{name}: {missing}"
+
+
+def options_of_the_commands() -> set[str]:
+    """Every option of every command that the project has."""
+    from fastgen_cli import generate
+
+    found = set(generate.build_parser()._option_string_actions)
+    sources = [ROOT / path for path in ("tests/conftest.py", "benchmarks/__main__.py", "tools/gpu_check.py")]
+    for source in (*sources, *(ROOT / "fastgen_cli").glob("*.py"), *(ROOT / "examples").glob("*.py")):
+        found |= set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))
+    return found
+
+
+# Options of other programs: pip, pytest, FairSeq's commands.
+FOREIGN = {
+    *"--no-build-isolation --no-deps --strict --check".split(),
+}
+
+
+@pytest.fixture(scope="module")
+def known_options() -> set[str]:
+    return options_of_the_commands() | FOREIGN | options_of_fairseq()
+
+
+def options_of_fairseq() -> set[str]:
+    """Options of FairSeq's parsers, with those of the architectures and the task that the pages use."""
+    import fastgen  # noqa: F401
+
+    options = pytest.importorskip("fairseq.options")
+    parsers = [
+        options.get_preprocessing_parser(),
+        options.get_training_parser(),
+        options.get_generation_parser(),
+        options.get_interactive_generation_parser(),
+        options.get_eval_lm_parser(),
+    ]
+    found = {name for parser in parsers for name in parser._option_string_actions}
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.tasks import TASK_REGISTRY
+
+    for owner in (
+        ARCH_MODEL_REGISTRY["transformer"],
+        ARCH_MODEL_REGISTRY["ngram_transformer_prophet_large"],
+        TASK_REGISTRY["translation"],
+        TASK_REGISTRY["translation_prophetnet"],
+    ):
+        parser = argparse.ArgumentParser(conflict_handler="resolve")
+        owner.add_args(parser)
+        found |= set(parser._option_string_actions)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_exist(name, known_options):
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*[a-z0-9]", read(name)))
+    assert not found - known_options, f"{name}: {sorted(found - known_options)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_exist(name):
+    text = read(name)
+    known = {field.name for field in fields(settings.Settings)}
+    given = {word for call in re.findall(r"fastgen\.enable\(([^)]*)\)", text) for word in re.findall(r"(\w+)=", call)}
+    assert given <= known, f"{name}: {given - known}"
+    variables = set(re.findall(r"\bFASTGEN_[A-Z_]+\b", text))
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (*(ROOT / "fastgen").rglob("*.py"), ROOT / "setup.py")
+    )
+    missing = {name for name in variables if name not in sources and name.removeprefix("FASTGEN_").lower() not in known}
+    assert not missing, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_targets_of_make_exist(name):
+    targets = set(re.findall(r"^([a-z][\w-]*):", read("Makefile"), re.MULTILINE))
+    text = read(name)
+    named = re.findall(r"`make ([a-z][\w-]*)", text)
+    named += [word for block in blocks(ROOT / name) for word in re.findall(r"^make ([a-z][\w-]*)", block.text, re.M)]
+    assert set(named) <= targets, f"{name}: {set(named) - targets}"
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
+    assert pages == set(re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE))

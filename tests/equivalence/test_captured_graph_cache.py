@@ -1,0 +1,213 @@
+"""Captured steps that are kept for later calls: when they serve again, what they hold, and when they go."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.step import CapturedStep
+from tests.equivalence.captured import (
+    BEAMS,
+    GREEDY,
+    Graph,
+    build,
+    captures,
+    reasons,
+)
+from tests.equivalence.check import assert_same, check, run
+from tests.equivalence.models import BY_NAME
+
+
+def test_the_prompt_is_stored_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the step has been captured, what the first pass has stored is gone: the step has a copy."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    begin, replay = CapturedStep.begin, graph.Graph.replay
+    alive = []
+
+    def recording(step: CapturedStep, prompt: Any, *args: Any, **kwargs: Any) -> None:
+        held.extend(weakref.ref(part) for kv in (*prompt.own, *prompt.cross) for part in kv)
+        begin(step, prompt, *args, **kwargs)
+
+    def looking(made: Any) -> None:
+        alive.append(sum(part() is not None for part in held))
+        replay(made)
+
+    monkeypatch.setattr(CapturedStep, "begin", recording)
+    monkeypatch.setattr(graph.Graph, "replay", looking)
+    run(*build(BY_NAME["bart"], device), {**BEAMS, "min_new_tokens": 12})
+    assert held and alive[0] == len(held)
+    assert not any(alive[1:])
+
+
+def test_other_weights(device: torch.device) -> None:
+    """What is written into a parameter, a replay reads; another parameter needs another graph."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    options = {**GREEDY, "min_new_tokens": 24}
+    first = run(model, inputs, options)
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(-1.0)
+    assert check(model, inputs, options).tolist() != first.tolist()
+    made = Graph.made
+    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(-model.transformer.h[0].mlp.c_fc.weight.detach())
+    check(model, inputs, options)
+    assert captures() == 3
+    assert device.type == "cuda" or Graph.made == made + 1
+
+
+class _Adapter(torch.nn.Module):
+    """A layer with changes to it that are switched on and off, as adapters are: by attributes that are no tensors."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.active, self.scaling = layer, ["first"], {"first": 1.0, "second": -2.0}
+        self.changes = torch.nn.ParameterDict({name: torch.randn_like(layer.weight) for name in self.scaling})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + sum(self.scaling[name] * (x @ self.changes[name].T) for name in self.active)
+
+
+def test_other_settings_of_modules(device: torch.device) -> None:
+    """A graph has frozen them: none is replayed with others."""
+    model, inputs = build(BY_NAME["llama"], device)
+    layer = model.model.layers[0]
+    layer.mlp.down_proj = adapter = _Adapter(layer.mlp.down_proj).to(device).eval()
+    options = {**GREEDY, "min_new_tokens": 24}
+    found = [check(model, inputs, options).tolist()]
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        found.append(check(model, inputs, options).tolist())
+
+    change(adapter, "active", ["second"])
+    change(adapter, "active", [])
+    adapter.active.append("first")
+    change(adapter, "scaling", {"first": 5.0, "second": 1.0})
+    change(layer.self_attn, "scaling", 9.0)
+    assert all(one != other for one, other in itertools.pairwise(found))
+    made = Graph.made
+    check(model, inputs, options)
+    assert captures() == 6 and Graph.made == made, reasons()
+
+
+def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+    one = {name: value[:1] for name, value in inputs.items()}
+    check(model, one, BEAMS)
+    (step,) = graph_cache._of(model).steps.values()
+    monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: step.nbytes * 1.5)
+    check(model, one, {**BEAMS, "num_beams": 2})  # there is no room for both
+    (other,) = graph_cache._of(model).steps.values()
+    assert other is not step
+    check(model, inputs, BEAMS)  # nor for this one alone
+    assert not graph_cache._of(model).steps and captures() == 3
+
+
+def test_memory_of_kept_steps_is_the_original_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out because of them does not end a call."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    check(model, inputs, BEAMS)
+    forward, failed = type(model).forward, []
+
+    def needs_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if graph_cache._models:
+            failed.append(None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args, **kwargs)
+
+    functools.update_wrapper(needs_memory, forward)
+    monkeypatch.setattr(type(model), "forward", needs_memory)
+    found = run(model, inputs, BEAMS)
+    assert len(failed) == 1
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"out of memory: captured steps were kept": 1}
+    with fastgen.disabled():
+        assert_same(found, run(model, inputs, BEAMS))
+
+
+def test_a_limited_number_of_steps_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "MOST", 2)
+    models = [build(BY_NAME[name], device) for name in ("gpt2", "bart", "llama")]
+    for _ in range(2):
+        for model, inputs in models:
+            check(model, inputs, BEAMS)
+    assert captures() == 6
+    assert sum(len(of_model.steps) for of_model in graph_cache._models.values()) == 2
+
+
+def test_steps_go_with_their_model(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, BEAMS)
+    (step,) = graph_cache._of(model).steps.values()
+    held = weakref.ref(step)
+    del step, model
+    gc.collect()
+    assert held() is None
+
+
+def test_disable_frees_them(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, BEAMS)
+    fastgen.disable()
+    assert not graph_cache._models
+
+
+def test_threads(device: torch.device) -> None:
+    """Several models, and one model several times."""
+    first, second = build(BY_NAME["gpt2"], device), build(BY_NAME["bart"], device)
+    with fastgen.disabled():
+        wanted = [run(*both, BEAMS) for both in (first, second)]
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        model, inputs = (first, second)[number % 2]
+        for _ in range(2):
+            found[number] = model.generate(**copy.deepcopy(inputs), **BEAMS)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, result in found.items():
+        assert result.tolist() == wanted[number % 2].tolist()
+    assert len(found) == 4 and captures() == 8
+
+
+def test_out_of_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything kept is freed, and the call goes on without; another one may try again."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    run(model, inputs, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+        check(model, inputs, BEAMS)
+    assert reasons() == {"out of memory": 1}
+    assert not graph_cache._models
+    check(model, inputs, BEAMS)
+    assert captures() == 2
+
+
+def test_with_and_without_inference_mode(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+    for context in (torch.inference_mode(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            check(model, inputs, BEAMS)
+    assert captures() == 3, reasons()
+
+
+def test_errors_of_a_call_are_not_held_against_its_shape(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["gpt2"], device)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedStep, "begin", lambda *args, **kwargs: 1 / 0)
+        check(model, inputs, BEAMS)
+    check(model, inputs, BEAMS)
+    assert list(reasons().values()) == [1] and captures() == 1

@@ -1,0 +1,144 @@
+"""The user's processors and stopping criteria, which the host runs between two replays of a captured step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import fastgen
+from tests.equivalence.captured import (
+    BEAMS,
+    GREEDY,
+    Counting,
+    build,
+    captures,
+    every,
+    reasons,
+    two,
+)
+from tests.equivalence.check import assert_same, check, run
+from tests.equivalence.models import BY_NAME, Family
+
+
+@every
+def test_the_users_processors_run_between_two_graphs(family: Family, device: torch.device) -> None:
+    model, inputs = build(family, device)
+    seen = []
+    for disabled in (True, False):
+        processor = Counting()
+        options = {**BEAMS, "logits_processor": LogitsProcessorList([processor])}
+        with fastgen.disabled() if disabled else contextlib.nullcontext():
+            seen.append((run(model, inputs, options), processor.lengths))
+    assert_same(*seen)
+    assert captures() == 1
+
+
+class Failing(Counting):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.lengths) == 5:
+            raise ZeroDivisionError("mine")
+        return super().__call__(input_ids, scores)
+
+
+@every
+def test_what_the_users_processor_raises_is_passed_on(family: Family, device: torch.device) -> None:
+    model, inputs = build(family, device)
+    processor = Failing()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run(model, inputs, {**BEAMS, "logits_processor": LogitsProcessorList([processor])})
+    assert len(processor.lengths) == 5  # once, not once more on another way
+    check(model, inputs, BEAMS)
+
+
+class Stopping(StoppingCriteria):
+    """A criterion of the user's, with state: ends what has a token that depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert scores is None
+        self.lengths.append(input_ids.shape[1])
+        return (input_ids[:, -1] + len(self.lengths)) % 7 == 0
+
+
+def criteria(encoder_decoder: bool = False) -> dict[str, Any]:
+    """What each call gets: objects of its own."""
+    return {
+        "the user's": Stopping(),
+        "a function": lambda ids, scores: (ids[:, -1] % 9 == 1) & (ids.shape[1] > 8),
+        "a length": MaxLengthCriteria(9 if encoder_decoder else 53),
+        "no time": MaxTimeCriteria(0.0),
+        "much time": MaxTimeCriteria(1000.0),
+    }
+
+
+@two
+@pytest.mark.parametrize("name", criteria())
+def test_stopping_criteria(family: Family, name: str, device: torch.device) -> None:
+    """The host runs them in every step, as often as the library does, and on the same continuations."""
+    model, inputs = build(family, device)
+    processors = {"logits_processor": LogitsProcessorList([Counting()])} if name == "the user's" else {}
+    for decoding in (BEAMS, {**GREEDY, "eos_token_id": None}):
+        seen = []
+        for disabled in (True, False, False):
+            criterion = criteria(family.encoder_decoder)[name]
+            options = {**decoding, "stopping_criteria": StoppingCriteriaList([criterion]), **copy.deepcopy(processors)}
+            with fastgen.disabled() if disabled else contextlib.nullcontext():
+                seen.append((run(model, inputs, options), getattr(criterion, "lengths", None)))
+        assert_same(*seen[:2])
+        assert_same(seen[0], seen[2])
+    assert captures() == 4, reasons()
+
+
+@two
+def test_stop_strings(family: Family, device: torch.device, tokenizer: Any) -> None:
+    model, inputs = build(family, device)
+    for decoding in (BEAMS, GREEDY):
+        check(model, inputs, {**decoding, "stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
+    assert captures() == 2, reasons()
+
+
+def test_what_the_users_criterion_raises_is_passed_on(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["bart"], device)
+
+    class Fails(Stopping):
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            super().__call__(*args, **kwargs)
+            return torch.tensor([len(self.lengths) > 5 and 1 / 0])
+
+    criterion = Fails()
+    with pytest.raises(ZeroDivisionError):
+        run(model, inputs, {**BEAMS, "min_new_tokens": 12, "stopping_criteria": StoppingCriteriaList([criterion])})
+    assert len(criterion.lengths) == 6  # once, not once more on another way
+
+
+def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:
+    """A processor may leave a call of another model to a thread, and wait for it."""
+    (model, inputs), (other, its_inputs) = (build(BY_NAME[name], device) for name in ("gpt2", "llama"))
+    threads: list[threading.Thread] = []
+
+    class Waiting(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            work = threading.Thread(target=other.generate, kwargs={**its_inputs, **GREEDY}, daemon=True)
+            work.start()
+            work.join(timeout=60)
+            assert not work.is_alive(), "it waits for the call that waits for it"
+            threads.append(work)
+            return scores
+
+    check(model, inputs, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Waiting()])})
+    assert threads and captures() > len(threads) // 2

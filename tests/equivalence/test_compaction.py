@@ -1,0 +1,221 @@
+"""Inputs that are finished leave the batch: the same tokens from fewer rows. They stay where that could be seen."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+import fastgen
+from fastgen.optimizer.transformers.compaction import BatchCompaction
+from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
+from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.models import BY_NAME, EOS, FAMILIES, FIRST_WORD, SHORT, Family
+
+# Sequences end early and at different steps: several tokens end one.
+ENDS = {"eos_token_id": [EOS, *range(FIRST_WORD, FIRST_WORD + 70)], "max_new_tokens": 30}
+DECODINGS = {
+    "greedy": {},
+    "sample": {"do_sample": True},
+    "samples": SAMPLE,
+    "beam": BEAM,
+    "early": {**BEAM, "early_stopping": True},
+    "never": {**BEAM, "early_stopping": "never", "length_penalty": 0.5},
+    "beam-sample": {**BEAM_SAMPLE, "early_stopping": True},
+}
+decodings = pytest.mark.parametrize("decoding", DECODINGS.values(), ids=DECODINGS)
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the model got in each step of the accelerated call, the first pass left out."""
+    found: list[int] = []
+    select = BatchCompaction.select
+
+    def counting_select(compaction: BatchCompaction, inputs: dict[str, Any]) -> dict[str, Any]:
+        selected = select(compaction, inputs)
+        ids = selected.get("decoder_input_ids", selected.get("input_ids"))
+        found.append(ids.shape[0])
+        return selected
+
+    monkeypatch.setattr(BatchCompaction, "select", counting_select)
+    return found
+
+
+@decodings
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_every_model(family: Family, decoding: dict[str, Any], rows: list[int]) -> None:
+    if family.exceeds_window({**decoding, "max_new_tokens": 30}):
+        pytest.skip("one sequence per input beyond a sliding window is left to the original code")
+    check(family.build(), family.make_inputs(batch=7), {**decoding, **ENDS})
+    assert accelerated() == 1
+    assert rows == sorted(rows, reverse=True)
+
+
+@decodings
+@pytest.mark.parametrize("length", [SHORT, 44])
+@pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama"])
+def test_inputs_leave(name: str, decoding: dict[str, Any], length: int, rows: list[int]) -> None:
+    family = BY_NAME[name]
+    check(family.build(), family.make_inputs(batch=9, length=length), {**decoding, **ENDS})
+    assert rows[-1] < 9 * max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+def test_a_few_that_end_together_wait(decoding: dict[str, Any], rows: list[int]) -> None:
+    family = BY_NAME["gpt2"]
+    check(family.build(), family.make_inputs(batch=16), {**decoding, **ENDS})
+    present = [16 * decoding.get("num_beams", 1), *rows]
+    for before, after in itertools.pairwise(present):
+        assert after == before or after <= 0.75 * before
+
+
+class _Same(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+class _Never(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+SEEN = {
+    "return_dict": {"return_dict_in_generate": True},
+    "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    "attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_hidden_states": True},
+    "processor": {"logits_processor": [_Same()]},
+    "criterion": {"stopping_criteria": [_Never()]},
+    "prefix": {"prefix_allowed_tokens_fn": lambda batch, tokens: list(range(150))},
+}
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@pytest.mark.parametrize("option", SEEN)
+def test_all_stay_where_they_are_seen(option: str, decoding: dict[str, Any], rows: list[int]) -> None:
+    family = BY_NAME["bart"]
+    options = {**decoding, **ENDS, **SEEN[option]}
+    if "output_attentions" in options:
+        options["max_new_tokens"] = 6
+    check(family.build("eager"), family.make_inputs(batch=9), options)
+    assert accelerated() == 1 and rows == []
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+def test_all_stay_where_nothing_ends(decoding: dict[str, Any], rows: list[int]) -> None:
+    model = BY_NAME["gpt2"].build()
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None
+    try:
+        check(model, BY_NAME["gpt2"].make_inputs(batch=6), {**decoding, "max_new_tokens": 8})
+    finally:
+        model.generation_config.eos_token_id = before
+    assert rows == []
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_all_stay_where_positions_depend_on_the_longest(kind: str, decoding: dict[str, Any], rows: list[int]) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 32
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    family = BY_NAME["llama"]
+    model = family.build()
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 32
+    config.rope_parameters = config.rope_scaling = rope
+    changed = type(model)(config).eval()
+    changed.load_state_dict(model.state_dict())
+    changed.generation_config = model.generation_config
+    # Such a model remembers the longest call.
+    with fastgen.disabled():
+        expected = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
+    ours = run(copy.deepcopy(changed), family.make_inputs(batch=9), {**decoding, **ENDS})
+    assert expected.tolist() == ours.tolist() and accelerated() == 1 and rows == []
+
+
+def test_all_stay_where_layers_have_one_scale_for_all_rows(rows: list[int]) -> None:
+    family = BY_NAME["llama"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(family.build()), {torch.nn.Linear}).eval()
+    check(model, family.make_inputs(batch=9), ENDS)
+    assert rows == []
+
+
+def test_all_stay_in_a_search_of_ones_own(rows: list[int]) -> None:
+    class Own(type(BY_NAME["gpt2"].build())):  # type: ignore[misc]
+        def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_top_k_continuations(*args, **kwargs)
+
+    Own.__module__ = "transformers.models.gpt2.modeling_gpt2"
+    model = copy.deepcopy(BY_NAME["gpt2"].build())
+    model.__class__ = Own
+    check(model, BY_NAME["gpt2"].make_inputs(batch=9), {**BEAM, **ENDS})
+    assert accelerated() == 1 and rows == []
+
+
+def test_an_input_with_equal_scores_stays() -> None:
+    compaction = BatchCompaction(None, batch=3, per_input=2, searches=True)  # type: ignore[arg-type]
+    over, full = torch.zeros(3, 1, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)
+    compaction.note_search(over, full, torch.tensor([[-1.0, -2.0], [-1.0, -1.0], [-1.0, -1e9]]), False)
+    assert compaction._ended.tolist() == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM], ids=["greedy", "beam"])
+def test_an_input_that_gives_no_numbers_leaves_the_others_alone(decoding: dict[str, Any], rows: list[int]) -> None:
+    """A search would take NaN for the best of all hypotheses, and in the place of those that are finished."""
+    family = BY_NAME["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(batch=9)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[FIRST_WORD] = torch.nan
+    ids = inputs["input_ids"]
+    ids[ids == FIRST_WORD] += 1
+    ids[0, -1] = FIRST_WORD
+    check(model, inputs, {**decoding, **ENDS, "suppress_tokens": [FIRST_WORD]})
+    assert rows[-1] < 9 * decoding.get("num_beams", 1)
+
+
+def test_positions_given_once_for_all_rows(rows: list[int]) -> None:
+    """They cannot be cut, so all rows stay."""
+    family = BY_NAME["llama"]
+    inputs = {"input_ids": family.make_inputs(batch=9, length=SHORT, padding=None)["input_ids"]}
+    inputs["position_ids"] = torch.arange(SHORT)[None]
+    check(family.build(), inputs, ENDS)
+    assert set(rows) == {9}
+
+
+def test_a_failure_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
+    fastgen.enable(strict=False)
+    family = BY_NAME["bart"]
+    model, inputs = family.build(), family.make_inputs(batch=9)
+    spread = BatchCompaction.spread
+
+    def failing(compaction: BatchCompaction, logits: torch.Tensor) -> torch.Tensor:
+        if logits.shape[0] < 9:
+            raise RuntimeError("planted")
+        return spread(compaction, logits)
+
+    monkeypatch.setattr(BatchCompaction, "spread", failing)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        check(model, inputs, ENDS)
+    assert rows[-1] < 9
+
+
+def test_other_calls_of_the_same_method_are_left_alone() -> None:
+    """`prepare_inputs_for_generation` is public: outside of a call it gives what it always gave."""
+    model = BY_NAME["gpt2"].build()
+    ids = torch.tensor([[5, 6]])
+    with fastgen.disabled():
+        expected = model.prepare_inputs_for_generation(ids)
+    assert inspect.signature(model.prepare_inputs_for_generation).parameters["input_ids"]
+    assert model.prepare_inputs_for_generation(ids).keys() == expected.keys()

@@ -1,0 +1,570 @@
+"""What the user's own code raises reaches the caller, and is no reason to run that code again.
+
+The user's code is whatever the caller hands to `generate` to be called: processors, criteria, the prefix function,
+the streamer, and the processors that a generation config makes. It comes in many forms, and none may look different
+from the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import WatermarkingConfig
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from fastgen.decoding.kv import LayerKV
+from fastgen.optimizer.transformers.cache import SharedLayer
+from tests.equivalence.captured import on_the_cpu
+from tests.equivalence.cases import BEAM, SAMPLE
+from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
+from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
+
+BART, LLAMA = BY_NAME["bart"], BY_NAME["llama"]
+AT = 3  # the call of the user's code that raises
+
+
+class MyError(Exception):
+    pass
+
+
+class Raises:
+    """Counts how often it is called, and raises the third time, from a function further down."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.calls = 0
+        self.error = error
+
+    def hit(self, result: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == AT:
+            self.fail()
+        return result
+
+    def fail(self) -> None:
+        raise self.error
+
+
+# ---- the forms that callable code comes in, for a function that is given `positional` arguments
+
+
+def _function(mine: Raises, body: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        mine.hit()
+        return body(*args)
+
+    return function
+
+
+def _partial(mine: Raises, body: Callable[..., Any]) -> Any:
+    def function(mine: Raises, *args: Any, **kwargs: Any) -> Any:
+        mine.hit()
+        return body(*args)
+
+    return functools.partial(function, mine)
+
+
+def _lambda(mine: Raises, body: Callable[..., Any]) -> Any:
+    return lambda *args, **kwargs: (mine.hit(), body(*args))[1]
+
+
+def _callable_object(mine: Raises, body: Callable[..., Any]) -> Any:
+    class Callable:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            mine.hit()
+            return body(*args)
+
+    return Callable()
+
+
+def _object_with_slots(mine: Raises, body: Callable[..., Any]) -> Any:
+    class Callable:
+        __slots__ = ()
+
+        def __call__(this, *args: Any, **kwargs: Any) -> Any:
+            mine.hit()
+            return body(*args)
+
+    return Callable()
+
+
+def _method_without_self(mine: Raises, body: Callable[..., Any]) -> Any:
+    class Owner:
+        def method(this, *args: Any, **kwargs: Any) -> Any:
+            mine.hit()
+            return body(*args)
+
+    return Owner().method
+
+
+def _static_method(mine: Raises, body: Callable[..., Any]) -> Any:
+    class Owner:
+        @staticmethod
+        def method(*args: Any, **kwargs: Any) -> Any:
+            mine.hit()
+            return body(*args)
+
+    return Owner.method
+
+
+def _class_method(mine: Raises, body: Callable[..., Any]) -> Any:
+    class Owner:
+        @classmethod
+        def method(cls, *args: Any, **kwargs: Any) -> Any:
+            mine.hit()
+            return body(*args)
+
+    return Owner.method
+
+
+def _decorated(mine: Raises, body: Callable[..., Any]) -> Any:
+    @functools.cache
+    def cached(*args: Any) -> Any:
+        mine.hit()
+        return body(*args)
+
+    return cached
+
+
+def _mock(mine: Raises, body: Callable[..., Any]) -> Any:
+    return Mock(spec=lambda *args: None, side_effect=_function(mine, body))
+
+
+def _without_frames(mine: Raises, body: Callable[..., Any]) -> Any:
+    """Nothing of it leaves a frame of its own on the stack: `methodcaller` and `partial` are written in C."""
+
+    class Steps:
+        def __len__(this) -> int:
+            return mine.hit(1)
+
+    steps = Steps()
+
+    class Callable(functools.partial):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            operator.length_hint(steps)
+            return body(*args)
+
+    return Callable(print)
+
+
+FORMS = {
+    "function": _function,
+    "partial": _partial,
+    "lambda": _lambda,
+    "callable object": _callable_object,
+    "object with slots": _object_with_slots,
+    "method without self": _method_without_self,
+    "static method": _static_method,
+    "class method": _class_method,
+    "decorated": _decorated,
+    "mock": _mock,
+    "subclass of partial": _without_frames,
+}
+
+
+# ---- where the code goes
+
+
+def _as_processor(call: Callable[..., Any]) -> dict[str, Any]:
+    return {**BEAM, "logits_processor": [call]}
+
+
+def _as_criterion(call: Callable[..., Any]) -> dict[str, Any]:
+    return {**SAMPLE, "stopping_criteria": [call]}
+
+
+def _as_prefix(call: Callable[..., Any]) -> dict[str, Any]:
+    return {**BEAM, "prefix_allowed_tokens_fn": call}
+
+
+def _as_prefix_of_a_processor(call: Callable[..., Any]) -> dict[str, Any]:
+    return {**BEAM, "logits_processor": [PrefixConstrainedLogitsProcessor(call, 4)]}
+
+
+def _as_streamer(call: Callable[..., Any]) -> dict[str, Any]:
+    return {"streamer": SimpleNamespace(put=call, end=lambda: None)}
+
+
+PLACES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "processor": (_as_processor, lambda tokens, scores: scores),
+    "criterion": (_as_criterion, lambda tokens, scores: torch.zeros(tokens.shape[0], dtype=torch.bool)),
+    "prefix": (_as_prefix, lambda row, tokens: list(range(20))),
+    "prefix of a processor": (_as_prefix_of_a_processor, lambda row, tokens: list(range(20))),
+    "streamer": (_as_streamer, lambda value: None),
+}
+
+
+@contextlib.contextmanager
+def _captured(where: str) -> Iterator[None]:
+    """The library's loop, or a captured step."""
+    with on_the_cpu() if where == "captured" else contextlib.nullcontext():
+        fastgen.enable(captured_step="auto" if where == "captured" else "never")
+        yield
+
+
+def assert_passed_on(family: Any, options: dict[str, Any], mine: Raises, calls: int = AT) -> None:
+    """What is raised reaches the caller, the very object, and nothing is called again or reported."""
+    with warnings.catch_warnings(), pytest.raises(type(mine.error)) as raised:
+        warnings.simplefilter("error", RuntimeWarning)
+        run(family.build(), family.make_inputs(batch=1), lambda: options)
+    assert raised.value is mine.error
+    assert mine.calls == calls
+    assert fallbacks() == {}
+
+
+loops = pytest.mark.parametrize("loop", ["library", "captured"])
+named = {"ids": lambda name: name.replace(" ", "-")}
+
+
+@pytest.mark.parametrize("form", FORMS, **named)
+@pytest.mark.parametrize("place", PLACES, **named)
+def test_every_form(place: str, form: str) -> None:
+    make, body = PLACES[place]
+    mine = Raises(MyError("mine"))
+    assert_passed_on(LLAMA, make(FORMS[form](mine, body)), mine)
+
+
+@pytest.mark.parametrize("place", PLACES, **named)
+def test_with_a_captured_step(place: str) -> None:
+    make, body = PLACES[place]
+    mine = Raises(MyError("mine"))
+    with _captured("captured"):
+        assert_passed_on(BART, make(_partial(mine, body)), mine)
+
+
+ERRORS = (
+    RuntimeError("mine"),
+    StopIteration("mine"),
+    AttributeError("mine"),
+    AssertionError(),
+    KeyboardInterrupt("mine"),
+    SystemExit(3),
+    GeneratorExit("mine"),
+    torch.OutOfMemoryError("mine"),
+    NotImplementedError("mine"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+@pytest.mark.parametrize("place", ["processor", "criterion", "streamer"])
+def test_every_error(place: str, error: BaseException) -> None:
+    make, body = PLACES[place]
+    mine = Raises(error)
+    assert_passed_on(LLAMA, make(_partial(mine, body)), mine)
+
+
+# ---- objects with methods
+
+
+class Processor(Raises, LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return self.hit(scores)
+
+
+class Criterion(Raises, StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return self.hit(torch.zeros(input_ids.shape[0], dtype=torch.bool))
+
+
+class Streamer(Raises, BaseStreamer):
+    def put(self, value: Any) -> None:
+        self.hit()
+
+    def end(self) -> None:
+        pass
+
+
+class EndsBadly(Raises, BaseStreamer):
+    def put(self, value: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        self.calls = AT - 1
+        self.hit()
+
+
+class Config(WatermarkingConfig):
+    """A part of a generation config that makes a processor of the user's."""
+
+    mine: Raises
+
+    def construct_processor(self, *args: Any, **kwargs: Any) -> Any:
+        return self.mine
+
+    def validate(self) -> None:
+        pass
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class Processors(LogitsProcessorList):
+    """Whose own call the library never makes: it takes the processors out."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("called")
+
+
+class FailsToIterate(LogitsProcessorList):
+    mine: Raises
+
+    def __iter__(self) -> Any:
+        self.mine.calls = AT - 1
+        self.mine.hit()
+
+
+def _config(mine: Raises) -> dict[str, Any]:
+    watermarking = Config()
+    watermarking.mine = mine
+    return {"generation_config": GenerationConfig(**BEAM, watermarking_config=watermarking)}
+
+
+def _mock_streamer(mine: Raises) -> dict[str, Any]:
+    return {"streamer": Mock(put=Mock(side_effect=lambda value: mine.hit()))}
+
+
+def _fails_to_iterate(mine: Raises) -> dict[str, Any]:
+    given = FailsToIterate([Processor(MyError("never"))])
+    given.mine = mine
+    return {**BEAM, "logits_processor": given}
+
+
+OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
+    "processor": (Processor, lambda mine: {**BEAM, "logits_processor": [mine]}),
+    "processor of a list": (Processor, lambda mine: {**BEAM, "logits_processor": LogitsProcessorList([mine])}),
+    "processor of a list of the user's": (Processor, lambda mine: {**BEAM, "logits_processor": Processors([mine])}),
+    "processor of a tuple": (Processor, lambda mine: {**SAMPLE, "logits_processor": (mine,)}),
+    "list that cannot be iterated": (Raises, _fails_to_iterate),
+    "processor of a config": (Processor, _config),
+    "criterion": (Criterion, lambda mine: {**SAMPLE, "stopping_criteria": [mine]}),
+    "criterion of a list": (Criterion, lambda mine: {**BEAM, "stopping_criteria": StoppingCriteriaList([mine])}),
+    "method as prefix": (Raises, lambda mine: {**BEAM, "prefix_allowed_tokens_fn": lambda *_: mine.hit([5, 6, 7, 8])}),
+    "streamer": (Streamer, lambda mine: {"streamer": mine}),
+    "end of a streamer": (EndsBadly, lambda mine: {"streamer": mine}),
+    "mock of a streamer": (Raises, _mock_streamer),
+}
+
+
+@loops
+@pytest.mark.parametrize("name", OBJECTS, **named)
+def test_objects(name: str, loop: str) -> None:
+    kind, make = OBJECTS[name]
+    mine = kind(MyError("mine"))
+    with _captured(loop):
+        assert_passed_on(BART, make(mine), mine)
+
+
+def test_a_class_that_says_that_it_is_the_librarys() -> None:
+    class Pretends(Raises, LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return self.hit(scores)
+
+    Pretends.__module__ = "transformers.generation.logits_process"
+    mine = Pretends(MyError("mine"))
+    assert_passed_on(BART, {**BEAM, "logits_processor": [mine]}, mine)
+
+
+def test_property_of_a_criterion() -> None:
+    """An attribute that is looked at may be code."""
+
+    class Criterion(Raises, StoppingCriteria):
+        @property
+        def eos_token_id(self) -> int:
+            self.calls = AT - 1
+            return self.hit(EOS)
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    mine = Criterion(MyError("mine"))
+    with _captured("captured"):
+        assert_passed_on(LLAMA, {**SAMPLE, "stopping_criteria": [mine]}, mine)
+
+
+def test_error_that_became_another() -> None:
+    """Something on the way, such as a context manager of the user's model, raises another error because of it."""
+    mine = Raises(MyError("mine"))
+
+    def processor(tokens: Any, scores: Any) -> Any:
+        try:
+            return mine.hit(scores)
+        except MyError as error:
+            raise ValueError("other") from error
+
+    with pytest.raises(ValueError, match="other"):
+        run(LLAMA.build(), LLAMA.make_inputs(), {**BEAM, "logits_processor": [processor]})
+    assert mine.calls == AT and fallbacks() == {}
+
+
+def test_error_that_the_user_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over then: a failure of FastGen's later in the call is repeated like any other."""
+
+    class Catches(LogitsProcessor):
+        def __init__(self) -> None:
+            self.inner = Processor(MyError("mine"))
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            with contextlib.suppress(MyError):
+                self.inner(input_ids, scores)
+            return scores
+
+    with fastgen.disabled():
+        original = run(LLAMA.build(), LLAMA.make_inputs(), BEAM)
+    extend, calls = LayerKV.extend, []
+
+    def fails_late(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 13:
+            raise ZeroDivisionError("planted")
+        return extend(*args)
+
+    monkeypatch.setattr(LayerKV, "extend", fails_late)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        ours = run(LLAMA.build(), LLAMA.make_inputs(), lambda: {**BEAM, "logits_processor": [Catches()]})
+    assert_same(original, ours)
+
+
+@pytest.mark.parametrize("error", [MyError("mine"), KeyboardInterrupt("mine")], ids=repr)
+def test_cache_after_users_exception(error: BaseException) -> None:
+    """The user's cache holds the library's own layers, whatever ended the call, and the model works on."""
+    cache = DynamicCache()
+    with pytest.raises(type(error)):
+        run(
+            LLAMA.build(),
+            LLAMA.make_inputs(),
+            lambda: {**BEAM, "past_key_values": cache, "stopping_criteria": [Criterion(error)]},
+        )
+    assert not [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
+    with fastgen.disabled():
+        original = run(LLAMA.build(), LLAMA.make_inputs(), BEAM)
+    assert_same(original, run(LLAMA.build(), LLAMA.make_inputs(), BEAM))
+    assert accelerated() == 1
+
+
+# ---- that the code is wrapped shows nowhere
+
+
+@loops
+def test_processors_of_a_config_see_all_rows(loop: str) -> None:
+    """Inputs that are finished stay in the batch where the user's code looks at it, wherever it comes from."""
+
+    class Favours(LogitsProcessor):
+        """Its scores depend on all rows."""
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores + 3.0 * torch.nn.functional.one_hot(scores.argmax().remainder(VOCABULARY), scores.shape[1])
+
+    def options() -> dict[str, Any]:
+        watermarking = Config()
+        watermarking.mine = Favours()  # type: ignore[assignment]
+        return {"generation_config": GenerationConfig(**BEAM, max_new_tokens=24, watermarking_config=watermarking)}
+
+    with _captured(loop):
+        check(LLAMA.build(), LLAMA.make_inputs(batch=4), options)
+    assert accelerated() == 1
+
+
+@loops
+@pytest.mark.parametrize("given", ["one of the library's", "one derived from it"])
+def test_merging_goes_by_type(given: str, loop: str) -> None:
+    """The user's processor of a class that the options ask for too takes the place of the library's."""
+
+    class Derived(MinLengthLogitsProcessor):
+        pass
+
+    kind = MinLengthLogitsProcessor if given == "one of the library's" else Derived
+
+    def options() -> dict[str, Any]:
+        return {**BEAM, "min_length": 30, "logits_processor": [kind(25, [EOS])], "max_new_tokens": 20}
+
+    with _captured(loop):
+        check(LLAMA.build(), LLAMA.make_inputs(), options)
+
+
+@loops
+def test_what_the_library_asks_of_a_processor(loop: str) -> None:
+    """Its class, its signature, its attributes, and that it is the same one that was passed."""
+
+    class Wants(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any, more: Any) -> Any:
+            return scores
+
+    def call() -> str:
+        with pytest.raises(ValueError) as raised:
+            run(LLAMA.build(), LLAMA.make_inputs(), {**BEAM, "logits_processor": [Wants()]})
+        return str(raised.value)
+
+    with fastgen.disabled():
+        original = call()
+    with _captured(loop):
+        assert call() == original
+    assert fallbacks() == {}
+
+
+@loops
+def test_the_user_gets_themselves(loop: str) -> None:
+    """The user's objects, and functions, know nothing of a wrapper: `self` is the object that was passed."""
+    seen: list[Any] = []
+
+    class Mine(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            seen.append(self)
+            return scores
+
+    def call() -> Any:
+        mine = Mine()
+        result = run(LLAMA.build(), LLAMA.make_inputs(), {**BEAM, "logits_processor": [mine, mine]})
+        assert all(one is mine for one in seen)
+        times = len(seen)  # the library takes an object that is passed twice once
+        seen.clear()
+        return result, times
+
+    with fastgen.disabled():
+        original = call()
+    with _captured(loop):
+        assert_same(original, call())
+
+
+def test_hooks_of_all_modules() -> None:
+    """A forward hook for every module of the process is code that sees the rows of the model, too."""
+    calls: list[Any] = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: calls.append(1))
+    try:
+        check(LLAMA.build(), LLAMA.make_inputs(), BEAM)
+    finally:
+        hook.remove()
+    assert calls and list(fallbacks()) == ["forward hooks are registered on the model"]
+
+
+@pytest.mark.parametrize("form", ["partial", "mock", "builtin"])
+def test_hooks_of_every_form(form: str) -> None:
+    hook: Any = {
+        "partial": functools.partial(lambda module, args: None),
+        "mock": Mock(return_value=None),
+        "builtin": {}.get,  # which belongs to no module of Python's; returns its second argument here
+    }[form]
+    handle = LLAMA.build().model.layers[0].register_forward_pre_hook(hook)
+    try:
+        check(LLAMA.build(), LLAMA.make_inputs(), BEAM)
+    finally:
+        handle.remove()
+    assert list(fallbacks()) == ["forward hooks are registered on the model"]

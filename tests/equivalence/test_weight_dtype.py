@@ -1,0 +1,130 @@
+"""Weights of 8 bits and in bfloat16 inside `generate`: used and counted, and only where they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops import quantized_linear
+from tests.equivalence.cases import BEAM
+from tests.equivalence.check import assert_same, run
+from tests.equivalence.models import BY_NAME
+
+SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
+
+
+@pytest.fixture(params=quantized_linear.PRECISIONS)
+def precision(request: pytest.FixtureRequest, strict: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The setting, in force; a fallback fails the test."""
+    reason = quantized_linear._missing(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    with settings.changed(weight_dtype=request.param):
+        yield request.param
+    FastLayers.drop_kept()
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The outputs of every product with such a weight."""
+    found: list[int] = []
+    product = quantized_linear.quantized_linear
+    monkeypatch.setattr(
+        quantized_linear,
+        "quantized_linear",
+        lambda x, weight, bias: found.append(weight.outputs) or product(x, weight, bias),
+    )
+    return found
+
+
+@pytest.mark.parametrize("family", [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")], ids=str)
+def test_scores_are_near_those_of_float32(family: Any, precision: str, outputs: list[int], device: Any) -> None:
+    if torch.device(device).type != "cpu":
+        pytest.skip("on the CPU only")
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    with fastgen.disabled():
+        original = run(model, inputs, SCORES)
+    assert not outputs
+    ours = run(model, inputs, SCORES)
+    assert model.config.get_text_config(decoder=True).vocab_size in outputs  # the head too
+    scores, expected = ours.scores[0], original.scores[0]
+    error = (scores - expected)[expected.isfinite()].norm() / expected[expected.isfinite()].norm()
+    # T5 does not scale its attention, so rounding to 8 bits weighs more there.
+    assert 1e-6 < error < (0.1 if family.name == "t5" else 0.05)
+    assert fastgen.stats()[f"{precision} weights"] == {"accelerated": 1, "fallback": {}}
+    assert not any("forward" in vars(module) for module in model.modules())
+    # And float32 is what it was, in the next call without the setting.
+    with settings.changed(weight_dtype="fp32"):
+        assert_same(original, run(model, inputs, SCORES))
+
+
+class Meanwhile(LogitsProcessor):
+    """Runs the model with the original code in the middle of a call."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self.model, self.inputs, self.result = model, inputs, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.result is None:
+            with fastgen.disabled():
+                self.result = run(self.model, self.inputs, BEAM)
+        return scores
+
+
+def test_a_call_of_the_original_code_inside_one(precision: str) -> None:
+    family = BY_NAME["gpt2"]
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    with fastgen.disabled():
+        expected = run(model, inputs, BEAM)
+    meanwhile = Meanwhile(model, inputs)
+    run(model, inputs, {**BEAM, "logits_processor": [meanwhile]})
+    assert_same(expected, meanwhile.result)
+
+
+def test_compare(precision: str, outputs: list[int]) -> None:
+    family = BY_NAME["bart"]
+    model, inputs = family.build(), family.make_inputs(batch=2, length=9)
+    comparison = fastgen.compare(model, inputs, **BEAM)
+    assert comparison.accelerated and outputs
+    assert "tokens: " in str(comparison)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _example_outputs(sources: list[str]) -> list[str]:
+    """What the example model makes of some sources, as the demo has it do."""
+    folder = EXAMPLES / "models" / "kjv-bart"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    inputs = tokenizer(sources, padding=True, return_tensors="pt", return_token_type_ids=False)
+    tokens = model.generate(**inputs, num_beams=4, max_new_tokens=100)
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def examples() -> tuple[list[str], list[str], list[str]]:
+    """Sources, references, and what the model makes of the sources in float32."""
+    texts = [(EXAMPLES / "data" / f"heldout.{name}.txt").read_text(encoding="utf-8") for name in ("src", "ref")]
+    sources, references = (text.splitlines()[:64] for text in texts)
+    return sources, references, _example_outputs(sources)
+
+
+def test_bleu_of_the_example_is_that_of_float32(
+    examples: tuple[list[str], list[str], list[str]], precision: str
+) -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    sources, references, expected = examples
+    fastgen.reset_stats()
+    found = _example_outputs(sources)
+    assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
+    bleu, wanted = (sacrebleu.corpus_bleu(outputs, [references]).score for outputs in (found, expected))
+    assert wanted > 70 and abs(bleu - wanted) <= 0.3

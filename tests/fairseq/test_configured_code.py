@@ -1,0 +1,497 @@
+"""Code in the configuration of a checkpoint, and in files of data, does not run: whatever the model and the entry."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import subprocess
+import sys
+import tarfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fairseq
+import numpy
+import pytest
+import torch
+from fairseq import checkpoint_utils, file_utils, hub_utils, utils
+from fairseq.data import Dictionary, data_utils
+from fairseq.data.audio.data_cfg import S2TDataConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models.fconv import FConvModel
+from fairseq.models.speech_to_text import hub_interface
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastgen
+from fastgen.optimizer.fairseq.compat import literals
+from fastgen.optimizer.fairseq.compat.literals import RefusedValue, evaluate
+from fastgen_cli import fairseq as commands
+from fastgen_cli.generate import main as generate_any
+from tests.fairseq import models
+from tests.fairseq.places import PLACES
+
+RELEASE = fairseq.__version__
+PACKAGES = ("fairseq", "fairseq_cli")
+
+# What FairSeq evaluates while it builds a model: (architecture, field, what else the configuration says).
+CHARACTERS = {"character_embeddings": True, "char_embedder_highway_layers": 1}
+ADAPTIVE = {"adaptive_input": True}
+LOSS = {"criterion": "adaptive_loss"}
+CONVOLUTION = {"encoder_conv_type": "dynamic", "decoder_conv_type": "dynamic", "weight_softmax": True}
+CONVOLUTION |= dict.fromkeys(["dropout", "attention_dropout", "relu_dropout", "input_dropout", "weight_dropout"], 0.0)
+FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("transformer_iwslt_de_en", "adaptive_softmax_cutoff", {}),
+    ("transformer", "adaptive_softmax_cutoff", {}),
+    ("bart_base", "adaptive_softmax_cutoff", {}),
+    ("lightconv", "adaptive_softmax_cutoff", CONVOLUTION),
+    ("lstm", "adaptive_softmax_cutoff", LOSS),
+    ("lstm", "decoder_attention", {}),
+    ("fconv", "encoder_layers", {}),
+    ("fconv", "decoder_layers", {}),
+    ("fconv", "decoder_attention", {}),
+    *(
+        ("fconv_self_att", field, {})
+        for field in (
+            "pretrained encoder_layers encoder_attention decoder_layers decoder_attention self_attention project_input "
+            "gated_attention downsample"
+        ).split()
+    ),
+    ("fconv_lm", "decoder_layers", {}),
+    ("fconv_lm", "decoder_attention", {}),
+    ("fconv_lm", "adaptive_softmax_cutoff", LOSS),
+    ("lstm_lm", "adaptive_softmax_cutoff", LOSS),
+    ("transformer_lm", "adaptive_softmax_cutoff", {}),
+    ("transformer_lm", "adaptive_input_cutoff", ADAPTIVE),
+    ("transformer_lm", "character_filters", CHARACTERS),
+    ("lightconv_lm", "adaptive_input_cutoff", {**CONVOLUTION, **ADAPTIVE}),
+    ("lightconv_lm", "character_filters", {**CONVOLUTION, **CHARACTERS}),
+    ("wav2vec", "conv_feature_layers", {}),
+    ("wav2vec", "conv_aggregator_layers", {}),
+    ("wav2vec2", "conv_feature_layers", {}),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Dictionaries, as they lie beside a checkpoint."""
+    for name in ("dict.de.txt", "dict.en.txt", "dict.txt"):
+        models.dictionary().save(str(tmp_path / name))
+    return tmp_path
+
+
+class Trap:
+    """A text that makes a directory if anything evaluates it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._made = folder / "trap"
+        self.code = f"__import__('os').mkdir({str(self._made)!r})"
+
+    @property
+    def has_sprung(self) -> bool:
+        return self._made.exists()
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Iterator[Trap]:
+    made = Trap(tmp_path)
+    yield made
+    assert not made.has_sprung
+
+
+def write(folder: Path, layout: str, arch: str, **fields: Any) -> str:
+    """A checkpoint whose configuration is a Namespace, as FairSeq wrote it once, or one of omegaconf."""
+    known = {"arch": arch, "task": task_name(arch), "criterion": "cross_entropy", "data": str(folder)}
+    arguments = Namespace(source_lang="de", target_lang="en", tokens_per_sample=64, **{**known, **fields})
+    history = {"criterion_name": "", "optimizer_name": "", "num_updates": 1, "lr_scheduler_state": {"best": None}}
+    state: dict[str, Any] = {"args": None, "cfg": None, "model": {}, "optimizer_history": [history]}
+    state["extra_state"] = {"train_iterator": {"epoch": 1}}
+    if layout == "cfg":
+        state["cfg"] = convert_namespace_to_omegaconf(arguments)
+    else:
+        state["args"] = arguments
+    torch.save({**state, "last_optimizer_state": None}, folder / "model.pt")
+    return str(folder / "model.pt")
+
+
+def test_the_trap_springs(tmp_path):
+    made = Trap(tmp_path)
+    eval(made.code)
+    assert made.has_sprung
+
+
+def build(arch: str, **fields: Any) -> Any:
+    """A model of an architecture with FairSeq's defaults, without memory for its weights."""
+    words = models.dictionary("<mask>")
+    names = "source_dictionary target_dictionary dictionary output_dictionary".split()
+    task = SimpleNamespace(**dict.fromkeys(names, words), cfg=SimpleNamespace(sample_rate=16000))
+    positions = {name: 64 for name in ("max_source_positions", "max_target_positions", "tokens_per_sample")}
+    arguments = Namespace(**{"arch": arch, "criterion": "", "data": "", **positions, **fields})
+    if arch in ARCH_CONFIG_REGISTRY:
+        ARCH_CONFIG_REGISTRY[arch](arguments)
+    with torch.device("meta"):
+        return fairseq.models.build_model(arguments, task)
+
+
+@pytest.mark.parametrize(("arch", "field", "more"), FIELDS, ids=lambda value: value if type(value) is str else "")
+def test_no_field_of_a_model_runs_code(trap, arch, field, more):
+    with pytest.raises(RefusedValue) as refused:
+        build(arch, **{**more, field: trap.code})
+    message = str(refused.value)
+    assert message.startswith(f'{field} is "{trap.code[:20]}') and "\n" not in message, message
+
+
+# One architecture of each family, with the field that it evaluates first.
+FAMILIES = {
+    "transformer": "adaptive_softmax_cutoff",
+    "lightconv": "adaptive_softmax_cutoff",
+    "lstm": "decoder_attention",
+    "fconv": "encoder_layers",
+    "fconv_self_att": "pretrained",
+    "fconv_lm": "decoder_layers",
+    "transformer_lm": "adaptive_softmax_cutoff",
+    "lightconv_lm": "adaptive_softmax_cutoff",
+}
+
+
+def task_name(arch: str) -> str:
+    return "language_modeling" if arch.endswith("_lm") else "translation"
+
+
+@pytest.mark.parametrize("layout", ["args", "cfg"])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_no_checkpoint_runs_code(folder, trap, layout, arch):
+    field = FAMILIES[arch]
+    path = write(folder, layout, arch, **{field: trap.code})
+    with pytest.raises(RefusedValue, match=field):
+        checkpoint_utils.load_model_ensemble([path], task=SimpleNamespace(build_model=build_from))
+
+
+def build_from(arguments: Any) -> Any:
+    """What a task does with the model's part of a configuration."""
+    names = "source_dictionary target_dictionary dictionary output_dictionary".split()
+    return fairseq.models.build_model(arguments, SimpleNamespace(**dict.fromkeys(names, models.dictionary())))
+
+
+@pytest.fixture
+def arguments_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+@pytest.mark.usefixtures("arguments_as_before")
+@pytest.mark.parametrize(
+    ("command", "layout", "arch"),
+    [
+        (commands.generate, "cfg", "transformer"),
+        (commands.generate, "args", "fconv"),
+        (commands.interactive, "args", "transformer"),
+        (commands.interactive, "cfg", "fconv_self_att"),
+        (commands.eval_lm, "cfg", "transformer_lm"),
+        (commands.eval_lm, "args", "fconv_lm"),
+        (generate_any, "cfg", "lstm"),
+        (generate_any, "args", "transformer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_no_command_runs_code(folder, trap, capsys, command, layout, arch):
+    field = FAMILIES[arch]
+    path = write(folder, layout, arch, **{field: trap.code})
+    words = [str(folder), "--path", path, "--cpu"]
+    if command is generate_any:
+        (folder / "input.txt").write_text("w1 w2\n")
+        words = [path, str(folder / "input.txt"), str(folder / "output.txt"), "--cpu"]
+    if command is not commands.eval_lm:
+        words += ["--source-lang", "de", "--target-lang", "en"]
+    assert command(words) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastgen-")]
+    assert len(errors) == 1 and f"{field} is " in errors[0] and "__import__" in errors[0], errors
+
+
+@pytest.mark.parametrize(
+    ("interface", "arch", "layout"),
+    [
+        (TransformerModel, "transformer", "cfg"),
+        (TransformerModel, "transformer", "args"),
+        (FConvModel, "fconv", "args"),
+        (TransformerLanguageModel, "transformer_lm", "cfg"),
+    ],
+    ids=lambda value: value if type(value) is str else "",
+)
+def test_no_hub_interface_runs_code(folder, trap, interface, arch, layout):
+    field = FAMILIES[arch]
+    write(folder, layout, arch, **{field: trap.code})
+    with pytest.raises(RefusedValue, match=field):
+        interface.from_pretrained(str(folder))
+    with fastgen.disabled(), pytest.raises(RefusedValue, match=field):
+        interface.from_pretrained(str(folder))
+
+
+def test_no_task_of_a_checkpoint_runs_code(folder, trap):
+    about = {"task": "multilingual_translation", "lang_pairs": "de-en", "left_pad_source": trap.code}
+    write(folder, "args", "multilingual_transformer", **about)
+    with pytest.raises(RefusedValue, match="left_pad_source"):
+        hub_utils.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("layout", ["args", "cfg"])
+def test_a_checkpoint_does_not_say_what_is_imported(folder, trap, layout):
+    (folder / "plugin").mkdir()
+    (folder / "plugin" / "__init__.py").write_text(trap.code)
+    write(folder, layout, "fconv", user_dir=str(folder / "plugin"), encoder_layers="no value")
+    with pytest.raises(RefusedValue, match="encoder_layers"):
+        FConvModel.from_pretrained(str(folder))
+
+
+# ---- the values themselves
+
+
+PUBLISHED = [
+    "20,40", "10000", "(0.9, 0.98)", "True", "None", " [(512, 3)] * 14 + [(1024, 3)] * 4", "3 * [True] + [False]",
+    "[(512, 10, 5)] + [(512, 3, 2)] * 4 + [(512,2,2)] + [(512,2,2)]", "(1e-30, 1e-3)", "{'a': [1, -2.5], 'b': None}",
+    "((256, 4, 1024, True, 0.2, 0.2, 0.2),) * 2", "('model', \"lexicon\", 2, -1)", "{1, 2}", "2 * 512 - 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PUBLISHED)
+def test_values_written_out_are_read(text):
+    assert evaluate(text) == eval(text.strip()) and type(evaluate(text)) is type(eval(text.strip()))
+
+
+REFUSED = [
+    "", "x", "os.sep", "print()", "(lambda: 1)()", "[x for x in (1,)]", "f'{1}'", "2 ** 64", "1 << 9", "'a' * 9", "~1",
+    "1 if 1 else 2", "(1, 2)[0]", "{**{}}", "{[]}", "True + True", "1\n2", "\0", "\ud800", "x := 1", "-[1]",
+    "[1] * 2.0",
+]  # fmt: skip
+BOMBS = {
+    "a long list": "[1] * 10 ** 9",
+    "a longer list": "[1] * 999999999",
+    "lists in lists": "[[[1] * 1000] * 1000] * 1000",
+    "a long sum": "1" + "+1" * 45000,
+    "a long product": "[1]" + "*2" * 20000,
+    "products of numbers": "9" * 18 + ("*" + "9" * 18) * 4000,
+    "many digits": "9" * 90000,
+    "brackets": "[" * 90000,
+    "closed brackets": "[" * 45000 + "]" * 45000,
+    "signs": "-" * 90000 + "1",
+    "a long text": "'" + "a" * 200000 + "'",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_anything_else_is_refused(text):
+    with pytest.raises(RefusedValue, match="only a value written out"):
+        evaluate(text)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_be_very_large_is_refused_at_once(name):
+    """In a process of its own, with little memory and time: a crash or a bomb would end this one."""
+    code = (
+        "import resource, sys\n"
+        "from fastgen.optimizer.fairseq.compat.literals import RefusedValue, evaluate\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "try: evaluate(sys.stdin.read())\n"
+        "except RefusedValue as error: assert len(str(error)) < 600\n"
+        "else: sys.exit('accepted')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=BOMBS[name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_what_is_no_text_is_refused_as_python_does():
+    for value in (True, None, 3, compile("1", "", "eval")):
+        with pytest.raises(TypeError):
+            evaluate(value)
+    assert utils.eval_bool(True, default=False) is False and utils.eval_bool("True") is True
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES)
+def test_every_literal_is_what_it_was(value):
+    if repr(value).find("inf") < 0:
+        assert evaluate(repr(value)) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("[]()*+-,12. 'aex_{}:\n#"), max_size=30))
+def test_every_text_is_a_value_or_refused(text):
+    try:
+        value = evaluate(text)
+    except RefusedValue:
+        return
+    assert value == eval(text.lstrip(" \t"), {"__builtins__": {}})
+
+
+# ---- published architectures
+
+
+def test_every_architecture_has_values_that_are_read_as_before():
+    """Those of all architectures and configurations that FairSeq registers, in fields that it evaluates."""
+    fields = {field for _, field, _ in FIELDS} | {"encoder_conv_feature_layers", "xformers_att_config"}
+    texts = set()
+    for arch, model in ARCH_MODEL_REGISTRY.items():
+        arguments = Namespace(arch=arch)
+        if getattr(model, "__dataclass", None) is not None:
+            arguments = model.__dataclass()
+        elif arch in ARCH_CONFIG_REGISTRY:
+            with contextlib.suppress(AttributeError):  # a few need what a command line says
+                ARCH_CONFIG_REGISTRY[arch](arguments)
+        texts |= {value for name, value in vars(arguments).items() if name in fields and type(value) is str}
+    assert len(texts) > 12
+    for text in texts:
+        assert evaluate(text) == eval(text), text
+
+
+# ---- every place
+
+
+# Whatever can run code or read what may hold code: names, and attributes of modules.
+_NAMES = {"eval", "exec", "compile", "__import__", "globals", "import_module", "check_output", "Popen"}
+_MODULES = {"importlib", "pickle", "subprocess", "runpy", "marshal", "shelve", "dill", "joblib", "shutil"}
+_CALLS = {
+    "torch.load", "np.load", "numpy.load", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "os.system", "os.popen",
+    "archive.extractall", "utils.import_user_module", "hydra.utils.instantiate", "torch.jit.load",
+    "torch.hub.load",
+}  # fmt: skip
+_HARMLESS = {"pickle.dumps", "pickle.UnpicklingError", "subprocess.CalledProcessError", "shutil.copyfile"}
+_HARMLESS |= {"shutil.move", "shutil.rmtree", "shutil.copyfileobj", "shutil.copy", "shutil.copy2", "shutil.which"}
+
+
+@functools.cache
+def places() -> Counter[str]:
+    """Every such place in FairSeq: "file: function: call"."""
+    found: Counter[str] = Counter()
+    for package in PACKAGES:
+        root = Path(next(iter(importlib.util.find_spec(package).submodule_search_locations)))
+        for file in sorted(root.rglob("*.py")):
+            name = file.relative_to(root.parent).as_posix()
+            if not name.startswith("fairseq/examples/"):  # only imported by their user, with --user-dir
+                found.update(f"{name}: {where}: {call}" for where, call in _in(ast.parse(file.read_text()), ""))
+    return found
+
+
+def _in(node: ast.AST, where: str) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        inside = where
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inside = f"{where}.{child.name}".lstrip(".")
+        called = child.func if isinstance(child, ast.Call) else child
+        if _is_place(called):
+            yield inside, ast.unparse(child)
+            children = ast.iter_child_nodes(child) if called is child else [*child.args, *child.keywords]
+            for argument in children:
+                yield from _in(argument, inside)
+        else:
+            yield from _in(child, inside)
+
+
+def _is_place(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in _NAMES
+    if not isinstance(node, ast.Attribute):
+        return False
+    text = ast.unparse(node)
+    return text not in _HARMLESS and (text in _CALLS or text.split(".")[-2] in _MODULES)
+
+
+@pytest.mark.skipif(not RELEASE.startswith("0.12.2"), reason="the list is that of FairSeq 0.12.2")
+def test_every_place_that_could_run_code_is_known_and_safe():
+    known = Counter(place for group in PLACES.values() for place in group)
+    assert places() == known, f"new: {places() - known}; gone: {known - places()}"
+
+
+def test_every_module_that_evaluates_has_the_safe_one():
+    """Of any release: those that are listed, those that are imported, and no other."""
+    evaluating = {place.partition(":")[0] for place in places() if ": eval" in place}
+    modules = {name.removesuffix(".py").replace("/", ".") for name in evaluating}
+    assert modules <= set(literals.MODULES)
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            assert vars(importlib.import_module(module))["eval"] is evaluate, module
+    fastgen.disable()
+    assert not any("eval" in vars(sys.modules[module]) for module in modules if module in sys.modules)
+
+
+def test_loaders_keep_to_their_safe_defaults():
+    """No call says otherwise: what `torch.load`, `numpy.load` and yaml's loader refuse by themselves."""
+    calls = [place for group in PLACES.values() for place in group]
+    assert not any("weights_only" in call or "allow_pickle" in call or "UnsafeLoader" in call for call in calls)
+
+
+# ---- files of data
+
+
+def test_a_data_configuration_makes_no_objects(folder, trap):
+    (folder / "config.yaml").write_text(f"x: !!python/object/apply:builtins.eval [{trap.code!r}]\n")
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        S2TDataConfig(folder / "config.yaml")
+
+
+def test_a_line_of_data_is_not_run(folder, trap):
+    from fairseq.data.codedataset import parse_manifest
+
+    (folder / "manifest").write_text(f"{{'audio': {trap.code}, 'phone': 'w1'}}\n")
+    with pytest.raises(RefusedValue):
+        parse_manifest(str(folder / "manifest"), Dictionary())
+
+
+SEQUENCES = b">one\nACGT\nAC\n>two\n>three\nA\n"
+
+
+def test_sequences_of_fasta_and_names_that_are_commands(folder, trap, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "x$(mkdir trap);mkdir trap;.fasta").write_bytes(SEQUENCES)
+    data = data_utils.load_indexed_dataset("x$(mkdir trap);mkdir trap;", Dictionary(), "fasta")
+    assert data.sizes.tolist() == [6, 0, 1] and data.offsets.tolist() == [0, 13, 18]
+    assert data.offsets.dtype == data.sizes.dtype == numpy.int64
+    assert [fairseq.data.FastaDataset.__getitem__(data, i)[1] for i in range(3)] == ["ACGTAC", "", "A"]
+
+
+def test_an_archive_stays_in_its_directory(folder, trap):
+    (folder / "inside").mkdir()
+    with tarfile.open(folder / "model.tar.gz", "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("../trap"))
+    with pytest.raises(tarfile.OutsideDestinationError):
+        file_utils.load_archive_file(str(folder / "model.tar.gz"))
+
+
+def test_a_repository_that_data_name_is_not_run_unasked(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.hub, "load", lambda *names, **options: asked.append((names, options)))
+    hub_interface.torch.hub.load("somebody/something", "model", verbose=False)
+    assert asked == [(("somebody/something", "model"), {"verbose": False, "trust_repo": "check"})]
+    assert hub_interface.torch.Tensor is torch.Tensor
+
+
+def test_models_among_the_examples(folder, trap, monkeypatch):
+    """Of FairSeq's own, which are imported with --user-dir; a directory of the user's own is as it is."""
+    (folder / "fairseq" / "examples" / "theirs").mkdir(parents=True)
+    (folder / "mine").mkdir()
+    for name in ("fairseq/examples/theirs", "mine"):
+        (folder / name / "__init__.py").write_text("def read(text):\n    return eval(text)\n")
+        monkeypatch.syspath_prepend(str((folder / name).parent))
+    monkeypatch.setattr(fairseq, "__file__", str(folder / "fairseq" / "__init__.py"))
+    for name in ("fairseq/examples/theirs", "mine"):
+        utils.import_user_module(Namespace(user_dir=str(folder / name)))
+    with pytest.raises(RefusedValue):
+        sys.modules["theirs"].read(trap.code)
+    assert sys.modules["mine"].read("max(1, 2)") == 2
+    for name in ("theirs", "mine"):
+        monkeypatch.delitem(sys.modules, name)

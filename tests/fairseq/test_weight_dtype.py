@@ -1,0 +1,64 @@
+"""Weights of 8 bits and in bfloat16 in FairSeq's generation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from fairseq.sequence_generator import SequenceGenerator
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import layers
+from fastgen.ops import quantized_linear
+from fastgen_cli import fairseq as commands
+from tests.fairseq import models
+from tests.fairseq.check import accelerated, both
+
+
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = quantized_linear._missing(precision)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    model, sample = models.encoder_decoder().eval(), models.sources(4)
+
+    def make() -> SequenceGenerator:
+        return SequenceGenerator([model], models.task().target_dictionary, beam_size=3, max_len_b=8)
+
+    with settings.changed(weight_dtype=precision):
+        original, ours = both(make, sample)
+    assert accelerated() == 1 and fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
+    # A model that has learnt nothing may choose another token, but the first is as likely as it was.
+    for left, right in zip(original, ours, strict=True):
+        want, have = left[0]["positional_scores"][0].item(), right[0]["positional_scores"][0].item()
+        assert want != have and abs(want - have) < 0.1 * abs(want)
+
+
+@pytest.fixture(autouse=True)
+def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+@pytest.mark.parametrize("precision", ["fp32", *quantized_linear.PRECISIONS])
+def test_the_option_of_the_commands(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def run(cfg: Any, own: Any) -> None:
+        seen.append(settings.current().weight_dtype)
+
+    for option in (["--weight-dtype", precision], [], ["--cpu-weights", precision], [f"--cpu-weights={precision}"]):
+        words = ["data", "--path", "model.pt", *option]
+        assert commands._command("test", words, commands._generation_parser, run) == 0
+        told = "test: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
+        assert capsys.readouterr().err == (told if "cpu" in "".join(option) else "")
+    assert seen == [precision, "fp32", precision, precision] and settings.current().weight_dtype == "fp32"
+
+
+def test_a_precision_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "--path", "model.pt", "--weight-dtype", "int4"]
+    assert commands._command("test", words, commands._generation_parser, lambda cfg, own: None) == 2
+    assert "int4" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Models that are damaged or have changed are refused with one line, and never run as if they were whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fastgen.pipeline import SetupError, generate_dataset
+from fastgen.pipeline.identity import _code, content
+from fastgen.pipeline.loading import _check_tokenizer, load
+from fastgen.pipeline.model import ModelStage
+from fastgen.pipeline.settings import RunOptions
+
+
+def settings(model: Path, **options: object) -> RunOptions:
+    return RunOptions(model=str(model), input="-", output="out.txt", device="cpu", **options)
+
+
+def changed_weights(folder: Path, change: Callable[[dict], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(params=["bart", "gpt2"])
+def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / "model"))
+
+
+def test_without_tokenizer_files(copied: Path) -> None:
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(SetupError, match=r"tokenizer"):
+        load(settings(copied))
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "mbart", "switch_transformers", "gpt2"])
+def test_the_tokenizer_that_the_library_makes_without_files(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SetupError, match=r"no tokenizer: its files, .* are missing"):
+        _check_tokenizer(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path))
+
+
+def test_a_tokenizer_of_bytes_needs_no_files(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    _check_tokenizer(ByT5Tokenizer(), str(tmp_path))
+
+
+def test_with_half_a_tokenizer(gpt2: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpt2, tmp_path / "model"))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(SetupError, match=r"merges"):
+        load(settings(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]", '{"num_beams": "four"}', "\0"])
+def test_a_damaged_generation_config(copied: Path, text: str) -> None:
+    (copied / "generation_config.json").write_text(text)
+    with pytest.raises(SetupError, match=r"generation config|num_beams"):
+        load(settings(copied))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_weights_that_are_missing(copied: Path, quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    some = "missing"
+
+    def take_out(weights: dict) -> None:
+        nonlocal some
+        some = sorted(name for name in weights if name.endswith(".bias"))[0]
+        weights.pop(some)
+
+    changed_weights(copied, take_out)
+    with pytest.raises(SetupError, match=rf"1 of its weights are missing, {some} the first .*--allow-missing-weights"):
+        load(settings(copied, quiet=quiet))
+    assert "MISSING" not in capsys.readouterr().err
+    loaded = [load(settings(copied, quiet=True, allow_missing_weights=True)) for _ in range(2)]
+    assert content(loaded[0].model, loaded[0].tokenizer) == content(loaded[1].model, loaded[1].tokenizer)
+
+
+def test_weights_that_are_left_over(copied: Path) -> None:
+    import torch
+
+    changed_weights(copied, lambda weights: weights.update({"left.over": torch.zeros(3)}))
+    with pytest.raises(SetupError, match=r"1 of its weights are left over, left.over"):
+        load(settings(copied))
+    load(settings(copied, allow_missing_weights=True))
+
+
+def one_weight(folder: Path) -> None:
+    def change(weights: dict) -> None:
+        weights[sorted(weights)[0]].view(-1)[7] += 1
+
+    changed_weights(folder, change)
+
+
+def two_weights_exchanged(folder: Path) -> None:
+    def change(weights: dict) -> None:
+        largest = max(weights.values(), key=lambda weight: weight.numel()).view(-1)
+        largest[:2] = largest[:2].flip(0).clone()
+
+    changed_weights(folder, change)
+
+
+def configuration(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"gelu"', '"relu"'))
+
+
+def tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    first, second = values["model"]["merges"][:2]
+    values["model"]["merges"][:2] = second, first
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (one_weight, "weights"),
+        (two_weights_exchanged, "weights"),
+        (configuration, "configuration"),
+        (tokenizer, "tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_run_is_not_resumed_with_another_model(
+    bart: Path, inputs: Path, tmp_path: Path, change: Callable[[Path], None], part: str, in_memory: bool
+) -> None:
+    """Files of the same names and sizes, or a model in memory of the same name."""
+    folder = Path(shutil.copytree(bart, tmp_path / "model"))
+
+    def run(output: Path) -> None:
+        options = {"generation": {"max_new_tokens": 5}, "batch_size": 4, "device": "cpu", "quiet": True, "workers": 0}
+        model, tokens = folder, None
+        if in_memory:
+            loaded = load(settings(folder, quiet=True))
+            model, tokens = loaded.model, loaded.tokenizer
+        generate_dataset(model, inputs, output, tokenizer=tokens, resume=True, **options)
+
+    count = 0
+    original = ModelStage.run
+
+    def interrupted(stage: ModelStage, batch: object) -> object:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise KeyboardInterrupt
+        return original(stage, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ModelStage, "run", interrupted)
+        run(tmp_path / "out.txt")
+    before = {path.name: path.stat().st_size for path in folder.iterdir()}
+    saved = Path(shutil.copytree(folder, tmp_path / "saved"))
+    change(folder)
+    assert part == "tokenizer" or before == {path.name: path.stat().st_size for path in folder.iterdir()}
+    with pytest.raises(SetupError, match=f"cannot resume with another model: its {part}"):
+        run(tmp_path / "out.txt")
+    shutil.rmtree(folder)
+    # Where the model lies does not matter.
+    folder = saved
+    run(tmp_path / "out.txt")
+
+
+def test_code_that_a_model_imports_from_beside_it_is_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("modeling", "helper"):
+        (tmp_path / f"{name}.py").write_text(f"# {name}")
+        module = ModuleType(f"transformers_modules.a.{name}")
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = type("Model", (), {"__module__": "transformers_modules.a.modeling"})()
+    before = list(_code(model))
+    (tmp_path / "helper.py").write_text("# changed")
+    assert list(_code(model)) != before

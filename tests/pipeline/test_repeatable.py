@@ -1,0 +1,103 @@
+"""The same command gives the same bytes: with an empty cache folder or a full one, killed at any moment or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.ops import linear
+from fastgen.pipeline import generate_dataset
+from fastgen.pipeline.loading import load
+from fastgen.pipeline.settings import RunOptions
+from tests.pipeline import tiny
+
+KILLS = {"bart": 8, "gpt2": 4}
+# Large enough for the products of linear layers that FastGen chooses between.
+WIDE = {
+    "bart": dict(d_model=384, encoder_ffn_dim=1024, decoder_ffn_dim=1024),
+    "gpt2": dict(n_embd=384),
+}
+GENERATION = {
+    "bart": {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 12},
+    "gpt2": {"do_sample": True, "max_new_tokens": 12},
+}
+
+
+def run_in_child(loaded, source: Path, output: Path, generation: dict, cache: Path) -> int:
+    """Begins or resumes the run in a process of its own, in which nothing has been measured yet; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    signal.alarm(120)  # one that hangs ends
+    used = []
+    for name in ("packed_linear", "streamed_linear"):
+        product = getattr(linear, name)
+        setattr(linear, name, lambda *given, product=product: used.append(1) or product(*given))
+    new = not output.with_name(output.name + ".partial").exists()
+    try:
+        os.environ["FASTGEN_CACHE"] = str(cache)
+        options = {"generation": generation, "batch_size": 4, "quiet": True, "workers": 0, "token_ids": True}
+        generate_dataset(loaded.model, source, output, tokenizer=loaded.tokenizer, resume=True, **options)
+        assert used or not new or not linear.has_vectors(), "no product of FastGen's: the weights are too small"
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def finished(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("kind", KILLS)
+def test_killed_at_any_moment_it_ends_in_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # the threads of a parent are not those of its child
+    folder = getattr(tiny, kind)(tmp_path / "model", **WIDE[kind])
+    loaded = load(RunOptions(model=str(folder), input="-", output="-", device="cpu", quiet=True))
+    source = tmp_path / "in.txt"
+    source.write_text("\n".join(tiny.sentences(60)) + "\n")
+
+    def whole(name: str, cache: Path) -> tuple[bytes, float]:
+        start = time.monotonic()
+        assert finished(run_in_child(loaded, source, tmp_path / name, GENERATION[kind], cache)) == 0
+        return (tmp_path / name).read_bytes(), time.monotonic() - start
+
+    warm = tmp_path / "warm"
+    expected, seconds = whole("cold.jsonl", warm)
+    assert whole("warm.jsonl", warm)[0] == expected
+    rows = [json.loads(line) for line in expected.splitlines()]
+    assert len(rows) == 60 and all(isinstance(score, float) for row in rows for score in row["scores"])
+
+    moments, kills, ends = random.Random(0), 0, 0
+    while kills < KILLS[kind]:
+        output = tmp_path / f"killed-{ends}.jsonl"
+        cold = Path(tmp_path / f"cache-{kills}")
+        child = run_in_child(loaded, source, output, GENERATION[kind], moments.choice([cold, warm]))
+        timer = threading.Timer(moments.uniform(0, seconds / 3), os.kill, (child, signal.SIGKILL))
+        timer.start()
+        status = finished(child)
+        timer.cancel()
+        timer.join()
+        shutil.rmtree(cold, ignore_errors=True)
+        if status == 0:
+            assert output.read_bytes() == expected
+            ends += 1
+        else:
+            assert status == -signal.SIGKILL
+            kills += 1
+    assert finished(run_in_child(loaded, source, tmp_path / f"killed-{ends}.jsonl", GENERATION[kind], warm)) == 0
+    assert (tmp_path / f"killed-{ends}.jsonl").read_bytes() == expected
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".partial", ".unfinished")]

@@ -1,0 +1,73 @@
+"""The memory that is free: the smaller of what the machine has and of what the limits of the container leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen import memory
+from fastgen.pipeline.memory import free_memory
+
+GIB = 2**30
+
+
+def group(folder: Path, limit: object, used: int, reclaimable: int = 0, version: int = 2) -> None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {reclaimable}\n")
+
+
+@pytest.fixture
+def member_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Says which groups this process is in; their folder is `tmp_path`, and the machine has 8 GiB available."""
+    read, lines = Path.read_text, [""]
+
+    def read_text(path: Path) -> str:
+        return lines[0] if str(path) == "/proc/self/cgroup" else read(path)
+
+    monkeypatch.setattr(memory, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_available", lambda: 8 * GIB)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    return lambda text: lines.__setitem__(0, text)
+
+
+def test_without_a_limit_it_is_the_machines(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("4:cpu:/x\n0::/\n")
+    assert memory.free_host_memory() == 8 * GIB
+    group(tmp_path, "max", 2 * GIB)
+    assert memory.free_host_memory() == 8 * GIB
+
+
+def test_the_limit_of_the_container_counts(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("0::/\n")
+    group(tmp_path, 4 * GIB, 3 * GIB, reclaimable=GIB // 2)
+    assert memory.free_host_memory() == GIB + GIB // 2
+    assert free_memory(torch.device("cpu")) == memory.free_host_memory()  # what batches are planned with
+    group(tmp_path, 4 * GIB, 5 * GIB)
+    assert memory.free_host_memory() == 0
+    group(tmp_path, 64 * GIB, 3 * GIB)
+    assert memory.free_host_memory() == 8 * GIB
+
+
+def test_the_groups_around_it_count_too(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("0::/user/job/task\n")
+    group(tmp_path / "user" / "job" / "task", 7 * GIB, 0)
+    group(tmp_path / "user", 3 * GIB, GIB)
+    assert memory.free_host_memory() == 2 * GIB
+
+
+def test_version_1(tmp_path: Path, member_of: Callable[[str], None]) -> None:
+    member_of("5:pids:/\n4:memory:/docker/abc\n0::/\n")
+    group(tmp_path / "memory", 3 * GIB, GIB, reclaimable=5, version=1)  # a container sees its group as the root
+    assert memory.free_host_memory() == 2 * GIB + 5
+
+
+def test_on_this_machine() -> None:
+    assert 2**20 < memory.free_host_memory() < 2**50

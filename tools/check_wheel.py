@@ -1,0 +1,91 @@
+"""Installs the wheel in dist/ where there is no compiler, and generates there with and without it: `make check-wheel`.
+
+    python tools/check_wheel.py [PYTHON ...]
+
+For each Python (default: the one that runs this) it makes a virtual environment, installs the wheel with transformers,
+and generates on the models of examples/. Operators must be the compiled ones, tokens must be identical, and what an
+operator raises must reach Python. First `auditwheel` says which systems the wheel fits. The exit status is 1 where
+anything is not as it must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GLIBC = (2, 28)
+TRY = """
+import sys
+from pathlib import Path
+import fastgen, torch
+from fastgen import ops
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+assert Path(sys.prefix) in Path(fastgen.__file__).parents, fastgen.__file__
+print(fastgen.status())
+assert all(backend.startswith("C++") for backend in ops.backends().values()), ops.backends()
+try:
+    torch.ops.fastgen.no_repeat_ngram_(torch.zeros(1, 4), torch.tensor([[1, 2, 1]]), None, 0)
+except RuntimeError as error:
+    assert "n must be at least 1" in str(error), error
+else:
+    raise AssertionError("an operator did not raise")
+fastgen.enable(strict=True)
+text = Path(sys.argv[1], "data", "heldout.src.txt").read_text(encoding="utf-8").splitlines()[:8]
+for name, kind in (("kjv-bart", AutoModelForSeq2SeqLM), ("kjv-gpt2", AutoModelForCausalLM)):
+    folder = Path(sys.argv[1], "models", name)
+    model, tokenizer = kind.from_pretrained(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    inputs = tokenizer(text, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    result = fastgen.compare(model, dict(inputs), num_beams=4, no_repeat_ngram_size=3, max_new_tokens=32)
+    print(f"{name}: {result}")
+    assert result.identical
+"""
+
+
+def problems_of(wheel: Path) -> list[str]:
+    """What auditwheel finds that keeps the wheel from systems with this glibc. torch brings libtorch_cpu."""
+    shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", "--json", wheel], stdout=subprocess.PIPE)
+    found = json.loads(shown.stdout)
+    if "error" in found:
+        return [found["error"] + "; `pip wheel -v` shows what the compiler said"]
+    print(f"auditwheel: symbols of {found['sym_tag']}, needs {', '.join(found['external_libs'])}", flush=True)
+    problems = [f"it needs {name}" for name in found["external_libs"] if name != "libtorch_cpu.so"]
+    if tuple(int(part) for part in found["sym_tag"].split("_")[1:3]) > GLIBC:
+        problems.append(f"it needs {found['versioned_symbols']}")
+    return problems
+
+
+def works_with(python: str, wheel: Path) -> bool:
+    """Whether the wheel works in a new environment of this Python, with nothing but the environment in PATH."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        there = Path(folder, "bin", "python")
+        environment = {"PATH": str(there.parent), "LANG": "C.UTF-8", "HOME": folder}
+        # pip may ask how this machine reaches the index; the rest gets nothing.
+        wanted = f"fastgen[transformers] @ {wheel.as_uri()}"
+        subprocess.run(
+            [there, "-m", "pip", "install", "-q", wanted], env=os.environ | {"PATH": environment["PATH"]}, check=True
+        )
+        return subprocess.run([there, "-c", TRY, ROOT / "examples"], cwd=folder, env=environment).returncode == 0
+
+
+def main() -> int:
+    (wheel,) = (ROOT / "dist").glob("fastgen-*.whl")
+    problems = problems_of(wheel)
+    for python in sys.argv[1:] or [sys.executable]:
+        print(f"{wheel.name} with {python}", flush=True)
+        if not problems and not works_with(python, wheel):
+            problems.append(f"it does not work with {python}")
+    for problem in problems:
+        print(f"check_wheel: {wheel.name}: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
