@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -56,9 +57,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.fixture(autouse=True)
-def near_ties_are_counted(record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near-ties go into the report of their test, which also processes that share out the tests hand on."""
-    monkeypatch.setattr(near_ties, "report", lambda line: record_property(_NEAR_TIE, line))
+def near_ties_are_counted(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Near-ties go into the report of their test, which also processes that share out the tests hand on.
+
+    Without `monkeypatch`: it would be set up here, before the fixtures of a folder, and undone after theirs. What a
+    test patches on top of theirs would then put their patches back for all tests that follow.
+    """
+    with mock.patch.object(near_ties, "report", lambda line: record_property(_NEAR_TIE, line)):
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
