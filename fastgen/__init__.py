@@ -49,33 +49,27 @@ def enable(
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
 
+    Settings that are not given stay as they are; at first they have their defaults, or what the environment says
+    (FASTGEN_STRICT, FASTGEN_PACKED_WEIGHTS, ...). `fastgen.settings.Settings` says more of each.
+
     Args:
-        strict: raise `FallbackError` where a call would fall back to the original code; unchanged if None. The default
-            is that of the environment variable FASTGEN_STRICT.
-        packed_weights: how long the packed copies of a model's weights on the CPU live: "call", "keep" or "never" (see
-            `fastgen.settings.Settings`); unchanged if None. The default is that of FASTGEN_PACKED_WEIGHTS, or "call".
-        weight_dtype: the type of those copies: "fp32", or "int8" or "bf16", with which results are no longer those
-            of float32; unchanged if None. The default is that of FASTGEN_WEIGHT_DTYPE, or "fp32".
-        linear_products: how products with weights on the CPU are chosen: "measured", the fastest on this machine, or
-            "fixed", with which a run can be repeated to the last bit (see `fastgen.settings.Settings`); unchanged if
-            None. The default is that of FASTGEN_LINEAR_PRODUCTS, or "measured".
-        captured_step: whether decoding steps on a GPU are captured in a CUDA graph: "auto", where that serves, or
-            "never"; unchanged if None. The default is that of FASTGEN_CAPTURED_STEP, or "auto".
+        strict: raise `FallbackError` where a call would fall back to the original code.
+        packed_weights: how long the packed copies of a model's weights on the CPU live: "call" (the default), "keep" or
+            "never".
+        weight_dtype: the type of those copies: "fp32" (the default), or "int8" or "bf16", with which results are no
+            longer those of float32.
+        linear_products: how products with weights on the CPU are chosen: "measured" (the default), the fastest on this
+            machine, or "fixed", with which a run can be repeated to the last bit.
+        captured_step: whether decoding steps on a GPU are captured in a CUDA graph: "auto" (the default), where that
+            serves, or "never".
         cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:
         TypeError: `weight_dtype` is given by both names.
         ValueError: a value is none of these, or two of them contradict each other.
     """
-    changes = {
-        "strict": strict,
-        "packed_weights": packed_weights,
-        "weight_dtype": weight_dtype,
-        "cpu_weights": cpu_weights,
-        "linear_products": linear_products,
-        "captured_step": captured_step,
-    }
-    settings.change(**settings.renamed({name: value for name, value in changes.items() if value is not None}))
+    given = settings.renamed({name: value for name, value in locals().items() if value is not None})
+    settings.change(**given, explicit=settings.current().explicit | given.keys())
     _patches.enable()
 
 

@@ -6,13 +6,17 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-PACKED_WEIGHTS = ("call", "keep", "never")
-WEIGHT_DTYPES = ("fp32", "int8", "bf16")
-LINEAR_PRODUCTS = ("measured", "fixed")
-CAPTURED_STEP = ("auto", "never")
+# The values that a setting can have.
+CHOICES = {
+    "packed_weights": ("call", "keep", "never"),
+    "weight_dtype": ("fp32", "int8", "bf16"),
+    "linear_products": ("measured", "fixed"),
+    "captured_step": ("auto", "never"),
+}
 # Names that settings had, and their names now.
 _RENAMED = {"cpu_weights": "weight_dtype"}
 
@@ -45,6 +49,8 @@ class Settings:
         captured_step: whether decoding steps on an NVIDIA GPU are captured in a CUDA graph: where it serves, "auto", or
             "never" (FASTGEN_CAPTURED_STEP).
 
+        explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
+
     Raises:
         ValueError: one of them has a value that is not among these, or no copy is to be made in another precision.
     """
@@ -55,17 +61,12 @@ class Settings:
     weight_dtype: str = "fp32"
     linear_products: str = "measured"
     captured_step: str = "auto"
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
-        choices = {
-            "packed_weights": PACKED_WEIGHTS,
-            "weight_dtype": WEIGHT_DTYPES,
-            "linear_products": LINEAR_PRODUCTS,
-            "captured_step": CAPTURED_STEP,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                given = getattr(self, name)
+        for name, known in CHOICES.items():
+            given = getattr(self, name)
+            if given not in known:
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(known)}")
         if self.weight_dtype != "fp32" and self.packed_weights == "never":
             raise ValueError(f"weight_dtype {self.weight_dtype} needs packed weights: packed_weights must not be never")
@@ -73,13 +74,14 @@ class Settings:
     @classmethod
     def from_environment(cls) -> Settings:
         """The settings that the environment variables named above ask for."""
-        given: dict[str, Any] = {"disabled": _flag("FASTGEN_DISABLE"), "strict": _flag("FASTGEN_STRICT")}
+        given: dict[str, Any] = {}
         # An old name comes first, so that the new one counts where both are given.
-        for name in ("cpu_weights", "packed_weights", "weight_dtype", "linear_products", "captured_step"):
+        for name in (*_RENAMED, *CHOICES):
             value = os.environ.get(f"FASTGEN_{name.upper()}", "").strip().lower()
             if value:
                 given |= renamed({name: value}, "FASTGEN_{}".format)
-        return cls(**given)
+        explicit = frozenset(given)
+        return cls(disabled=_flag("FASTGEN_DISABLE"), strict=_flag("FASTGEN_STRICT"), explicit=explicit, **given)
 
 
 def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) -> dict[str, Any]:
@@ -103,36 +105,56 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
 
 
 _current = Settings.from_environment()
+_of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 
 
 def current() -> Settings:
-    """The settings in force."""
-    return _current
+    """The settings in force for the calling thread."""
+    return _of_block.get() or _current
 
 
 def change(**changes: Any) -> Settings:
-    """Installs a copy of the current settings with `changes` applied, and returns it.
+    """Changes the settings of all threads, and of the `changed` block around this; returns those now in force.
 
     Raises:
         TypeError: a name in `changes` is not a setting, or one is given by its old and its new name.
         ValueError: a value is not one that the setting can have.
     """
     global _current
-    changes = renamed(changes)
-    unknown = sorted(set(changes) - {field.name for field in fields(Settings)})
-    if unknown:
-        raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(f.name for f in fields(Settings))}")
-    _current = replace(_current, **changes)
-    return _current
+    everywhere, block = _with(_current, changes), _of_block.get()
+    if block is not None:
+        _of_block.set(_with(block, changes))
+    _current = everywhere
+    return current()
 
 
 @contextlib.contextmanager
 def changed(**changes: Any) -> Iterator[None]:
-    """Inside this block the settings have `changes` applied, in all threads. Raises what `change` raises."""
-    changes = renamed(changes)
-    before = {name: getattr(_current, name) for name in changes if hasattr(_current, name)}
-    change(**changes)
+    """Inside this block the settings are those of its beginning with `changes` applied. Raises what `change` raises.
+
+    This counts for the calling thread, and for threads that run in a copy of its context (`contextvars.copy_context`).
+    Other threads do not see it, and `change` called by them does not reach into the block.
+    """
+    token = _of_block.set(_with(current(), changes))
     try:
         yield
     finally:
-        change(**before)
+        _of_block.reset(token)
+
+
+def unless_explicit(**changes: Any) -> dict[str, Any]:
+    """Those of `changes` whose setting has its default, and was not given by the user."""
+    now, default = current(), Settings()
+    return {
+        name: value
+        for name, value in changes.items()
+        if name not in now.explicit and getattr(now, name) == getattr(default, name)
+    }
+
+
+def _with(settings: Settings, changes: dict[str, Any]) -> Settings:
+    changes, known = renamed(changes), [field.name for field in fields(Settings)]
+    unknown = sorted(changes.keys() - known)
+    if unknown:
+        raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    return replace(settings, **changes)

@@ -165,7 +165,7 @@ def _parse(
     )
     group.add_argument(
         "--weight-dtype",
-        choices=settings.WEIGHT_DTYPES,
+        choices=settings.CHOICES["weight_dtype"],
         default=settings.current().weight_dtype,
         help="int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
     )

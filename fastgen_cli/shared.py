@@ -137,13 +137,7 @@ def model_of_its_own() -> Iterator[None]:
     """
     from fastgen import settings
 
-    now = settings.current()
-    changes = {}
-    if now.packed_weights == "call" and not os.environ.get("FASTGEN_PACKED_WEIGHTS"):
-        changes["packed_weights"] = "keep"
-    if not os.environ.get("FASTGEN_LINEAR_PRODUCTS"):
-        changes["linear_products"] = "fixed"
-    with settings.changed(**changes):
+    with settings.changed(**settings.unless_explicit(packed_weights="keep", linear_products="fixed")):
         yield
 
 

@@ -1,8 +1,18 @@
 """Settings from the environment and from code."""
 
+import contextvars
+import threading
+
 import pytest
 
+import fastgen
 from fastgen import settings
+from fastgen.pipeline import generate_dataset
+
+
+@pytest.fixture
+def defaults(monkeypatch):
+    monkeypatch.setattr(settings, "_current", settings.Settings())
 
 
 @pytest.mark.parametrize(
@@ -14,8 +24,7 @@ def test_environment(monkeypatch, value, expected):
     assert settings.Settings.from_environment() == settings.Settings(disabled=False, strict=expected)
 
 
-def test_change_installs_a_copy(monkeypatch):
-    monkeypatch.setattr(settings, "_current", settings.Settings())
+def test_change_installs_a_copy(defaults):
     before = settings.current()
     settings.change(strict=True)
     assert settings.current().strict and not before.strict
@@ -32,3 +41,43 @@ def test_the_captured_step_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "sometimes")
     with pytest.raises(ValueError, match="FASTGEN_CAPTURED_STEP.*sometimes.*auto, never"):
         settings.Settings.from_environment()
+
+
+def test_blocks_of_two_threads_that_overlap_leave_nothing_behind(defaults):
+    first_began, second_began, first_ended = (threading.Event() for _ in range(3))
+
+    def other():
+        first_began.wait()
+        with settings.changed(linear_products="fixed", packed_weights="keep"):
+            second_began.set()
+            first_ended.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with settings.changed(linear_products="fixed"):
+        first_began.set()
+        second_began.wait()
+        assert settings.current().packed_weights == "call"
+    first_ended.set()
+    thread.join()
+    assert settings.current() == settings.Settings()
+
+
+def test_a_block_counts_for_threads_in_its_context_and_what_is_changed_in_it_stays(defaults):
+    seen = []
+    with settings.changed(linear_products="fixed"):
+        for target in (contextvars.copy_context().run, lambda look: look()):
+            thread = threading.Thread(target=target, args=(lambda: seen.append(settings.current().linear_products),))
+            thread.start()
+            thread.join()
+        settings.change(captured_step="never")
+        assert settings.current() == settings.Settings(linear_products="fixed", captured_step="never")
+    assert seen == ["fixed", "measured"]
+    assert settings.current() == settings.Settings(captured_step="never")
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, "fixed"), ({"linear_products": "measured"}, "measured")])
+def test_a_data_set_keeps_what_the_user_has_asked_for(defaults, monkeypatch, given, used):
+    fastgen.enable(**given)
+    monkeypatch.setitem(generate_dataset.__globals__, "run", lambda *_: settings.current().linear_products)
+    assert generate_dataset("model", "input", "output") == used

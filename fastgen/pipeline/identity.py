@@ -69,7 +69,8 @@ def environment(device: Any) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-    return found | {"settings": {name: value for name, value in vars(switches.current()).items() if name != "strict"}}
+    now = vars(switches.current()).items()
+    return found | {"settings": {name: value for name, value in now if name not in ("strict", "explicit")}}
 
 
 def _processor() -> str:

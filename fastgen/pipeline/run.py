@@ -94,7 +94,8 @@ def generate_dataset(
     settings = RunOptions(model=name, input=os.fspath(input), output=os.fspath(output), **switches.renamed(options))
     if in_memory and tokenizer is None:
         raise SetupError("a model in memory needs its tokenizer")
-    with switches.changed(linear_products="fixed"):  # or the last digits of scores would differ from run to run
+    # Otherwise the last digits of scores would differ from run to run.
+    with switches.changed(**switches.unless_explicit(linear_products="fixed")):
         return run(settings, model if in_memory else None, tokenizer)
 
 

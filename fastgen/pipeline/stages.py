@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -79,7 +80,10 @@ class Stages(Generic[Planned, Generated, Pending]):
         if self._ahead is not None:
             stages.insert(0, ("plan", self._planning))
         threads = [
-            threading.Thread(target=self._guarded, args=(stage,), name=f"fastgen-{name}", daemon=True)
+            # With the settings that count for this thread.
+            threading.Thread(
+                target=copy_context().run, args=(self._guarded, stage), name=f"fastgen-{name}", daemon=True
+            )
             for name, stage in stages
         ]
         start = time.perf_counter()
