@@ -54,6 +54,11 @@ def count(output: str, what: str) -> int:
     return int(found[-1]) if found else 0
 
 
+def names_tests(arguments: list[str]) -> bool:
+    """Whether pytest's arguments say which tests to run."""
+    return any(os.path.exists(argument.partition("::")[0]) for argument in arguments)
+
+
 def main() -> int:
     """The status is 1 if a test failed in any configuration."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m tests.machines")
@@ -65,7 +70,7 @@ def main() -> int:
         name = "-".join(map(str, configuration))
         if options.only and name not in options.only:
             continue
-        status, output = run(*configuration, arguments or list(NUMERICAL))
+        status, output = run(*configuration, arguments if names_tests(arguments) else [*NUMERICAL, *arguments])
         failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         if status not in _RAN:
             failures = failures or [f"pytest ended with status {status}", *output.splitlines()[-20:]]
