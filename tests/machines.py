@@ -21,6 +21,7 @@ ONEDNN = ("on", "off")
 # Where results depend on how sums are rounded.
 NUMERICAL = (
     "tests/equivalence/test_options.py",
+    "tests/equivalence/test_inputs.py",
     "tests/equivalence/test_models.py",
     "tests/equivalence/test_half.py",
     "tests/fairseq/test_generate.py",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -17,31 +17,13 @@ from tests import near_ties
 from tests.equivalence.cases import BEAM, BEAM_SAMPLE, CONTROL, DRAWING, SAMPLE, SEARCH
 from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.models import BY_NAME, EOS, LONG, VOCABULARY, Family
-
-FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-SEQ2SEQ = [family for family in FAMILIES if family.encoder_decoder]
-DECODERS = [family for family in FAMILIES if not family.encoder_decoder]
-SCORES = {"return_dict_in_generate": True, "output_scores": True}
+from tests.equivalence.options import FAMILIES, SCORES, any_decoding, beam_and_sample, checked, every
 
 pytestmark = pytest.mark.usefixtures("strict")
-
-every = pytest.mark.parametrize("family", FAMILIES, ids=str)
-seq2seq = pytest.mark.parametrize("family", SEQ2SEQ, ids=str)
-decoders = pytest.mark.parametrize("family", DECODERS, ids=str)
-beam_and_sample = pytest.mark.parametrize("decoding", [BEAM, SAMPLE], ids=["beam", "sample"])
-any_decoding = pytest.mark.parametrize(
-    "decoding", [BEAM, BEAM_SAMPLE, SAMPLE, {}], ids=["beam", "both", "sample", "greedy"]
-)
 
 
 def _id(value: Any) -> str:
     return str(value).replace(" ", "-").replace(",", "")
-
-
-def _check(family: Family, decoding: dict[str, Any], options: dict[str, Any] | None = None, **inputs: Any) -> Any:
-    result = check(family.build(), family.make_inputs(**inputs), {**decoding, **SCORES, **(options or {})})
-    assert accelerated() == 1
-    return result
 
 
 # ---- options that are plain values
@@ -50,7 +32,7 @@ def _check(family: Family, decoding: dict[str, Any], options: dict[str, Any] | N
 @pytest.mark.parametrize("option", SEARCH, ids=_id)
 @every
 def test_search(family: Family, option: str) -> None:
-    _check(family, BEAM, SEARCH[option])
+    checked(family, BEAM, SEARCH[option])
 
 
 @beam_and_sample
@@ -65,19 +47,19 @@ def test_control(family: Family, option: str, decoding: dict[str, Any]) -> None:
     if family.encoder_decoder:
         # Lengths count what the decoder holds: the prompt is not a part of it.
         options.update({key: options[key] - LONG for key in ("max_length", "min_length") if key in options})
-    _check(family, decoding, options)
+    checked(family, decoding, options)
 
 
 @pytest.mark.parametrize("decoding", [SAMPLE, BEAM_SAMPLE], ids=["sample", "beam"])
 @pytest.mark.parametrize("option", DRAWING, ids=_id)
 @every
 def test_drawing(family: Family, option: str, decoding: dict[str, Any]) -> None:
-    _check(family, decoding, DRAWING[option])
+    checked(family, decoding, DRAWING[option])
 
 
 @every
 def test_all_sequences_end_at_the_first_step(family: Family) -> None:
-    result = _check(family, SAMPLE, {"sequence_bias": [[[EOS], 1000.0]]})
+    result = checked(family, SAMPLE, {"sequence_bias": [[[EOS], 1000.0]]})
     assert len(result.scores) == 1
 
 
@@ -106,7 +88,7 @@ def test_the_same_seed_gives_the_same_samples(name: str) -> None:
 @every
 def test_growth(family: Family) -> None:
     """More positions than are allocated at first."""
-    _check(family, {"num_beams": 3}, {"min_new_tokens": 300, "max_new_tokens": 300, "output_scores": False})
+    checked(family, {"num_beams": 3}, {"min_new_tokens": 300, "max_new_tokens": 300, "output_scores": False})
 
 
 @every
@@ -134,177 +116,6 @@ def test_everything_returned(family: Family, decoding: dict[str, Any]) -> None:
     assert accelerated() == 1
     assert {"scores", "logits", "past_key_values"} <= set(result)
     assert ("decoder_attentions" if family.encoder_decoder else "attentions") in result
-
-
-@pytest.mark.parametrize("decoding", [SAMPLE, {}, {"num_beams": 3, "num_return_sequences": 3}], ids=["s", "g", "b"])
-@decoders
-def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> None:
-    """The cache that comes back is an ordinary one: a second call goes on from it."""
-    model, inputs = family.build(), family.make_inputs()
-
-    def twice() -> Any:
-        first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
-        rows = first.sequences.shape[0] // inputs["input_ids"].shape[0]
-        mask = inputs["attention_mask"].repeat_interleave(rows, 0)
-        mask = torch.nn.functional.pad(mask, (0, first.sequences.shape[1] - LONG), value=1)
-        again = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
-        return first, model.generate(**again, return_dict_in_generate=True)
-
-    near_ties.check(twice)
-    assert accelerated() == 2
-
-
-@beam_and_sample
-@seq2seq
-def test_returned_cache_continues_for_a_decoder(family: Family, decoding: dict[str, Any]) -> None:
-    """The same where the cache has a part for the source."""
-    model, inputs = family.build(), family.make_inputs()
-    decoding = {"num_return_sequences": 4, **decoding}
-    per_input = decoding["num_return_sequences"]
-
-    def twice() -> Any:
-        first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
-        again = {key: value.repeat_interleave(per_input, 0) for key, value in inputs.items()}
-        again |= {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
-        return first, model.generate(**again, max_new_tokens=6, return_dict_in_generate=True)
-
-    near_ties.check(twice)
-    assert accelerated() == 2
-
-
-# ---- what is passed in
-
-
-@any_decoding
-@every
-def test_ids_alone(family: Family, decoding: dict[str, Any]) -> None:
-    """No attention mask; the ids by name and by position."""
-    ids = family.make_inputs(padding=None)["input_ids"]
-    check(family.build(), {"input_ids": ids}, {**decoding, **SCORES})
-    check(family.build(), {"inputs": ids}, {**decoding, **SCORES})
-    assert accelerated() == 2
-
-
-@pytest.mark.parametrize("decoding", [BEAM, SAMPLE, {}], ids=["beam", "sample", "greedy"])
-@decoders
-def test_no_input(family: Family, decoding: dict[str, Any]) -> None:
-    """From the token that begins a text."""
-    check(family.build(), {}, {**decoding, **SCORES})
-    assert accelerated() == 1
-
-
-@any_decoding
-def test_token_types(decoding: dict[str, Any]) -> None:
-    family = BY_NAME["gpt2"]
-    inputs = family.make_inputs()
-    check(family.build(), {**inputs, "token_type_ids": inputs["input_ids"] % 5}, {**decoding, **SCORES})
-    assert accelerated() == 1
-
-
-@any_decoding
-@decoders
-def test_position_ids(family: Family, decoding: dict[str, Any]) -> None:
-    """Positions of one's own."""
-    positions = (torch.arange(LONG) * 2).expand(3, LONG).contiguous()
-    check(family.build(), {**family.make_inputs(padding=None), "position_ids": positions}, {**decoding, **SCORES})
-
-
-@decoders
-@any_decoding
-def test_inputs_embeds(family: Family, decoding: dict[str, Any]) -> None:
-    model, inputs = family.build(), family.make_inputs()
-    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    without = {"inputs_embeds": embedded, "attention_mask": inputs["attention_mask"]}
-    check(model, without, {**decoding, **SCORES})
-    check(model, {**inputs, "inputs_embeds": embedded}, {**decoding, **SCORES})
-    assert accelerated() == 2
-
-
-@pytest.mark.parametrize("length", [2, 40])
-@any_decoding
-@seq2seq
-def test_decoder_input_ids(family: Family, decoding: dict[str, Any], length: int) -> None:
-    """A start of the output is given, short or long enough to be shared."""
-    inputs = family.make_inputs()
-    ids = torch.randint(4, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(3))
-    check(family.build(), {**inputs, "decoder_input_ids": ids}, {**decoding, **SCORES})
-    mask = torch.ones_like(ids)
-    mask[1, : length // 2] = 0
-    both_given = {**inputs, "decoder_input_ids": ids, "decoder_attention_mask": mask}
-    check(family.build(), both_given, {**decoding, **SCORES})
-    assert accelerated() == 2
-
-
-@any_decoding
-@seq2seq
-def test_encoder_outputs(family: Family, decoding: dict[str, Any]) -> None:
-    """The encoder has run already; the object that the caller holds afterwards is as after an original call."""
-    model, inputs = family.build(), family.make_inputs()
-    with torch.no_grad():
-        encoded = model.get_encoder()(**inputs, output_hidden_states=True)
-    mask = inputs["attention_mask"]
-
-    def call() -> Any:
-        mine = copy.deepcopy(encoded)
-        torch.manual_seed(0)
-        return model.generate(encoder_outputs=mine, attention_mask=mask, **decoding, **SCORES), mine
-
-    near_ties.check(call)
-    assert accelerated() == 1
-
-
-@pytest.mark.parametrize("knows_model", [False, True], ids=["plain", "for-the-model"])
-@any_decoding
-@every
-def test_own_empty_cache(family: Family, decoding: dict[str, Any], knows_model: bool) -> None:
-    """A cache that the caller made holds the same after the call."""
-    model = family.build()
-
-    def make() -> Any:
-        return DynamicCache(config=model.config.get_text_config(decoder=True)) if knows_model else DynamicCache()
-
-    def call() -> Any:
-        cache = transformers.EncoderDecoderCache(make(), make()) if family.encoder_decoder else make()
-        return run(model, family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
-
-    near_ties.check(call)
-    assert accelerated() == 1
-
-
-@pytest.mark.parametrize("prefix", [5, 40])
-@any_decoding
-@decoders
-def test_own_filled_cache(family: Family, decoding: dict[str, Any], prefix: int) -> None:
-    """The caller has run a part of the prompt already, with one row per sequence."""
-    model, inputs = family.build(), family.make_inputs(padding=None)
-    rows = max(decoding.get("num_beams", 1), decoding.get("num_return_sequences", 1))
-
-    def call() -> Any:
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(input_ids=inputs["input_ids"][:, :prefix], past_key_values=cache)
-        cache.batch_repeat_interleave(rows)
-        return run(model, inputs, lambda: {**decoding, **SCORES, "past_key_values": cache}), cache
-
-    near_ties.check(call)
-    assert accelerated() == 1
-
-
-@pytest.mark.parametrize("size", [7, 16, 100])
-@beam_and_sample
-@decoders
-def test_prefill_chunk_size(family: Family, decoding: dict[str, Any], size: int) -> None:
-    _check(family, decoding, {"prefill_chunk_size": size})
-
-
-@every
-def test_inputs_are_left_alone(family: Family) -> None:
-    """Tensors and options that are passed in are not changed."""
-    inputs = family.make_inputs()
-    options = {**BEAM, **SCORES, "bad_words_ids": [[7], [12, 13]]}
-    before = copy.deepcopy((inputs, options))
-    family.build().generate(**inputs, **options)
-    assert_same(before, (inputs, options))
 
 
 # ---- code of the user's
@@ -381,14 +192,14 @@ def test_processor_that_keeps_scores(family: Family, decoding: dict[str, Any], m
 @every
 def test_processor_that_writes_in_place(family: Family, decoding: dict[str, Any]) -> None:
     names = ("output_logits", "output_scores", "return_dict_in_generate")
-    _check(family, decoding, {"logits_processor": [WritesInPlace()], **dict.fromkeys(names, True)})
+    checked(family, decoding, {"logits_processor": [WritesInPlace()], **dict.fromkeys(names, True)})
 
 
 @beam_and_sample
 @every
 def test_logits_are_not_the_processed_ones(family: Family, decoding: dict[str, Any]) -> None:
     """Raw logits are returned untouched by the n-gram processor, which works in place where it may."""
-    _check(family, decoding, {"output_logits": True, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1})
+    checked(family, decoding, {"output_logits": True, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1})
 
 
 @any_decoding
@@ -409,7 +220,7 @@ def test_prefix_allowed_tokens_fn(family: Family, decoding: dict[str, Any]) -> N
     def allowed(row: int, tokens: torch.Tensor) -> list[int]:
         return [token for token in range(VOCABULARY) if (token + int(tokens[-1]) + row) % 3]
 
-    _check(family, decoding, {"prefix_allowed_tokens_fn": allowed})
+    checked(family, decoding, {"prefix_allowed_tokens_fn": allowed})
 
 
 @pytest.mark.parametrize("decoding", [{}, {"do_sample": True}], ids=["greedy", "sample"])
@@ -455,7 +266,7 @@ def test_nested_generate(family: Family, decoding: dict[str, Any]) -> None:
 @every
 def test_inference_mode(family: Family, decoding: dict[str, Any]) -> None:
     with torch.inference_mode():
-        _check(family, decoding)
+        checked(family, decoding)
 
 
 @any_decoding
@@ -463,7 +274,7 @@ def test_inference_mode(family: Family, decoding: dict[str, Any]) -> None:
 def test_with_gradients_wanted(family: Family, decoding: dict[str, Any]) -> None:
     """Parameters that are being trained, in a model that is in evaluation mode for the moment."""
     with torch.enable_grad():
-        _check(family, decoding)
+        checked(family, decoding)
         with settings.changed(captured_step="never"):  # which would keep no scores
             result = run(family.build(), family.make_inputs(), {**decoding, **SCORES})
     assert not result.scores[0].requires_grad
@@ -482,7 +293,7 @@ def test_double_precision(family: Family, decoding: dict[str, Any]) -> None:
 @any_decoding
 @every
 def test_stop_strings(family: Family, decoding: dict[str, Any], tokenizer: Any) -> None:
-    _check(family, decoding, {"stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
+    checked(family, decoding, {"stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer})
 
 
 # ---- errors are those of the original

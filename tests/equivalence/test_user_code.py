@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
-import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +21,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -34,202 +30,21 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.decoding.kv import LayerKV
 from fastgen.optimizer.transformers.cache import SharedLayer
-from tests.equivalence.captured import on_the_cpu
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
-from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
-
-BART, LLAMA = BY_NAME["bart"], BY_NAME["llama"]
-AT = 3  # the call of the user's code that raises
-
-
-class MyError(Exception):
-    pass
-
-
-class Raises:
-    """Counts how often it is called, and raises the third time, from a function further down."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.calls = 0
-        self.error = error
-
-    def hit(self, result: Any = None) -> Any:
-        self.calls += 1
-        if self.calls == AT:
-            self.fail()
-        return result
-
-    def fail(self) -> None:
-        raise self.error
-
-
-# ---- the forms that callable code comes in, for a function that is given `positional` arguments
-
-
-def _function(mine: Raises, body: Callable[..., Any]) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        mine.hit()
-        return body(*args)
-
-    return function
-
-
-def _partial(mine: Raises, body: Callable[..., Any]) -> Any:
-    def function(mine: Raises, *args: Any, **kwargs: Any) -> Any:
-        mine.hit()
-        return body(*args)
-
-    return functools.partial(function, mine)
-
-
-def _lambda(mine: Raises, body: Callable[..., Any]) -> Any:
-    return lambda *args, **kwargs: (mine.hit(), body(*args))[1]
-
-
-def _callable_object(mine: Raises, body: Callable[..., Any]) -> Any:
-    class Callable:
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            mine.hit()
-            return body(*args)
-
-    return Callable()
-
-
-def _object_with_slots(mine: Raises, body: Callable[..., Any]) -> Any:
-    class Callable:
-        __slots__ = ()
-
-        def __call__(this, *args: Any, **kwargs: Any) -> Any:
-            mine.hit()
-            return body(*args)
-
-    return Callable()
-
-
-def _method_without_self(mine: Raises, body: Callable[..., Any]) -> Any:
-    class Owner:
-        def method(this, *args: Any, **kwargs: Any) -> Any:
-            mine.hit()
-            return body(*args)
-
-    return Owner().method
-
-
-def _static_method(mine: Raises, body: Callable[..., Any]) -> Any:
-    class Owner:
-        @staticmethod
-        def method(*args: Any, **kwargs: Any) -> Any:
-            mine.hit()
-            return body(*args)
-
-    return Owner.method
-
-
-def _class_method(mine: Raises, body: Callable[..., Any]) -> Any:
-    class Owner:
-        @classmethod
-        def method(cls, *args: Any, **kwargs: Any) -> Any:
-            mine.hit()
-            return body(*args)
-
-    return Owner.method
-
-
-def _decorated(mine: Raises, body: Callable[..., Any]) -> Any:
-    @functools.cache
-    def cached(*args: Any) -> Any:
-        mine.hit()
-        return body(*args)
-
-    return cached
-
-
-def _mock(mine: Raises, body: Callable[..., Any]) -> Any:
-    return Mock(spec=lambda *args: None, side_effect=_function(mine, body))
-
-
-def _without_frames(mine: Raises, body: Callable[..., Any]) -> Any:
-    """Nothing of it leaves a frame of its own on the stack: `methodcaller` and `partial` are written in C."""
-
-    class Steps:
-        def __len__(this) -> int:
-            return mine.hit(1)
-
-    steps = Steps()
-
-    class Callable(functools.partial):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            operator.length_hint(steps)
-            return body(*args)
-
-    return Callable(print)
-
-
-FORMS = {
-    "function": _function,
-    "partial": _partial,
-    "lambda": _lambda,
-    "callable object": _callable_object,
-    "object with slots": _object_with_slots,
-    "method without self": _method_without_self,
-    "static method": _static_method,
-    "class method": _class_method,
-    "decorated": _decorated,
-    "mock": _mock,
-    "subclass of partial": _without_frames,
-}
-
-
-# ---- where the code goes
-
-
-def _as_processor(call: Callable[..., Any]) -> dict[str, Any]:
-    return {**BEAM, "logits_processor": [call]}
-
-
-def _as_criterion(call: Callable[..., Any]) -> dict[str, Any]:
-    return {**SAMPLE, "stopping_criteria": [call]}
-
-
-def _as_prefix(call: Callable[..., Any]) -> dict[str, Any]:
-    return {**BEAM, "prefix_allowed_tokens_fn": call}
-
-
-def _as_prefix_of_a_processor(call: Callable[..., Any]) -> dict[str, Any]:
-    return {**BEAM, "logits_processor": [PrefixConstrainedLogitsProcessor(call, 4)]}
-
-
-def _as_streamer(call: Callable[..., Any]) -> dict[str, Any]:
-    return {"streamer": SimpleNamespace(put=call, end=lambda: None)}
-
-
-PLACES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "processor": (_as_processor, lambda tokens, scores: scores),
-    "criterion": (_as_criterion, lambda tokens, scores: torch.zeros(tokens.shape[0], dtype=torch.bool)),
-    "prefix": (_as_prefix, lambda row, tokens: list(range(20))),
-    "prefix of a processor": (_as_prefix_of_a_processor, lambda row, tokens: list(range(20))),
-    "streamer": (_as_streamer, lambda value: None),
-}
-
-
-@contextlib.contextmanager
-def _captured(where: str) -> Iterator[None]:
-    """The library's loop, or a captured step."""
-    with on_the_cpu() if where == "captured" else contextlib.nullcontext():
-        fastgen.enable(captured_step="auto" if where == "captured" else "never")
-        yield
-
-
-def assert_passed_on(family: Any, options: dict[str, Any], mine: Raises, calls: int = AT) -> None:
-    """What is raised reaches the caller, the very object, and nothing is called again or reported."""
-    with warnings.catch_warnings(), pytest.raises(type(mine.error)) as raised:
-        warnings.simplefilter("error", RuntimeWarning)
-        run(family.build(), family.make_inputs(batch=1), lambda: options)
-    assert raised.value is mine.error
-    assert mine.calls == calls
-    assert fallbacks() == {}
-
+from tests.equivalence.models import EOS, VOCABULARY
+from tests.equivalence.user_code import (
+    AT,
+    BART,
+    FORMS,
+    LLAMA,
+    PLACES,
+    MyError,
+    Raises,
+    assert_passed_on,
+    loop_of,
+    partial_form,
+)
 
 loops = pytest.mark.parametrize("loop", ["library", "captured"])
 named = {"ids": lambda name: name.replace(" ", "-")}
@@ -247,8 +62,8 @@ def test_every_form(place: str, form: str) -> None:
 def test_with_a_captured_step(place: str) -> None:
     make, body = PLACES[place]
     mine = Raises(MyError("mine"))
-    with _captured("captured"):
-        assert_passed_on(BART, make(_partial(mine, body)), mine)
+    with loop_of("captured"):
+        assert_passed_on(BART, make(partial_form(mine, body)), mine)
 
 
 ERRORS = (
@@ -269,7 +84,7 @@ ERRORS = (
 def test_every_error(place: str, error: BaseException) -> None:
     make, body = PLACES[place]
     mine = Raises(error)
-    assert_passed_on(LLAMA, make(_partial(mine, body)), mine)
+    assert_passed_on(LLAMA, make(partial_form(mine, body)), mine)
 
 
 # ---- objects with methods
@@ -369,7 +184,7 @@ OBJECTS: dict[str, tuple[type[Raises], Callable[[Any], dict[str, Any]]]] = {
 def test_objects(name: str, loop: str) -> None:
     kind, make = OBJECTS[name]
     mine = kind(MyError("mine"))
-    with _captured(loop):
+    with loop_of(loop):
         assert_passed_on(BART, make(mine), mine)
 
 
@@ -396,7 +211,7 @@ def test_property_of_a_criterion() -> None:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     mine = Criterion(MyError("mine"))
-    with _captured("captured"):
+    with loop_of("captured"):
         assert_passed_on(LLAMA, {**SAMPLE, "stopping_criteria": [mine]}, mine)
 
 
@@ -478,7 +293,7 @@ def test_processors_of_a_config_see_all_rows(loop: str) -> None:
         watermarking.mine = Favours()  # type: ignore[assignment]
         return {"generation_config": GenerationConfig(**BEAM, max_new_tokens=24, watermarking_config=watermarking)}
 
-    with _captured(loop):
+    with loop_of(loop):
         check(LLAMA.build(), LLAMA.make_inputs(batch=4), options)
     assert accelerated() == 1
 
@@ -496,7 +311,7 @@ def test_merging_goes_by_type(given: str, loop: str) -> None:
     def options() -> dict[str, Any]:
         return {**BEAM, "min_length": 30, "logits_processor": [kind(25, [EOS])], "max_new_tokens": 20}
 
-    with _captured(loop):
+    with loop_of(loop):
         check(LLAMA.build(), LLAMA.make_inputs(), options)
 
 
@@ -515,7 +330,7 @@ def test_what_the_library_asks_of_a_processor(loop: str) -> None:
 
     with fastgen.disabled():
         original = call()
-    with _captured(loop):
+    with loop_of(loop):
         assert call() == original
     assert fallbacks() == {}
 
@@ -540,7 +355,7 @@ def test_the_user_gets_themselves(loop: str) -> None:
 
     with fastgen.disabled():
         original = call()
-    with _captured(loop):
+    with loop_of(loop):
         assert_same(original, call())
 
 

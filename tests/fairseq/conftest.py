@@ -23,7 +23,7 @@ except metadata.PackageNotFoundError:
         VERSION = None
 
 if VERSION is None and not os.environ.get("FASTGEN_REQUIRE_FAIRSEQ"):
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "commands/test_*.py"]
 
 
 def pytest_report_header() -> str:

@@ -1,0 +1,54 @@
+"""Packing pays at once, and what is packed and multiplied is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.utils.prune
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import layers, products
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops import linear
+
+
+@pytest.fixture(autouse=True)
+def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Packing pays for every shape from the first product on; the weights that are packed, in order."""
+    packed: list[torch.Tensor] = []
+    pack = linear.pack
+    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(products, "MEASURED_FROM", 1)
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
+    monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
+    monkeypatch.setattr(FastLayers, "_shapes", {})
+    before = settings.current().packed_weights
+    fastgen.enable()
+    with torch.no_grad():
+        yield packed
+    settings.change(packed_weights=before)
+    fastgen.enable()
+    FastLayers.drop_kept()
+
+
+@pytest.fixture
+def rows_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of those with a packed weight, in order."""
+    rows: list[int] = []
+    product = linear.packed_linear
+    monkeypatch.setattr(linear, "packed_linear", lambda x, *rest: rows.append(len(x)) or product(x, *rest))
+    return rows
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights of products with a weight as it is, in order."""
+    weights: list[torch.Tensor] = []
+    product = linear.streamed_linear
+    monkeypatch.setattr(
+        linear, "streamed_linear", lambda x, weight, bias: weights.append(weight) or product(x, weight, bias)
+    )
+    return weights

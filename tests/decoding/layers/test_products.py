@@ -1,0 +1,180 @@
+"""Which product a layer takes, and when a weight is packed: what it costs, and the memory there is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from torch import nn
+
+import fastgen
+from fastgen.decoding import layers, products
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops import linear
+from tests.decoding.layers.tiny import KINDS, Transposed
+
+pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+
+
+def test_packing_waits_until_it_pays(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 2.5) if measure else None)
+    monkeypatch.setattr(products, "MEASURED_FROM", 4)
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    with FastLayers.of(model, KINDS):
+        for _ in range(5):
+            model(x)
+        assert not packed_at_once  # known from the fourth product on; after the fifth two seconds have been missed
+        model(x)
+        assert len(packed_at_once) == 1
+
+
+@pytest.mark.parametrize(("steps", "packed_after"), [(0, 4), (1, 3), (3, 1), (50, 1)])
+def test_packing_does_not_wait_where_it_certainly_pays(
+    steps: int, packed_after: int, packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=3.0, packed=1.0, packing=8.0))
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    for _ in range(2):  # what was known of a call ends with it
+        packed_at_once.clear()
+        with FastLayers.of(model, KINDS) as context:
+            context.expect(steps)
+            for use in range(1, 6):
+                model(x)
+                assert bool(packed_at_once) is (use >= packed_after)
+    packed_at_once.clear()
+    with FastLayers.of(model, KINDS):
+        model(x)
+    assert not packed_at_once
+
+
+def test_nothing_is_packed_where_it_is_slower(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, 0.5 if rows == 2 else 1.0, 0.0)
+    )
+    model = nn.Sequential(nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
+        model(torch.randn(9, 4))
+        assert not packed_at_once
+        model(torch.randn(2, 4))
+        assert len(packed_at_once) == 1
+
+
+def test_a_small_gain_is_taken_and_not_packed_for(
+    packed_at_once: list[torch.Tensor], rows_of_products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = {2: 0.5, 3: 0.97, 4: 1.05}
+    monkeypatch.setattr(linear, "costs", lambda rows, *shape, measure: linear.Costs(1.0, cost[rows], 0.0))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
+        for _ in range(50):
+            model(torch.randn(3, 4))
+        assert not packed_at_once
+        for rows in (2, 3, 4):
+            model(torch.randn(rows, 4))
+    assert rows_of_products == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("costs", "packs", "streams"),
+    [
+        (linear.Costs(4.0, 1.0, 5.0, 2.0), 4, 4),  # each product misses one second, not three
+        (linear.Costs(4.0, 1.95, 0.0, 2.0), None, 8),  # so little better that it is not packed for
+        (linear.Costs(4.0, 3.0, 0.0, 2.0), None, 8),
+        (linear.Costs(1.0, 3.0, 0.0, 2.0), None, 0),
+        (linear.Costs(2.0, 1.0, 3.0, 2.5), 2, 0),
+    ],
+)
+def test_a_weight_as_it_is(
+    costs: linear.Costs,
+    packs: int | None,
+    streams: int,
+    packed_at_once: list[torch.Tensor],
+    streamed: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Is multiplied with where that is faster than torch's product, until it is packed, which is decided against it."""
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+    for layer in (nn.Linear(6, 4), Transposed(6, 4)):
+        packed_at_once.clear(), streamed.clear()
+        model, x = nn.Sequential(layer), torch.randn(2, 3, 6)
+        expected = model(x)
+        with FastLayers.of(model, KINDS):
+            for use in range(8):
+                torch.testing.assert_close(model(x), expected)
+                assert bool(packed_at_once) is (packs is not None and use >= packs)
+        assert len(streamed) == streams
+
+
+def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, 1.0))
+    fastgen.enable(packed_weights="keep")
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
+    with FastLayers.of(model, KINDS):
+        model(x)
+    assert streamed
+    streamed.clear()
+    weight = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(torch.randn(4, 6))
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_weight_as_it_is_where_memory_is_short(
+    packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 0.0, 2.0))
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 0)
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(2, 6)
+    with FastLayers.of(model, KINDS):
+        model(x)
+        model[0].weight = nn.Parameter(torch.randn(4, 6))  # another one
+        torch.testing.assert_close(model(x), x @ model[0].weight.t() + model[0].bias)
+        model[0].weight = None
+        model[0].weight = nn.Parameter(torch.randn(4, 6).double())
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
+        model[0].weight = nn.Parameter(torch.randn(4, 6))
+        torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.ReLU())
+        torch.testing.assert_close(model(x), x @ model[0].weight.t() + model[0].bias)
+    assert not packed_at_once and len(streamed) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_device("meta")]
+)
+def test_measuring_does_not_depend_on_the_defaults(change: object) -> None:
+    try:
+        change()
+        timing = linear._measure(2, 16, 16, False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(0 < seconds < 10 for seconds in timing)
+
+
+def test_memory_is_not_used_up(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 100 * 4)
+    model, x = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), torch.randn(2, 10)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected)
+    assert len(packed_at_once) == 1
+    assert layers.free_host_memory() == 800
+
+
+def test_calls_that_begin_while_others_run_do_not_use_up_the_memory(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 100 * 4)
+    model, x = nn.Sequential(nn.Linear(10, 10)), torch.randn(2, 10)
+    with FastLayers.of(model):
+        for _ in range(3):
+            with FastLayers.of(model):
+                model(x)
+    assert len(packed_at_once) == 3

@@ -1,0 +1,33 @@
+"""Layers as small as they come, and whether one is on a packed weight."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.utils.prune
+from torch import nn
+
+from fastgen.decoding.layers import _Linear
+
+
+class Transposed(nn.Module):
+    """A layer that stores its weight as GPT-2 does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+KINDS = {nn.Linear: False, Transposed: True}
+
+
+def model_of_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), Transposed(30, 50), nn.Linear(50, 7, bias=False))
+
+
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), _Linear)

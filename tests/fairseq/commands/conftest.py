@@ -1,0 +1,51 @@
+"""A trained model and a language model, and a process as it was before."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:  # without FairSeq this file is loaded, and no test beside it
+    from tests.fairseq.commands.world import World
+
+
+@pytest.fixture(autouse=True)
+def arguments_as_before(monkeypatch):
+    """FairSeq's commands read them from there."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    from tests.fairseq.commands.world import World
+
+    made = World(tmp_path_factory.mktemp("world"))
+    made.make()
+    return made
+
+
+@pytest.fixture(scope="session")
+def language(world, tmp_path_factory) -> World:
+    """Data and a language model, which is hardly trained."""
+    from tests.fairseq.commands.world import World, command_of_fairseq, train_language_model
+
+    made = World(tmp_path_factory.mktemp("language"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        command_of_fairseq(
+            "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--destdir", made.data,
+            "--validpref", world.folder / "valid.en", "--testpref", world.folder / "test.en",
+        )  # fmt: skip
+        train_language_model(made.data, made.model.parent)
+    return made

@@ -1,0 +1,221 @@
+"""FairSeq's `fairseq-generate` and FastGen's print the same lines for every option."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from fairseq.data.encoders import gpt2_bpe_utils
+from fairseq_cli import generate as original_generate
+
+import fastgen
+from fastgen_cli import fairseq as commands
+from tests.fairseq.commands.world import (
+    BASE,
+    FIXED,
+    NUMBERED,
+    TINY,
+    World,
+    both,
+    both_interactive,
+    command_of_fairseq,
+    configuration,
+    lines,
+    references_of,
+    run,
+    train_language_model,
+)
+
+OPTIONS = [
+    "--nbest 3",
+    "--nbest 2 --prefix-size 2 --lenpen 0.6 --unkpen 2",
+    "--print-alignment hard",
+    "--print-alignment soft",
+    "--score-reference",
+    "--remove-bpe",
+    "--post-process sentencepiece --scoring sacrebleu",
+    "--scoring sacrebleu --sacrebleu-lowercase --sacrebleu-tokenizer intl",
+    "--source-lang de --target-lang en --tokenizer moses --moses-no-escape --scoring chrf --no-early-stop",
+    "--source-lang de --target-lang en --tokenizer moses --remove-bpe --max-tokens 100",
+    "--sampling --nbest 3 --seed 7",
+    "--sampling --sampling-topk 5 --nbest 3 --temperature 1.3 --seed 8",
+    "--sampling --sampling-topp 0.8 --nbest 3 --seed 9",
+    "--diverse-beam-groups 3 --diverse-beam-strength 0.5 --nbest 3",
+    "--diversity-rate 0.5",
+    "--no-repeat-ngram-size 2 --min-len 4",
+    "--match-source-len",
+    "--retain-dropout --seed 4",
+    "--gen-subset valid --quiet",
+    "--gen-subset train --skip-invalid-size-inputs-valid-test --max-source-positions 7 --batch-size 64 --beam 1",
+    "--left-pad-source --left-pad-target",
+    "--num-batch-buckets 2 --max-tokens 200",
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_same_lines(world, options):
+    if "groups" in options and FIXED:
+        pytest.skip("fairseq-fixed's diverse beam search fails when sources leave the batch")
+    original, ours = both(world, *options.split())
+    assert ours == original
+    assert any(line.startswith("Generate ") for line in ours)
+    assert ("--quiet" in options) == (len(ours) == 1)
+
+
+def test_a_whole_command_and_its_workers(world):
+    """The commands as they are called, with workers, and with FastGen's generation."""
+    words = [world.data, "--path", world.model, *BASE, "--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu"]
+    original = run("fastgen.fairseq", "--no-fastgen", "generate", *words)
+    plain = run("fastgen_cli.fairseq", "generate", *words, "--no-fastgen", "--postprocess-workers", 2)
+    assert lines(plain.stdout) == lines(original.stdout)
+    assert re.search(r"the model waited \S+ % of the time for input and \S+ % for post-processing", plain.stderr)
+    fast = run("fastgen_cli.fairseq", "generate", *words, "--postprocess-workers", 1)
+    same_but_for_rounding(lines(fast.stdout), lines(original.stdout))
+
+
+def same_but_for_rounding(ours: list[str], original: list[str]) -> None:
+    """Asserts that lines are equal but for scores, which are within 1e-4."""
+    assert len(ours) == len(original)
+    for have, want in zip(sorted(ours, key=_unscored), sorted(original, key=_unscored), strict=True):
+        if have.startswith("P-"):
+            left, right = ([float(score) for score in line.split("\t")[1].split()] for line in (have, want))
+        elif NUMBERED.match(have):
+            left, right = ([float(line.split("\t")[1])] for line in (have, want))
+            assert _unscored(have) == _unscored(want)
+        else:
+            assert have == want
+            continue
+        assert left == pytest.approx(right, abs=2e-4)
+
+
+def _unscored(line: str) -> tuple[str, ...]:
+    parts = line.split("\t")
+    return (parts[0], *parts[2:]) if parts[0][:2] in ("H-", "D-") else (parts[0],)
+
+
+def test_results_path(world, tmp_path):
+    both(world, "--results-path", tmp_path / "one")
+    path = tmp_path / "one" / "generate-test.txt"
+    ours = lines(path.read_text())
+    with fastgen.disabled():
+        original_generate.main(
+            configuration(
+                commands._generation_parser,
+                world.data,
+                "--path",
+                world.model,
+                *BASE,
+                "--results-path",
+                tmp_path / "two",
+            )
+        )
+    assert ours == lines((tmp_path / "two" / "generate-test.txt").read_text())
+    assert len(ours) == 30 * 5 + 1
+
+
+def test_unknown_words_replaced_by_those_of_the_text(world, tmp_path):
+    data = shutil.copytree(world.data, tmp_path / "data")
+    for side in ("de", "en"):
+        shutil.copy(world.folder / f"test.{side}", data / f"test.de-en.{side}")
+        for end in ("idx", "bin"):
+            (data / f"test.de-en.{side}.{end}").unlink()
+    (tmp_path / "aligned").write_text("lord LORD\n")
+    words = ["--dataset-impl", "raw", "--replace-unk", tmp_path / "aligned", "--unkpen", 100]
+    moved = World(tmp_path)
+    moved.data, moved.model = data, world.model
+    original, ours = both(moved, *words)
+    assert ours == original
+    assert not any("<unk>" in line for line in ours if line[:2] in ("S-", "T-"))
+
+
+def test_subwords_of_sentencepiece(world, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = tmp_path / "pieces.model"
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(world.folder / "train.en"), model_prefix=str(model.with_suffix("")), vocab_size=300
+    )
+    original, ours = both(
+        world, "--bpe", "sentencepiece", "--sentencepiece-model", model, "--remove-bpe", "sentencepiece"
+    )
+    assert ours == original
+
+
+def test_byte_pairs_of_gpt2(world, tmp_path):
+    """Both ways: an interactive user's text becomes the numbers that the dictionary has, outputs become text."""
+    merges = ["t h", "\u0120 th", "\u0120th e", "a n", "an d"]
+    names = [*gpt2_bpe_utils.bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    (tmp_path / "encoder.json").write_text(json.dumps({name: number for number, name in enumerate(names)}))
+    (tmp_path / "vocab.bpe").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    encode = gpt2_bpe_utils.get_encoder(tmp_path / "encoder.json", tmp_path / "vocab.bpe").encode
+    for part, count in (("train", 60), ("test", 5)):
+        for side in ("de", "en"):
+            texts = (world.folder / f"{part}.{side}").read_text().replace("@@ ", "").splitlines()[:count]
+            numbers = [" ".join(map(str, encode(text[:30]))) for text in texts]
+            (tmp_path / f"{part}.{side}").write_text("\n".join(numbers) + "\n")
+    made = World(tmp_path)
+    command_of_fairseq(
+        "preprocess", "--source-lang", "de", "--target-lang", "en", "--destdir", made.data, "--joined-dictionary",
+        "--trainpref", tmp_path / "train", "--validpref", tmp_path / "test", "--testpref", tmp_path / "test",
+    )  # fmt: skip
+    command_of_fairseq(
+        "train", made.data, "--save-dir", made.model.parent, "--max-epoch", 3, "--share-all-embeddings",
+        "--arch", "transformer_iwslt_de_en", *TINY,
+    )  # fmt: skip
+    files = ["--gpt2-encoder-json", tmp_path / "encoder.json", "--gpt2-vocab-bpe", tmp_path / "vocab.bpe"]
+    original, ours = both(made, "--bpe", "gpt2", *files, "--scoring", "sacrebleu")
+    assert ours == original
+    texts = [line.split("\t")[1] for line in ours if line[0] == "T"]
+    assert sorted(texts) == sorted(text[:30] for text in references_of(world, 5))
+    source = tmp_path / "source"
+    source.write_text("And the man said\nthe lord\n")
+    original, ours = both_interactive(made, source, "--bpe", "gpt2", *files)
+    assert ours == original
+    assert [line.split("\t")[1] for line in ours if line[0] == "S"][1] == " ".join(map(str, encode("the lord")))
+
+
+def test_steps_of_a_model_that_refines(world, tmp_path):
+    command_of_fairseq(
+        "train", world.data, "--save-dir", tmp_path, "--task", "translation_lev", "--arch", "cmlm_transformer",
+        "--criterion", "nat_loss", "--noise", "full_mask", "--max-update", 2, "--share-all-embeddings", *TINY,
+    )  # fmt: skip
+    original, ours = both(
+        world, "--task", "translation_lev", "--iter-decode-max-iter", 3, "--beam", 1, "--print-step",
+        "--retain-iter-history", "--iter-decode-force-max-iter", model=tmp_path / "checkpoint_last.pt",
+    )  # fmt: skip
+    assert ours == original
+    assert {line[0] for line in ours} == set("STHDPIEG")
+
+
+def test_language_models(language):
+    original, ours = both(
+        language, "--task", "language_modeling", "--sample-break-mode", "eos", "--max-len-b", 30, "--nbest", 2
+    )
+    assert ours == original
+    assert sum(line.startswith("H-") for line in ours) == 60
+
+
+def test_an_ensemble_with_a_language_model(world, tmp_path):
+    moved = World(tmp_path)
+    shutil.copytree(world.data, moved.data)
+    # Where FairSeq looks for the language model's.
+    dictionary = shutil.copy(moved.data / "dict.en.txt", moved.data / "dict.txt")
+    command_of_fairseq(
+        "preprocess", "--only-source", "--trainpref", world.folder / "train.en", "--srcdict", dictionary,
+        "--validpref", world.folder / "valid.en", "--destdir", tmp_path / "text",
+    )  # fmt: skip
+    train_language_model(tmp_path / "text", tmp_path / "lm")
+    members = Path(f"{world.model}{os.pathsep}{world.model}")
+    original, ours = both(moved, "--lm-path", tmp_path / "lm" / "checkpoint_last.pt", "--lm-weight", 0.3, model=members)
+    assert ours == original
+
+
+def test_sources_that_are_left_out_are_counted(world, capsys):
+    words = [str(world.data), "--path", str(world.model), *BASE, "--max-source-positions", "7"]
+    assert commands.generate([*words, "--skip-invalid-size-inputs-valid-test"]) == 0
+    text = capsys.readouterr()
+    left_out = 30 - len(re.findall("^S-", text.out, re.MULTILINE))
+    assert 0 < left_out < 30 and f"{left_out} of 30 sources were left out" in text.err

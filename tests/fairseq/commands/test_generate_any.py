@@ -1,0 +1,107 @@
+"""`fastgen-generate` with files of FairSeq's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from fastgen.pipeline import PipelineError
+from fastgen.pipeline import fairseq as pipeline
+from fastgen_cli import fairseq as commands
+from fastgen_cli.generate import main as generate_any
+from tests.fairseq.commands.world import BASE, World, configuration, lines, one_line, printed
+
+
+class TestGenerateAnything:
+    """`fastgen-generate` with files of FairSeq's."""
+
+    def test_a_data_directory(self, world, tmp_path, capfd):
+        for name in ("out.txt", "out.jsonl"):
+            assert generate_any([str(world.model), str(world.data), str(tmp_path / name), *BASE, "--nbest", "2"]) == 0
+        expected = self.expected(world)
+        assert (tmp_path / "out.txt").read_text().splitlines() == expected
+        records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [record["text"] for record in records] == expected
+        assert all(len(record["sequences"]) == len(record["scores"]) == 2 for record in records)
+        assert [record["reference"] for record in records][3].split()[0] == self.references(world)[3].split()[0]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.txt"]
+        assert "BLEU4 = " in capfd.readouterr().err
+        assert generate_any([str(world.model), str(world.data), "-", *BASE]) == 0
+        assert capfd.readouterr().out.splitlines() == expected
+
+    def test_an_interrupt_leaves_what_is_finished(self, world, tmp_path, monkeypatch, capsys):
+        step = pipeline.generating._Generate._inference
+        calls = []
+
+        def interrupted(command, *args, **options):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return step(command, *args, **options)
+
+        monkeypatch.setattr(pipeline.generating._Generate, "_inference", interrupted)
+        assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE]) == 130
+        assert [path.name for path in tmp_path.iterdir()] == ["out.txt.partial"]
+        assert len(lines((tmp_path / "out.txt.partial").read_text())) == 16 * 5
+        assert f"what was finished is in {tmp_path / 'out.txt.partial'}" in capsys.readouterr().err
+
+    def test_a_failure_in_a_text_leaves_what_is_finished(self, world, tmp_path, monkeypatch, capsys):
+        """Also of lines whose buffer has not been finished."""
+        for path in (world.model, *world.data.glob("dict.*")):
+            shutil.copy(path, tmp_path)
+        step = pipeline.interactive._Interactive._inference
+        calls = []
+
+        def failing(command, *args, **options):
+            calls.append(1)
+            if len(calls) == 3:
+                raise PipelineError("broken")
+            return step(command, *args, **options)
+
+        monkeypatch.setattr(pipeline.interactive._Interactive, "_inference", failing)
+        words = [str(tmp_path / world.model.name), str(world.folder / "test.de"), str(tmp_path / "out.txt")]
+        assert generate_any([*words, "-s", "de", "-t", "en", "--cpu", "--batch-size", "8"]) == 2
+        found = [line for line in (tmp_path / "out.txt.partial").read_text().splitlines() if line[:2] == "D-"]
+        assert len(found) == 16
+        assert "fastgen-generate: broken" in capsys.readouterr().err
+
+    def test_a_text_with_the_dictionaries_beside_the_checkpoint(self, world, tmp_path, capfd):
+        for path in (world.model, *world.data.glob("dict.*")):
+            shutil.copy(path, tmp_path)
+        model, output = str(tmp_path / world.model.name), tmp_path / "out.txt"
+        words = [model, str(world.folder / "test.de"), str(output), "-s", "de", "-t", "en", *BASE]
+        assert generate_any([word for word in words if word not in ("--num-workers", "0")]) == 0
+        assert output.read_text().splitlines() == self.expected(world)
+
+    def test_fairseqs_own_arguments(self, world, capfd):
+        assert generate_any([str(world.data), "--path", str(world.model), *BASE]) == 0
+        assert len(lines(capfd.readouterr().out)) == 30 * 5 + 1
+
+    def test_nothing_is_replaced(self, world, tmp_path, capsys):
+        output = tmp_path / "out.txt"
+        output.write_text("old")
+        words = [str(world.model), str(world.data), str(output), *BASE]
+        assert generate_any(words) == 2
+        assert "exists already (--overwrite replaces it)" in one_line(capsys, "fastgen-generate")
+        assert output.read_text() == "old"
+        assert generate_any([*words, "--overwrite"]) == 0
+        assert output.read_text() != "old"
+
+    def test_a_text_without_dictionaries(self, world, tmp_path, capsys):
+        words = [str(world.model), str(world.folder / "test.de"), str(tmp_path / "out.txt"), "--cpu"]
+        assert generate_any(words) == 2
+        assert "no dict.*.txt beside" in one_line(capsys, "fastgen-generate")
+
+    def references(self, world: World) -> list[str]:
+        return (world.folder / "test.en").read_text().splitlines()
+
+    def expected(self, world: World) -> list[str]:
+        """The best output of every source, from the lines of the command that prints them."""
+        text = printed(
+            lambda: pipeline.generate(
+                configuration(commands._generation_parser, world.data, "--path", world.model, *BASE), 0
+            )
+        )
+        found = {int(line.split("\t")[0][2:]): line.split("\t")[2] for line in lines(text) if line.startswith("D-")}
+        assert len(found) == 30
+        return [found[number] for number in range(30)]

@@ -1,0 +1,32 @@
+"""These tests need FairSeq. Each starts with FastGen enabled and its counts at zero."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import fastgen
+from fastgen import settings
+
+if importlib.util.find_spec("fairseq") is None and not os.environ.get("FASTGEN_REQUIRE_FAIRSEQ"):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def counted() -> Iterator[None]:
+    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards."""
+    before = settings.current()
+    fastgen.enable()
+    fastgen.reset_stats()
+    yield
+    settings.change(strict=before.strict)
+    fastgen.enable()
+
+
+@pytest.fixture
+def strict(counted: None) -> None:
+    """A fallback fails the test."""
+    fastgen.enable(strict=True)
