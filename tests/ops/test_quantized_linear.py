@@ -111,9 +111,11 @@ def test_shapes_beyond_one_block(backend: str, precision: str, rows: int, inputs
         _check(backend, precision, rows, inputs, outputs, biased, "rows", rows)
 
 
-def test_every_kernel_has_the_layout_of_the_reference(precision: str) -> None:
+def test_every_kernel_has_the_layout_of_the_reference(backend: str, precision: str) -> None:
+    if backend == "reference":
+        pytest.skip("it would be compared with itself")
     weight = torch.randn(75, 130)
-    ours, reference = _pack("vectors", weight, precision), _pack("reference", weight, precision)
+    ours, reference = _pack(backend, weight, precision), _pack("reference", weight, precision)
     assert ours.outputs == reference.outputs and torch.equal(ours.panels, reference.panels)
     if precision == "int8":
         assert torch.equal(ours.totals, reference.totals)
