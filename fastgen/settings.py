@@ -18,7 +18,7 @@ CHOICES = {
     "captured_step": ("auto", "never"),
 }
 # Names that settings had, and their names now.
-_RENAMED = {"cpu_weights": "weight_dtype"}
+RENAMED = {"cpu_weights": "weight_dtype"}
 
 
 def _flag(name: str) -> bool:
@@ -76,7 +76,7 @@ class Settings:
         """The settings that the environment variables named above ask for."""
         given: dict[str, Any] = {}
         # An old name comes first, so that the new one counts where both are given.
-        for name in (*_RENAMED, *CHOICES):
+        for name in (*RENAMED, *CHOICES):
             value = os.environ.get(f"FASTGEN_{name.upper()}", "").strip().lower()
             if value:
                 given |= renamed({name: value}, "FASTGEN_{}".format)
@@ -93,8 +93,8 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
     Raises:
         TypeError: a setting is given by both names.
     """
-    found = {name: value for name, value in changes.items() if name not in _RENAMED}
-    for old, new in _RENAMED.items():
+    found = {name: value for name, value in changes.items() if name not in RENAMED}
+    for old, new in RENAMED.items():
         if old in changes:
             if new in found:
                 raise TypeError(f"{old} is the old name of {new}: give one of them")

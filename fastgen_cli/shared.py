@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -10,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fastgen.settings import RENAMED
+
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
-# Names that options had, and their names now.
-_RENAMED = {"--cpu-weights": "--weight-dtype"}
 
 
 class UsageError(Exception):
@@ -26,16 +27,29 @@ def fail(program: str, message: str, status: int) -> int:
 
 
 def renamed(program: str, words: Sequence[str]) -> list[str]:
-    """The words of a command line with the names that options have now. Each old one gets a line on standard error."""
+    """The words of a command line with the names that options have now.
+
+    Each old name gets a line on standard error, that of an environment variable as well.
+    """
     options = list(words)
-    for position, word in enumerate(options):
-        if word == "--":
-            break
-        name, equals, value = word.partition("=")
-        if name in _RENAMED:
-            print(f"{program}: DeprecationWarning: {name} is now called {_RENAMED[name]}", file=sys.stderr)
-            options[position] = _RENAMED[name] + equals + value
+
+    def tell(old: str, new: str) -> None:
+        print(f"{program}: DeprecationWarning: {old} is now called {new}", file=sys.stderr)
+
+    for old_name, new_name in RENAMED.items():
+        variable, old, new = (f"FASTGEN_{old_name.upper()}", *(_option(name) for name in (old_name, new_name)))
+        if os.environ.get(variable, "").strip():
+            tell(variable, f"FASTGEN_{new_name.upper()}")
+        for position, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):
+            name, equals, value = word.partition("=")
+            if name == old:
+                tell(old, new)
+                options[position] = new + equals + value
     return options
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def reported(program: str, work: Callable[[], int], debug: bool) -> int:

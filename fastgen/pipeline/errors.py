@@ -18,8 +18,6 @@ class PipelineError(Exception):
 class SetupError(PipelineError):
     """What the run was given cannot work: a missing model, an unwritable output, references that do not match."""
 
-    status = 2
-
 
 class StrictError(PipelineError):
     """The first bad record under `strict`."""
@@ -27,24 +25,18 @@ class StrictError(PipelineError):
     status = 1
 
 
-def cannot_write(name: object, error: OSError, remedy: str = "") -> PipelineError:
-    """The error for a file that cannot be written, such as on a full disk."""
-    reason = error.strerror or one_line(error)
-    return PipelineError(f"cannot write {name}: {reason}" + (f" ({remedy})" if remedy else ""))
-
-
 @contextlib.contextmanager
-def writing(name: object) -> Iterator[None]:
-    """Inside this block an OSError becomes the error of `cannot_write`; not that of a reader who has gone away."""
+def writing(name: object, remedy: str = "") -> Iterator[None]:
+    """Inside this block an OSError, as of a full disk, becomes a PipelineError; not that of a reader who has gone."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise cannot_write(name, error) from error
+        reason = error.strerror or one_line(error)
+        raise PipelineError(f"cannot write {name}: {reason}" + (f" ({remedy})" if remedy else "")) from error
 
 
 def one_line(error: BaseException) -> str:
     """The message of an exception on one line; the type's name where it has no message."""
-    text = " ".join(str(error).split())
-    return text[:500] if text else type(error).__name__
+    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import DatasetSource, ParquetSource, Source, TextSource, open_source
+from fastgen.pipeline.readers import Source, open_source
 from fastgen.pipeline.records import BadRecord, Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, RunOptions
 
@@ -17,26 +17,24 @@ from fastgen.pipeline.settings import STANDARD_STREAM, RunOptions
 def choose_column(source: Source, settings: RunOptions) -> str:
     """The column of the input. Raises `SetupError` with the names of the columns where it is unclear or missing."""
     columns = source.columns or []
-    there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
     wanted = settings.input_column
-    if wanted is None:
-        if isinstance(source, TextSource):
-            return "text"
-        if len(columns) == 1:
-            return columns[0]
-        # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
-        if "translation" in columns and settings.src_lang:
-            return f"translation.{settings.src_lang}"
-        raise SetupError(f"{source.name}: choose the input column, {there}")
-    _check_column(source, wanted, "input column")
+    # The layout of translation data sets: {"translation": {"en": ..., "de": ...}}.
+    if wanted is None and len(columns) != 1 and "translation" in columns and settings.src_lang:
+        return f"translation.{settings.src_lang}"
+    if wanted is None and len(columns) != 1:
+        raise SetupError(f"{source.name}: choose the input column, {_listed(columns)}")
+    return _checked(source, wanted or columns[0], "input column")
+
+
+def _checked(source: Source, wanted: str, what: str) -> str:
+    columns = source.columns or []
+    if wanted not in columns and wanted.split(".")[0] not in columns:
+        raise SetupError(f"{source.name} has no {what} {wanted!r}, {_listed(columns)}")
     return wanted
 
 
-def _check_column(source: Source, wanted: str, what: str) -> None:
-    columns = source.columns or []
-    if wanted not in columns and wanted.split(".")[0] not in columns:
-        there = f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
-        raise SetupError(f"{source.name} has no {what} {wanted!r}, {there}")
+def _listed(columns: list[str]) -> str:
+    return f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
 
 
 def field_of(fields: Mapping[str, Any], column: str) -> tuple[bool, Any]:
@@ -65,13 +63,11 @@ class Inputs:
         # Integers have 64 bits in Parquet, and any length in JSON.
         self._short_ids = settings.resolved_output_format == "parquet"
         self.reference_column = settings.reference_column
+        wanted = [self.column]
         for column, what in ((self.id_column, "id column"), (self.reference_column, "reference column")):
-            if column:
-                _check_column(self.source, column, what)
-        if isinstance(self.source, ParquetSource | DatasetSource):
-            wanted = (self.column, self.id_column, self.reference_column)
-            top = [c if c in (self.source.columns or []) else c.split(".")[0] for c in wanted if c]
-            self.source.needed = list(dict.fromkeys(top))
+            wanted += [_checked(self.source, column, what)] if column else []
+        columns = self.source.columns or []
+        self.source.needed = list(dict.fromkeys(name if name in columns else name.split(".")[0] for name in wanted))
         self.references: Source | None = None
         if settings.reference:
             if settings.reference == STANDARD_STREAM:
@@ -79,7 +75,7 @@ class Inputs:
             if not Path(settings.reference).is_file():
                 raise SetupError(f"reference file {settings.reference} does not exist")
             self.references = open_source(settings.reference)
-            if not isinstance(self.references, TextSource) and len(self.references.columns or []) != 1:
+            if len(self.references.columns or []) != 1:
                 raise SetupError(
                     f"reference file {settings.reference} must be text or have a single column; "
                     "references that are a column of the input are chosen with the reference column"
@@ -102,29 +98,18 @@ class Inputs:
         }
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        references = self.references.rows() if self.references else None
+        references = _references(self.references) if self.references else None
+        name = self.references.name if self.references else ""
+        reference = None
         position = -1
         for position, row in enumerate(itertools.islice(self.source.rows(), self.limit)):
-            reference = None
-            if references is not None:
-                reference = self._next_reference(references, position)
+            if references:
+                reference = next(references, None)
+                if reference is None:
+                    raise SetupError(_mismatch(name, position, f"at least {position + 1}"))
             yield self._record(position, row, reference)
-        if references is not None and self.limit is None and next(references, None) is not None:
-            raise SetupError(_mismatch(_name_of(self.references), f"more than {position + 1}", position + 1))
-
-    def _next_reference(self, references: Iterator[Row], position: int) -> str:
-        row = next(references, None)
-        name = _name_of(self.references)
-        if row is None:
-            raise SetupError(_mismatch(name, position, f"at least {position + 1}"))
-        value = next(iter(row.fields.values()), None)
-        # An empty CSV or JSON line is an empty reference, which is allowed.
-        if row.problem is not None and row.problem.kind == "empty":
-            return ""
-        reason = row.problem.message if row.problem else _not_text(value)
-        if reason:
-            raise SetupError(f"{name}, line {row.line}: {reason}")
-        return str(value)
+        if references and self.limit is None and next(references, None) is not None:
+            raise SetupError(_mismatch(name, f"more than {position + 1}", position + 1))
 
     def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
         identity: Any = position
@@ -163,9 +148,16 @@ class Inputs:
         return None
 
 
-def _name_of(source: Source | None) -> str:
-    """The name of a source for a message."""
-    return source.name if source else ""
+def _references(source: Source) -> Iterator[str]:
+    """The texts of references, of which all must be good."""
+    for row in source.rows():
+        value = next(iter(row.fields.values()), None)
+        # An empty CSV or JSON line is an empty reference, which is allowed.
+        if row.problem is not None and row.problem.kind == "empty":
+            value = ""
+        elif reason := row.problem.message if row.problem else _not_text(value):
+            raise SetupError(f"{source.name}, line {row.line}: {reason}")
+        yield str(value)
 
 
 def _mismatch(name: str, there: object, wanted: object) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -27,16 +28,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import RESUMABLE, SetupError, cannot_write
+from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.planner import Resumed, Window
-from fastgen.pipeline.records import BadRecord, Problem
+from fastgen.pipeline.records import BadRecord, Result
 
 VERSION = 2
 _FIRST = b'{"journal": '  # how every journal begins
-
-Result = dict[str, Any]
-"""One record as the journal holds it: `position`, `line` and `id`, and either `text` and what belongs to it, or
-`error` (the kind) and `message`."""
 
 
 def dumps(value: Any) -> str:
@@ -47,17 +44,6 @@ def dumps(value: Any) -> str:
 def encode(value: Any) -> bytes:
     """A line of JSON. Half of a surrogate pair, which UTF-8 has no bytes for, becomes its JSON escape."""
     return dumps(value).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def bad_result(bad: BadRecord) -> Result:
-    """A skipped record as a result."""
-    return {
-        "position": bad.position,
-        "line": bad.line,
-        "id": bad.id,
-        "error": bad.problem.kind,
-        "message": bad.problem.message,
-    }
 
 
 class Collector:
@@ -76,41 +62,48 @@ class Collector:
         self._batches: set[int] = set()
         self._results: dict[int, Result] = {}
 
+    def take(self, entry: Mapping[str, Any]) -> list[Result]:
+        """Take an entry of the journal; the records are returned of the window that it completes."""
+        if "window" in entry:
+            return self.open(_window(entry["window"]))
+        if "batch" in entry:
+            return self.add(*(entry["batch"][name] for name in ("window", "index", "results")))
+        return []
+
     def open(self, window: Window) -> list[Result]:
         """Begin a window; its records are returned at once if it has no batches."""
         self.close()
         self._window, self._complete, self._batches, self._results = window, False, set(), {}
-        return self._take([bad_result(bad) for bad in window.bad])
+        return self._keep(window, [bad.result() for bad in window.bad])
 
     def add(self, window: int, index: int, results: list[Result]) -> list[Result]:
         """Take the results of a batch; all records of the window are returned with its last batch."""
-        self._check(self._window is not None and self._window.index == window, "a batch is without its window")
+        if self._window is None or self._window.index != window:
+            raise self._damaged("a batch is without its window")
         if index in self._batches:  # a batch that is in the journal twice counts once
             return []
         self._batches.add(index)
-        return self._take(results)
+        return self._keep(self._window, results)
 
     def close(self) -> None:
         """No more batches come for the window."""
-        self._check(self._complete, "a window lacks a batch")
+        if not self._complete:
+            raise self._damaged("a window lacks a batch")
 
-    def _take(self, results: list[Result]) -> list[Result]:
-        window = self._window
-        assert window is not None
-        self._results.update((result["position"], result) for result in results)
+    def _keep(self, window: Window, results: list[Result]) -> list[Result]:
         positions = range(window.start, window.start + window.count)
-        self._check(all(result["position"] in positions for result in results), "a record is not of its window")
+        self._results |= {result["position"]: result for result in results}
+        if any(result["position"] not in positions for result in results):
+            raise self._damaged("a record is not of its window")
         if len(self._batches) < window.batches:
             return []
-        self._check(len(self._results) == window.count, "a window lacks records")
+        if len(self._results) < window.count:
+            raise self._damaged("a window lacks records")
         self._complete = True
-        ordered = [self._results[position] for position in positions]
-        self._results = {}
-        return ordered
+        return [self._results.pop(position) for position in positions]
 
-    def _check(self, fits: bool, fault: str) -> None:
-        if not fits:
-            raise SetupError(f"{self._source} is damaged: {fault} (--overwrite starts anew)")
+    def _damaged(self, fault: str) -> SetupError:
+        return SetupError(f"{self._source} is damaged: {fault} (--overwrite starts anew)")
 
 
 @dataclass(frozen=True)
@@ -189,6 +182,10 @@ class Journal:
         """What the interrupted run had decided for itself, or None where there was none."""
         self.differences: list[str] = []
         """How the environment of the interrupted run was another one, such as "threads: 2, now 1"."""
+        self.count = 0
+        """How many records it had done, those that were skipped among them."""
+        self.errors: list[Result] = []
+        """Those that were skipped, in the order in which they were met."""
         self._settings = json.loads(dumps(dict(settings)))
         self._environment = json.loads(dumps(dict(environment or {})))
         # Not emptied before it is locked: it may be another run's.
@@ -215,18 +212,24 @@ class Journal:
         end = len(first)
         self._take_over(_entry(first))
         collector = Collector(self.path)
-        for entry, end_of_entry in _entries(self._file, end):
+        for line in self._file:
+            entry = _entry(line)
+            if entry is None:
+                break
+            end += len(line)
+            collector.take(entry)
+            done: list[Result] = []
             if "window" in entry:
-                window = _window_from(entry["window"])
-                collector.open(window)
+                window = _window(entry["window"])
                 self.resumed.windows[window.index] = window
+                done = entry["window"]["bad"]
             elif "batch" in entry:
-                batch = entry["batch"]
-                collector.add(batch["window"], batch["index"], batch["results"])
-                self.resumed.done.setdefault(batch["window"], set()).add(batch["index"])
+                self.resumed.done.setdefault(entry["batch"]["window"], set()).add(entry["batch"]["index"])
+                done = entry["batch"]["results"]
             elif "environment" in entry:
                 self._compare_environment(entry["environment"])
-            end = end_of_entry
+            self.count += len(done)
+            self.errors += [result for result in done if "error" in result]
         self._file.seek(end)
 
     def _take_over(self, header: Mapping[str, Any] | None) -> None:
@@ -269,55 +272,25 @@ class Journal:
 
     def window(self, window: Window) -> None:
         """Record that a window has been begun."""
-        entry = {
-            "index": window.index,
-            "start": window.start,
-            "count": window.count,
-            "batches": window.batches,
-            "bad": [bad_result(bad) for bad in window.bad],
-        }
-        self._append({"window": entry})
+        self._append({"window": {**vars(window), "bad": [bad.result() for bad in window.bad]}})
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         """Record a finished batch."""
         self._append({"batch": {"window": window, "index": index, "results": results}})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        try:
+        with writing(self.path, RESUMABLE):
             self._file.write(encode(entry))
             # Out of this process, so that a kill cannot take it back.
             self._file.flush()
-        except OSError as error:
-            raise cannot_write(self.path, error, RESUMABLE) from error
 
     def results(self) -> Iterator[Result]:
         """Every record, in input order. Raises `SetupError` where one is missing."""
         collector = Collector(self.path)
-        for entry in self._all():
-            if "window" in entry:
-                yield from collector.open(_window_from(entry["window"]))
-            elif "batch" in entry:
-                batch = entry["batch"]
-                yield from collector.add(batch["window"], batch["index"], batch["results"])
-        collector.close()
-
-    def count(self) -> int:
-        """How many records there are so far, those that were skipped among them."""
-        return sum(
-            len(entry.get("window", {}).get("bad", [])) + len(entry.get("batch", {}).get("results", []))
-            for entry in self._all()
-        )
-
-    def errors(self) -> Iterator[Result]:
-        """Every skipped record so far, in the order in which they were met."""
-        for entry in self._all():
-            listed = entry.get("window", {}).get("bad", []) or entry.get("batch", {}).get("results", [])
-            yield from (result for result in listed if "error" in result)
-
-    def _all(self) -> Iterator[dict[str, Any]]:
         with open(self.path, "rb") as handle:
-            for entry, _ in _entries(handle):
-                yield entry
+            for entry in itertools.takewhile(lambda entry: entry is not None, map(_entry, handle)):
+                yield from collector.take(entry or {})
+        collector.close()
 
     def close(self) -> None:
         """Release the file and its lock."""
@@ -331,22 +304,10 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _entries(handle: BinaryIO, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Complete entries and the offset after each; stops at the first line that is not one."""
-    for line in handle:
-        entry = _entry(line)
-        if entry is None:
-            return
-        offset += len(line)
-        yield entry, offset
-
-
 def _entry(line: bytes) -> dict[str, Any] | None:
     """A line as an entry; None where it is cut short or damaged."""
-    if not line.endswith(b"\n"):
-        return None
     try:
-        entry = json.loads(line)
+        entry = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
@@ -386,12 +347,9 @@ def _is_plan(value: Any) -> bool:
     return _has(value, batch_size=int) and value["batch_size"] > 0 and type(value.get("max_tokens")) in (int, NoneType)
 
 
-def _window_from(entry: Mapping[str, Any]) -> Window:
-    bad = [
-        BadRecord(item["position"], item["line"], item["id"], Problem(item["error"], item["message"]))
-        for item in entry["bad"]
-    ]
-    return Window(entry["index"], entry["start"], entry["count"], entry["batches"], bad)
+def _window(entry: Mapping[str, Any]) -> Window:
+    known = {name: entry[name] for name in ("index", "start", "count", "batches")}
+    return Window(**known, bad=[BadRecord.of(bad) for bad in entry["bad"]])
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

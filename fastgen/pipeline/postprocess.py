@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any, Generic, Literal, TypeVar
 
 from fastgen.pipeline.errors import SetupError, one_line
-from fastgen.pipeline.metrics import Statistics, sentence_statistics
+from fastgen.pipeline.metrics import Statistics, check_metrics, sentence_statistics
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -45,9 +45,10 @@ class Work:
         return Processor(self)
 
     def check(self) -> None:
-        """Raises `SetupError` where the detokenizer is not installed."""
+        """Raises `SetupError` where a package is not installed that the detokenizer or a metric needs."""
         if self.detokenizer and importlib.util.find_spec("sacremoses") is None:
             raise SetupError("the moses detokenizer needs the package sacremoses, which is not installed")
+        check_metrics(self.metrics)
 
 
 @dataclass(frozen=True)

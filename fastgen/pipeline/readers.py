@@ -6,8 +6,10 @@ No reader holds more than a small part of the file in memory.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -33,84 +35,44 @@ LONGEST_CELL = 1 << 26
 PEEK_ROWS = 100
 ROWS_AT_ONCE = 1024
 _COMPRESSED = re.compile(rb"\x1f\x8b|BZh[1-9]1AY&|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04")
-# The marks of UTF-32 come first: one of them begins with a mark of UTF-16.
-_MARKS = {
-    b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-}  # fmt: skip
-# Files without a mark, if they begin with ASCII characters: which of the first four bytes are zero.
-_ZEROS = {
-    b"\0\1\1\1": "UTF-32", b"\1\1\1\0": "UTF-32", b"\0\1\0\1": "UTF-16", b"\1\0\1\0": "UTF-16",
-}  # fmt: skip
+# How files in other encodings begin: with a mark, of which UTF-32 has one that begins with one of UTF-16, or with the
+# zeros that are in their ASCII characters.
+_ENCODINGS = {
+    "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff|[^\0]\0\0\0|\0\0\0[^\0]"),
+    "UTF-16": re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]"),
+}
 
 
-class Source:
-    """An input. Each format is a subclass."""
+class FileSource:
+    """A file, or standard input. As it is, it reads text: each line is an input. Each other format is a subclass."""
 
-    name: str
-    columns: list[str] | None = None
+    columns: list[str] | None = ["text"]
+    needed: list[str] | None = None
+    """Columns that are enough, for formats in which others cost time."""
 
-    def rows(self) -> Iterator[Row]:
-        """The rows in order."""
-        raise NotImplementedError
-
-    def count(self) -> int | None:
-        """The number of rows, or None where counting would take long or is impossible."""
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        """What the journal keeps, so that a run is not resumed with another input."""
-        return {"name": self.name}
-
-
-class FileSource(Source):
-    """A file, or standard input."""
-
-    def __init__(self, path: str) -> None:
-        self.name = path
-        self.path = path
-        if path == STANDARD_STREAM:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name == STANDARD_STREAM:
             return
         # A file is read several times: to identify it, to count its records, and to read them. A pipe gives data once.
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise SetupError(f"cannot read {path}: it is not a regular file (- reads standard input)")
+        if os.path.exists(name) and not os.path.isfile(name):
+            raise SetupError(f"cannot read {name}: it is not a regular file (- reads standard input)")
         try:
-            with open(path, "rb") as handle:
-                _check_start(path, handle.read(8))
+            with open(name, "rb") as handle:
+                _check_start(name, handle.read(8))
         except OSError as error:
-            raise SetupError(f"cannot read {path}: {error.strerror or error}") from error
+            raise SetupError(f"cannot read {name}: {error.strerror or error}") from error
 
     def open(self) -> BinaryIO:
         """The bytes of the file; standard input is never closed."""
-        if self.path == STANDARD_STREAM:
-            return open(sys.stdin.fileno(), "rb", closefd=False) if _has_descriptor(sys.stdin) else sys.stdin.buffer
-        return open(self.path, "rb")
+        if self.name != STANDARD_STREAM:
+            return open(self.name, "rb")
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            return open(sys.stdin.fileno(), "rb", closefd=False)
+        return sys.stdin.buffer  # of a stand-in that has no descriptor
 
-    def identity(self) -> dict[str, Any]:
-        """Size, and a digest of both ends: fast for files of any size, and the same for a copy."""
-        if self.path == STANDARD_STREAM:
-            return {"name": STANDARD_STREAM}
-        size = os.path.getsize(self.path)
-        digest = hashlib.sha256()
-        with open(self.path, "rb") as handle:
-            digest.update(handle.read(CHUNK))
-            if size > CHUNK:
-                handle.seek(max(CHUNK, size - CHUNK))
-                digest.update(handle.read(CHUNK))
-        return {"name": os.path.abspath(self.path), "size": size, "digest": digest.hexdigest()[:32]}
-
-    def count_lines(self) -> int | None:
-        """Lines in the file; None for standard input, which can be read only once."""
-        if self.path == STANDARD_STREAM:
-            return None
-        lines, last = 0, b"\n"
-        with open(self.path, "rb") as handle:
-            while chunk := handle.read(CHUNK):
-                lines += chunk.count(b"\n")
-                last = chunk[-1:]
-        return lines + (last != b"\n")
-
-    def lines(self) -> Iterator[Row]:
-        r"""A row for each line, with the line as `text`. Only \n ends a line: a text may have the others of Unicode."""
+    def rows(self) -> Iterator[Row]:
+        r"""The rows in order: here the lines, as `text`. Only \n ends a line: a text may have the others of Unicode."""
         with self.open() as handle:
             for number, line in enumerate(handle, start=1):
                 if number == 1:
@@ -123,38 +85,50 @@ class FileSource(Source):
                     row = Row(number, problem=Problem("invalid-utf8", f"the line is not UTF-8: {error.reason}"))
                 yield row
 
-
-class TextSource(FileSource):
-    """A text file: each line is an input."""
-
-    columns = ["text"]
-
-    def rows(self) -> Iterator[Row]:
-        return self.lines()
-
     def count(self) -> int | None:
-        return self.count_lines()
+        """The number of rows; None where counting would take long, and for standard input, which is read once."""
+        if self.name == STANDARD_STREAM:
+            return None
+        lines, last = 0, b"\n"
+        with open(self.name, "rb") as handle:
+            while chunk := handle.read(CHUNK):
+                lines += chunk.count(b"\n")
+                last = chunk[-1:]
+        return lines + (last != b"\n")
+
+    def identity(self) -> dict[str, Any]:
+        """What the journal keeps, so that a run is not resumed with another input: size, and a digest of both ends.
+
+        That is fast for files of any size, and the same for a copy.
+        """
+        if self.name == STANDARD_STREAM:
+            return {"name": STANDARD_STREAM}
+        size = os.path.getsize(self.name)
+        digest = hashlib.sha256()
+        with open(self.name, "rb") as handle:
+            digest.update(handle.read(CHUNK))
+            if size > CHUNK:
+                handle.seek(max(CHUNK, size - CHUNK))
+                digest.update(handle.read(CHUNK))
+        return {"name": os.path.abspath(self.name), "size": size, "digest": digest.hexdigest()[:32]}
 
 
 class JsonLinesSource(FileSource):
     """A JSON lines file: each line is an object, or a string."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._stream = self._parsed()
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
     def rows(self) -> Iterator[Row]:
         # Standard input gives its rows once.
-        return itertools.chain(self._peeked, self._stream) if self.path == STANDARD_STREAM else self._parsed()
+        return itertools.chain(self._peeked, self._stream) if self.name == STANDARD_STREAM else self._parsed()
 
     def _parsed(self) -> Iterator[Row]:
-        for row in self.lines():
+        for row in super().rows():
             yield row if row.problem else _json_row(row.line, row.fields["text"])
-
-    def count(self) -> int | None:
-        return self.count_lines()
 
 
 def _json_row(line: int, text: str) -> Row:
@@ -199,24 +173,27 @@ class CsvSource(FileSource):
     line, and reading goes on with the line after that one: a quote that is not closed costs one line, not the file.
     """
 
-    def __init__(self, path: str, delimiter: str = ",") -> None:
-        super().__init__(path)
-        self.delimiter = delimiter
+    def __init__(self, name: str, delimiter: str = ",") -> None:
+        super().__init__(name)
+        self._delimiter = delimiter
+        with open(name, "rb") as handle:
+            # Where lines end with \n, a carriage return in a row is no end of it. A file may have nothing else.
+            self._newline = "\n" if b"\n" in handle.read(CHUNK) else ""
         csv.field_size_limit(LONGEST_CELL)
-        header = next(self._cells(), (1, []))[1]
+        header = next(self._records(), (1, []))[1]
         if isinstance(header, Problem):
-            raise SetupError(f"{path}, line 1: {header.message}")
+            raise SetupError(f"{name}, line 1: {header.message}")
         if not header:
-            raise SetupError(f"{path} has no header line")
+            raise SetupError(f"{name} has no header line")
         self.columns: list[str] = header
-        _check_names(path, header)
+        _check_names(name, header)
 
-    def _cells(self) -> Iterator[tuple[int, list[str] | Problem]]:
+    def _records(self) -> Iterator[tuple[int, list[str] | Problem]]:
         """The line on which each record starts, and its cells."""
         # Bytes that are not UTF-8 come through as surrogates, which the check of the text finds.
-        with io.TextIOWrapper(self.open(), encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        with io.TextIOWrapper(self.open(), "utf-8-sig", "surrogateescape", self._newline) as text:
             lines = _Lines(text)
-            reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
+            reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
             line = 1
             while True:
                 lines.taken.clear()
@@ -225,7 +202,10 @@ class CsvSource(FileSource):
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    yield line, Problem("malformed", f"a quote is not closed, or text follows it: {one_line(error)}")
+                    fault = f"a quote is not closed, or text follows it: {one_line(error)}"
+                    if "new-line character" in fault:
+                        fault = "there is a carriage return outside quotes"
+                    yield line, Problem("malformed", fault)
                     lines.retry()
                     line += 1
                 else:
@@ -233,10 +213,11 @@ class CsvSource(FileSource):
                     line += len(lines.taken)
 
     def rows(self) -> Iterator[Row]:
-        for line, cells in itertools.islice(self._cells(), 1, None):
-            problem = cells if isinstance(cells, Problem) else self._problem(cells)
-            fields = {} if isinstance(cells, Problem) else dict(zip(self.columns, cells, strict=False))
-            yield Row(line, fields, problem)
+        for line, cells in itertools.islice(self._records(), 1, None):
+            if isinstance(cells, Problem):
+                yield Row(line, problem=cells)
+            else:
+                yield Row(line, dict(zip(self.columns, cells, strict=False)), self._problem(cells))
 
     def _problem(self, cells: list[str]) -> Problem | None:
         if not cells:
@@ -249,9 +230,7 @@ class CsvSource(FileSource):
         return None
 
     def count(self) -> int | None:
-        if self.path == STANDARD_STREAM or os.path.getsize(self.path) > COUNT_CSV_UP_TO:
-            return None
-        return sum(1 for _ in self._cells()) - 1
+        return None if os.path.getsize(self.name) > COUNT_CSV_UP_TO else sum(1 for _ in self._records()) - 1
 
 
 def _bare(cell: str) -> str:
@@ -288,18 +267,17 @@ def _value(cell: Any) -> Any:
 
 
 class ParquetSource(FileSource):
-    """A Parquet file, read some rows at a time, and of these the columns that are needed."""
+    """A Parquet file, read some rows at a time."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         parquet = _import("pyarrow.parquet", "pyarrow", "reading .parquet")
         try:
-            self._file = parquet.ParquetFile(path)
+            self._file = parquet.ParquetFile(name)
         except Exception as error:
-            raise SetupError(f"cannot read {path} as Parquet: {one_line(error)}") from error
+            raise SetupError(f"cannot read {name} as Parquet: {one_line(error)}") from error
         self.columns = list(self._file.schema_arrow.names)
-        _check_names(path, self.columns)
-        self.needed: list[str] | None = None
+        _check_names(name, self.columns)
 
     def rows(self) -> Iterator[Row]:
         line = 0
@@ -308,19 +286,17 @@ class ParquetSource(FileSource):
                 line = row.line
                 yield row
         except OSError as error:
-            raise PipelineError(f"cannot read {self.path} after record {line}: {one_line(error)}") from error
+            raise PipelineError(f"cannot read {self.name} after record {line}: {one_line(error)}") from error
 
     def count(self) -> int | None:
         return int(self._file.metadata.num_rows)
 
 
-class DatasetSource(Source):
+class DatasetSource:
     """A data set of the `datasets` library: a hub name, a directory of data files, or one saved with save_to_disk."""
 
     def __init__(self, name: str, config: str | None, split: str | None) -> None:
-        self.name = name
-        self.split = split
-        self.config = config
+        self.name, self._config, self._split = name, config, split
         datasets = _import("datasets", "datasets", "reading data sets")
         datasets.utils.logging.set_verbosity_error()
         quiet_hub()
@@ -330,21 +306,18 @@ class DatasetSource(Source):
             data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config)
         except Exception as error:
             raise SetupError(f"{name} is neither a file nor a data set that loads: {one_line(error)}") from error
-        if isinstance(data, dict):
-            data = self._choose_split(data)
-        self._data = data
-        self.columns = list(data.column_names)
+        self._data = self._choose_split(data) if isinstance(data, dict) else data
+        self.columns = list(self._data.column_names)
         self.needed: list[str] | None = None
 
     def _choose_split(self, splits: Mapping[str, Any]) -> Any:
-        if self.split is None:
-            self.split = next((name for name in ("test", "validation") if name in splits), None)
-            if self.split is None and len(splits) == 1:
-                self.split = next(iter(splits))
-        if self.split is None or self.split not in splits:
-            asked = f"has no split {self.split!r}" if self.split else "needs a split"
+        usual = ["test", "validation", *(splits if len(splits) == 1 else ())]
+        chosen = self._split or next((name for name in usual if name in splits), None)
+        if chosen is None or chosen not in splits:
+            asked = f"has no split {chosen!r}" if chosen else "needs a split"
             raise SetupError(f"data set {self.name} {asked}: there are {', '.join(splits)}")
-        return splits[self.split]
+        self._split = chosen
+        return splits[chosen]
 
     def rows(self) -> Iterator[Row]:
         data = self._data.select_columns(self.needed) if self.needed else self._data
@@ -356,13 +329,11 @@ class DatasetSource(Source):
     def identity(self) -> dict[str, Any]:
         # The fingerprint of the library changes with the path and the date of the original files. Rows and columns
         # are enough to catch a mistake.
-        return {
-            "name": self.name,
-            "config": self.config,
-            "split": self.split,
-            "rows": len(self._data),
-            "columns": self.columns,
-        }
+        named = {"name": self.name, "config": self._config, "split": self._split}
+        return named | {"rows": len(self._data), "columns": self.columns}
+
+
+Source = FileSource | DatasetSource
 
 
 def open_source(path: str, input_format: str = "auto", config: str | None = None, split: str | None = None) -> Source:
@@ -384,11 +355,9 @@ def open_source(path: str, input_format: str = "auto", config: str | None = None
         raise SetupError(f"standard input is read as txt or jsonl, not as {chosen}")
     if chosen == "dataset":
         return DatasetSource(path, config, split)
-    if chosen == "csv":
-        return CsvSource(path)
     if chosen == "tsv":
         return CsvSource(path, delimiter="\t")
-    return {"txt": TextSource, "jsonl": JsonLinesSource, "parquet": ParquetSource}[chosen](path)
+    return {"txt": FileSource, "jsonl": JsonLinesSource, "csv": CsvSource, "parquet": ParquetSource}[chosen](path)
 
 
 def quiet_hub() -> None:
@@ -403,27 +372,16 @@ def _check_names(path: str, columns: list[str]) -> None:
         raise SetupError(f"{path} has column {repeated!r} twice")
 
 
-def _check_start(name: str, start: bytes) -> None:
+def _check_start(path: str, start: bytes) -> None:
     """Raises `SetupError` where the first bytes show that the file is not UTF-8."""
     if _COMPRESSED.match(start):
-        raise SetupError(f"{name} is compressed: decompress it first, or through a pipe into standard input (-)")
-    found = next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
-    found = found or _ZEROS.get(bytes(byte == 0 for byte in start[:4]))
+        raise SetupError(f"{path} is compressed: decompress it first, or through a pipe into standard input (-)")
+    found = next((name for name, pattern in _ENCODINGS.items() if pattern.match(start)), None)
     if found:
-        raise SetupError(f"{name} is {found}: convert it to UTF-8 (iconv -f {found} -t UTF-8)")
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
+        raise SetupError(f"{path} is {found}: convert it to UTF-8 (iconv -f {found} -t UTF-8)")
 
 
 def _import(module: str, package: str, purpose: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Result = dict[str, Any]
+"""One record as the journal holds it: `position`, `line` and `id`, and either `text` and what belongs to it, or
+`error` (the kind) and `message`."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,6 +38,9 @@ class Record:
     text: str
     reference: str | None = None
 
+    def skipped(self, problem: Problem) -> BadRecord:
+        return BadRecord(self.position, self.line, self.id, problem)
+
 
 @dataclass(frozen=True)
 class BadRecord:
@@ -43,3 +50,11 @@ class BadRecord:
     line: int
     id: Any
     problem: Problem
+
+    @classmethod
+    def of(cls, result: Result) -> BadRecord:
+        return cls(result["position"], result["line"], result["id"], Problem(result["error"], result["message"]))
+
+    def result(self) -> Result:
+        named = {"position": self.position, "line": self.line, "id": self.id}
+        return named | {"error": self.problem.kind, "message": self.problem.message}

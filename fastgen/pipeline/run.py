@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import fastgen
 from fastgen import settings as switches
 from fastgen.pipeline.dataset import Steps
-from fastgen.pipeline.errors import SetupError, StrictError, one_line
+from fastgen.pipeline.errors import SetupError, StrictError
 from fastgen.pipeline.identity import environment, identity
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
-from fastgen.pipeline.metrics import check_metrics
 from fastgen.pipeline.model import ModelStage
 from fastgen.pipeline.planner import Resumed, Rules, plan
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
@@ -110,119 +112,119 @@ def run(
     """
     start = time.perf_counter()
     check_free(settings)
-    metrics = resolve_metrics(settings)
-    settings = dataclasses.replace(settings, metrics=metrics)
-    detokenizer = None if settings.detokenizer in (None, "none") else settings.detokenizer
-    work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", metrics)
-    check_metrics(metrics)
+    settings = dataclasses.replace(settings, metrics=resolve_metrics(settings))
+    detokenizer = None if settings.detokenizer == "none" else settings.detokenizer
+    work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
     work.check()
     if model is None:
         check_path(settings.model)
     inputs = Inputs(settings)
     workers = default_workers() if settings.workers is None else settings.workers
-    post = PostProcessor(work.processor, workers if work.any else 0)
-    try:
-        return _run(settings, inputs, post, start, model, tokenizer, begins)
-    finally:
-        post.close()
+    with closing(PostProcessor(work.processor, workers if work.any else 0)) as post:
+        loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
+        begins()
+        output: Output
+        if settings.to_stdout:
+            output = StreamOutput(settings)
+        else:
+            output = FileOutput(settings, identity(settings, inputs, loaded), environment(loaded.device))
+        with closing(output):
+            return _generate(settings, inputs, loaded, post, output, start)
 
 
-def _run(
+def _generate(
     settings: RunOptions,
     inputs: Inputs,
+    loaded: LoadedModel,
     post: PostProcessor[Texts, list[Outcome]],
+    output: Output,
     start: float,
-    model: Any,
-    tokenizer: Any,
-    begins: Callable[[], None],
 ) -> RunReport:
-    loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
-    begins()
-    output: Output
-    if settings.to_stdout:
-        output, journal = StreamOutput(settings), None
-    else:
-        output = FileOutput(settings, identity(settings, inputs, loaded), environment(loaded.device))
-        journal = output.journal
+    """All of a run from the first record to the report."""
+    import torch
+    import transformers
+
+    journal = output.journal
+    decided = journal.plan if journal else None
+    fresh = decided is None
+    if decided is None:
+        rows, tokens = _batch_size(loaded, settings)
+        decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
+    notes = _notes(journal) if journal else []
+    if journal:
+        journal.begin(decided)
+    rules = Rules(decided["batch_size"], decided["max_tokens"], depends_on_padding(loaded))
+    resumed, already = (journal.resumed, journal.count) if journal else (Resumed(), 0)
+
+    def on_bad(bad: BadRecord) -> None:
+        if settings.strict:
+            raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
+
+    progress = Progress(inputs.total, already, settings.quiet)
+    stage = ModelStage(loaded, settings)
+    on_gpu = loaded.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(loaded.device)
+    loading = time.perf_counter() - start
+    steps = Steps(stage, Decoder(loaded, settings), post, output, progress, on_bad)
     try:
-        decided = journal.plan if journal else None
-        resumed = journal.resumed if journal else Resumed()
-        notes = _notes(journal) if journal else []
-        fresh = decided is None
-        if decided is None:
-            rows, tokens = _batch_size(loaded, settings)
-            decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
-        if journal:
-            journal.begin(decided)
-        rules = Rules(decided["batch_size"], decided["max_tokens"], depends_on_padding(loaded))
-        already = journal.count() if journal and resumed.windows else 0
-
-        def on_bad(bad: BadRecord) -> None:
-            if settings.strict:
-                raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
-
-        progress = Progress(inputs.total, already, settings.quiet)
-        stage = ModelStage(loaded, settings)
-        _reset_device_peak(loaded.device)
-        loading = time.perf_counter() - start
-        steps = Steps(stage, Decoder(loaded, settings), post, output, progress, on_bad)
-        try:
-            timing = steps.stages(plan(inputs, Encoder(loaded, settings), rules, resumed, on_bad)).run()
-            stage.finish()
-        except SetupError:
-            if fresh and steps.samples == 0:
-                output.drop()
-            raise
-        finally:
-            progress.close()
-        finishing = time.perf_counter()
-        totals = Totals(settings.metrics)
-        output.finish(totals)
-        finish = time.perf_counter() - finishing + timing.draining
-        share = 1 / timing.wall if timing.wall else 0.0
-        scores = totals.metrics.scores()
-        report = RunReport(
-            samples=totals.samples,
-            skipped=totals.skipped,
-            tokens=totals.tokens,
-            metrics=scores,
-            metrics_samples=totals.metrics.samples,
-            seconds={
-                "load": loading,
-                "generate": timing.wall,
-                "model": stage.seconds,
-                "waiting_for_input": timing.waiting_for_input,
-                "waiting_for_output": timing.waiting_for_output,
-                "finish": finish,
-            },
-            samples_per_second=steps.samples * share,
-            tokens_per_second=steps.tokens * share,
-            waiting_for_input_share=timing.waiting_for_input * share,
-            waiting_for_output_share=timing.waiting_for_output * share,
-            resumed_samples=already,
-            batches=steps.batches,
-            batch_size=rules.batch_size,
-            max_tokens=rules.max_tokens,
-            out_of_memory=stage.out_of_memory,
-            peak_memory_bytes=_peak_memory(),
-            peak_device_memory_bytes=_peak_device_memory(loaded.device),
-            model=settings.model,
-            device=str(loaded.device),
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
-            notes=notes,
-            versions=_versions(),
-            fastgen=_fastgen(),
-        )
-        if settings.score_path:
-            write_json(
-                settings.score_path, scores | {"samples": totals.metrics.samples, "skipped": totals.skipped}, journal
-            )
-        if settings.report:
-            write_json(settings.report, dataclasses.asdict(report), journal)
-        output.complete()
+        timing = steps.run(plan(inputs, Encoder(loaded, settings), rules, resumed, on_bad))
+        stage.finish()
+    except SetupError:
+        if fresh and steps.samples == 0:
+            output.drop()
+        raise
     finally:
-        output.close()
+        progress.close()
+    finishing = time.perf_counter()
+    totals = Totals(settings.metrics)
+    output.finish(totals)
+    finish = time.perf_counter() - finishing + timing.draining
+    share = 1 / timing.wall if timing.wall else 0.0
+    scores = totals.metrics.scores()
+    report = RunReport(
+        samples=totals.samples,
+        skipped=totals.skipped,
+        tokens=totals.tokens,
+        metrics=scores,
+        metrics_samples=totals.metrics.samples,
+        seconds={
+            "load": loading,
+            "generate": timing.wall,
+            "model": stage.seconds,
+            "waiting_for_input": timing.waiting_for_input,
+            "waiting_for_output": timing.waiting_for_output,
+            "finish": finish,
+        },
+        samples_per_second=steps.samples * share,
+        tokens_per_second=steps.tokens * share,
+        waiting_for_input_share=timing.waiting_for_input * share,
+        waiting_for_output_share=timing.waiting_for_output * share,
+        resumed_samples=already,
+        batches=steps.batches,
+        batch_size=rules.batch_size,
+        max_tokens=rules.max_tokens,
+        out_of_memory=stage.out_of_memory,
+        peak_memory_bytes=_peak_memory(),
+        peak_device_memory_bytes=torch.cuda.max_memory_allocated(loaded.device) if on_gpu else None,
+        model=settings.model,
+        device=str(loaded.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
+        notes=notes,
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        fastgen={"stats": fastgen.stats()},
+    )
+    if settings.score_path:
+        counts = {"samples": totals.metrics.samples, "skipped": totals.skipped}
+        write_json(settings.score_path, scores | counts, journal)
+    if settings.report:
+        write_json(settings.report, dataclasses.asdict(report), journal)
+    output.complete()
     return report
 
 
@@ -256,21 +258,6 @@ def _notes(journal: Journal) -> list[str]:
     return [told]
 
 
-def _reset_device_peak(device: Any) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak_device_memory(device: Any) -> int | None:
-    if device.type != "cuda":
-        return None
-    import torch
-
-    return int(torch.cuda.max_memory_allocated(device))
-
-
 def _peak_memory() -> int | None:
     try:
         import resource
@@ -278,21 +265,3 @@ def _peak_memory() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _versions() -> dict[str, str]:
-    import platform
-
-    import torch
-    import transformers
-
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _fastgen() -> dict[str, Any]:
-    import fastgen
-
-    try:
-        return {"stats": fastgen.stats()}
-    except Exception as error:  # a report is not worth failing a finished run for
-        return {"stats": None, "reason": one_line(error)}

@@ -13,19 +13,68 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from fastgen.pipeline.channel import Cancelled, Channel, Direct
+from typing import Any, Generic, TypeVar
 
 BATCHES_AHEAD = 16
 BATCHES_BEHIND = 512
 
+Item = TypeVar("Item")
 Planned = TypeVar("Planned")
 Generated = TypeVar("Generated")
 Pending = TypeVar("Pending")
+
+
+class Cancelled(Exception):
+    """The run ends early. The stage that gets this stops."""
+
+
+class Channel(Generic[Item]):
+    """A bounded queue from one thread to another.
+
+    After `finish` the receiver still gets the items in the queue. After `cancel` both sides get `Cancelled`, those that
+    are waiting as well.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._items: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._finished = False
+        self._cancelled = False
+
+    def put(self, item: Item) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._items) < self._capacity or self._cancelled)
+            if self._cancelled:
+                raise Cancelled
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._finished or self._cancelled)
+                if self._cancelled:
+                    raise Cancelled
+                if not self._items:
+                    return
+                item = self._items.popleft()
+                self._changed.notify_all()
+            yield item
+
+    def finish(self) -> None:
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
 
 
 @dataclass
@@ -40,114 +89,102 @@ class Timing:
     """From the last item leaving the model to the last one being recorded."""
 
 
-class Stages(Generic[Planned, Generated, Pending]):
-    """One run of the pipeline. Every planned item goes through `model`, `post` and `record`, in order.
+def run_stages(
+    plan: Iterator[Planned],
+    model: Callable[[Planned], Generated],
+    post: Callable[[Generated], Pending],
+    record: Callable[[Pending], None],
+    handed_on: Callable[[Generated], None] = lambda generated: None,
+    *,
+    read_ahead: bool = True,
+) -> Timing:
+    """Every planned item goes through `model`, `post` and `record`, in order.
+
+    An interrupt or a failure is raised after all that the model has finished is recorded.
 
     Args:
         plan: the items.
-        model: runs in the thread that calls `run`.
+        model: runs in the thread that calls this.
         post: runs in a thread. It may start work in other processes and return a future.
         record: runs in another thread, waits for that work and writes the result.
         handed_on: called with each result of the model that is sure to be recorded. It may raise to end the run.
         read_ahead: read the plan in a thread. Otherwise the calling thread reads it between two batches.
     """
+    ready: Channel[Planned] = Channel(BATCHES_AHEAD)
+    generated: Channel[Generated] = Channel(BATCHES_BEHIND)
+    writing: Channel[Pending] = Channel(BATCHES_BEHIND)
+    timing = Timing()
+    failures: list[BaseException] = []
 
-    def __init__(
-        self,
-        plan: Iterator[Planned],
-        model: Callable[[Planned], Generated],
-        post: Callable[[Generated], Pending],
-        record: Callable[[Pending], None],
-        handed_on: Callable[[Generated], None] = lambda generated: None,
-        *,
-        read_ahead: bool = True,
-    ) -> None:
-        self._plan = plan
-        self._model = model
-        self._post = post
-        self._record = record
-        self._handed_on = handed_on
-        self._failure: BaseException | None = None
-        self._ahead: Channel[Planned] | None = Channel(BATCHES_AHEAD) if read_ahead else None
-        self._ready: Channel[Planned] | Direct[Planned] = self._ahead or Direct(plan)
-        self._generated: Channel[Generated] = Channel(BATCHES_BEHIND)
-        self._writing: Channel[Pending] = Channel(BATCHES_BEHIND)
-        self.timing = Timing()
+    def planning() -> None:
+        for item in plan:
+            ready.put(item)
+        ready.finish()
 
-    def run(self) -> Timing:
-        """Run the whole plan. An interrupt or a failure is raised after all finished batches are recorded."""
-        stages = [("post", self._post_processing), ("record", self._recording)]
-        if self._ahead is not None:
-            stages.insert(0, ("plan", self._planning))
-        threads = [
-            # With the settings that count for this thread.
-            threading.Thread(
-                target=copy_context().run, args=(self._guarded, stage), name=f"fastgen-{name}", daemon=True
-            )
-            for name, stage in stages
-        ]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        try:
-            try:
-                self._modelling()
-            finally:
-                # After a failure too: stop reading, and record all that the model has finished.
-                self._ready.cancel()
-                self._generated.finish()
-                self.timing.wall = time.perf_counter() - start
-                self.timing.waiting_for_input = self._ready.seconds_empty
-                self.timing.waiting_for_output = self._generated.seconds_full
-                for thread in threads:
-                    thread.join()
-                self.timing.draining = time.perf_counter() - start - self.timing.wall
-        except Cancelled:
-            pass
-        except BaseException:
-            # This includes a second interrupt, during `join`.
-            self._cancel()
-            raise
-        if self._failure is not None:
-            raise self._failure
-        return self.timing
+    def modelling() -> None:
+        end: Any = object()
+        items = iter(ready) if read_ahead else plan
+        while True:
+            start = time.perf_counter()
+            item = next(items, end)
+            timing.waiting_for_input += time.perf_counter() - start
+            if item is end or failures:
+                return
+            result = model(item)
+            start = time.perf_counter()
+            generated.put(result)
+            timing.waiting_for_output += time.perf_counter() - start
+            handed_on(result)
 
-    def _guarded(self, stage: Callable[[], None]) -> None:
+    def post_processing() -> None:
+        for item in generated:
+            writing.put(post(item))
+        writing.finish()
+
+    def recording() -> None:
+        for item in writing:
+            record(item)
+
+    def cancel() -> None:
+        for channel in (ready, generated, writing):
+            channel.cancel()
+
+    def guarded(stage: Callable[[], None]) -> None:
+        """Stops the run at the first failure in a thread. After one of the planner's, the other stages finish."""
         try:
             stage()
         except Cancelled:
             pass
         except BaseException as error:
-            self._fail(error)
+            failures.append(error)
+            ready.cancel() if stage is planning else cancel()
 
-    def _fail(self, error: BaseException) -> None:
-        """Stop the run at the first failure in a thread. If it is the planner's, the stages behind the model finish."""
-        self._failure = self._failure or error
-        self._ready.cancel()
-        if threading.current_thread().name != "fastgen-plan":
-            self._cancel()
-
-    def _cancel(self) -> None:
-        for channel in (self._ready, self._generated, self._writing):
-            channel.cancel()
-
-    def _planning(self) -> None:
-        assert self._ahead is not None
-        for item in self._plan:
-            self._ahead.put(item)
-        self._ahead.finish()
-
-    def _modelling(self) -> None:
-        for item in self._ready:
-            generated = self._model(item)
-            self._generated.put(generated)
-            self._handed_on(generated)
-
-    def _post_processing(self) -> None:
-        for item in self._generated:
-            self._writing.put(self._post(item))
-        self._writing.finish()
-
-    def _recording(self) -> None:
-        for item in self._writing:
-            self._record(item)
+    stages = {"post": post_processing, "record": recording} | ({"plan": planning} if read_ahead else {})
+    threads = [
+        # With the settings that count for this thread.
+        threading.Thread(target=copy_context().run, args=(guarded, stage), name=f"fastgen-{name}", daemon=True)
+        for name, stage in stages.items()
+    ]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    try:
+        try:
+            modelling()
+        finally:
+            # After a failure too: stop reading, and record all that the model has finished.
+            ready.cancel()
+            generated.finish()
+            timing.wall = time.perf_counter() - begin
+            for thread in threads:
+                thread.join()
+            timing.draining = time.perf_counter() - begin - timing.wall
+    except Cancelled:
+        pass
+    except BaseException:
+        # This includes a second interrupt, during `join`.
+        cancel()
+        raise
+    if failures:
+        raise failures[0]
+    return timing

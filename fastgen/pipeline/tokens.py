@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgen.pipeline.errors import one_line
-from fastgen.pipeline.journal import Result
 from fastgen.pipeline.loading import LoadedModel
 from fastgen.pipeline.model import Generated, end_ids, token_count
 from fastgen.pipeline.planner import Prepared
-from fastgen.pipeline.records import BadRecord, Problem, Record
+from fastgen.pipeline.records import BadRecord, Problem, Record, Result
 from fastgen.pipeline.settings import RunOptions
 
 
@@ -60,7 +59,7 @@ class Encoder:
             problem = Problem("too-long", f"{len(ids)} tokens, but the model has room for {self._positions}")
         else:
             return Prepared(record, ids)
-        return BadRecord(record.position, record.line, record.id, problem)
+        return record.skipped(problem)
 
 
 class Decoder:

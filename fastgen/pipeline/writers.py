@@ -18,22 +18,25 @@ goes last, when scores and report are written as well, and knows which of these 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fastgen.pipeline import journal
-from fastgen.pipeline.errors import RESUMABLE, SetupError, cannot_write, writing
-from fastgen.pipeline.journal import Collector, Journal, Result, bad_result, encode, sync
+from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
+from fastgen.pipeline.journal import Collector, Journal, encode, sync
 from fastgen.pipeline.metrics import MetricTotals
 from fastgen.pipeline.paths import followed, is_special, unfinished_path
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.readers import CHUNK
+from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import RunOptions
 
 # Everything that some program or other takes for the end of a line.
@@ -78,43 +81,29 @@ def _write_parquet(path: Path, results: Iterable[Result], numbered: bool) -> Non
     import pyarrow
     from pyarrow import parquet
 
-    rows: list[dict[str, Any]] = []
-    writer: Any = None
-
-    def flush() -> None:
-        nonlocal writer
-        if writer is None:
-            writer = parquet.ParquetWriter(path, _parquet_schema(rows, numbered))
-        writer.write_table(pyarrow.Table.from_pylist(rows, schema=writer.schema))
-        rows.clear()
-
-    try:
-        for result in results:
-            if "error" not in result:
-                row = _fields(result)
-                rows.append(row if numbered else row | {"id": None if row["id"] is None else str(row["id"])})
-            if len(rows) >= _PARQUET_ROWS:
-                flush()
-        if rows or writer is None:
-            flush()
-    finally:
-        if writer is not None:
-            writer.close()
+    good = (_fields(result) for result in results if "error" not in result)
+    rows = good if numbered else (row | {"id": None if row["id"] is None else str(row["id"])} for row in good)
+    some = list(itertools.islice(rows, _PARQUET_ROWS))
+    with parquet.ParquetWriter(path, _parquet_schema(some, numbered)) as writer:
+        while some:
+            writer.write_table(pyarrow.Table.from_pylist(some, schema=writer.schema))
+            some = list(itertools.islice(rows, _PARQUET_ROWS))
 
 
 def _parquet_schema(rows: list[dict[str, Any]], numbered: bool) -> Any:
     import pyarrow
 
+    text, number, score = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     types = {
-        "id": pyarrow.int64() if numbered else pyarrow.string(),
-        "input": pyarrow.string(),
-        "text": pyarrow.string(),
-        "sequences": pyarrow.list_(pyarrow.string()),
-        "scores": pyarrow.list_(pyarrow.float64()),
-        "input_tokens": pyarrow.int64(),
-        "output_tokens": pyarrow.list_(pyarrow.int64()),
-        "reference": pyarrow.string(),
-        "token_ids": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
+        "id": number if numbered else text,
+        "input": text,
+        "text": text,
+        "sequences": pyarrow.list_(text),
+        "scores": pyarrow.list_(score),
+        "input_tokens": number,
+        "output_tokens": pyarrow.list_(number),
+        "reference": text,
+        "token_ids": pyarrow.list_(pyarrow.list_(number)),
     }
     present = set(rows[0]) if rows else set(types) - {"reference", "token_ids"}
     return pyarrow.schema([(name, kind) for name, kind in types.items() if name in present])
@@ -146,104 +135,56 @@ class FileOutput:
     def __init__(
         self, settings: RunOptions, identity: dict[str, Any], environment: dict[str, Any] | None = None
     ) -> None:
+        check_free(settings)
         self._settings = settings
         self._path = Path(settings.output)
-        self._errors: BinaryIO | None = None
-        self.check_free(settings)
         self.journal = Journal(settings.partial_path, identity, settings.resume, environment)
         try:
-            self._copy_errors()
             unfinished_path(self._path).unlink(missing_ok=True)
+            # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
+            settings.errors_partial_path.unlink(missing_ok=True)
+            self._report(self.journal.errors)
         except BaseException:
             self.journal.close()
             raise
 
-    @staticmethod
-    def check_free(settings: RunOptions) -> journal.Left | None:
-        """What an interrupted run has left.
-
-        Raises `SetupError` where the output cannot be written, or would replace something unasked.
-        Of the files beside OUTPUT, only what FastGen wrote is ever replaced, with `overwrite` as well.
-        """
-        path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path
-        unfinished, errors_partial = unfinished_path(path), settings.errors_partial_path
-        if is_special(path):
-            raise SetupError(f"cannot write {path}: it is not a regular file")
-        check_suffix(path)
-        for target in (path, partial, unfinished, errors, errors_partial):
-            _check_writable(target)
-        left = journal.find(partial)
-        if left is not None and not (settings.resume or settings.overwrite):
-            raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
-        if not settings.overwrite:
-            # A kill may have come when the output was in place already.
-            if left is None or not left.has_written(path):
-                _check_absent(path)
-            if left is None:
-                # With resume as well: without the work file there is no run that these could belong to.
-                _check_absent(errors)
-                _check_absent(errors_partial)
-        for target in (errors, errors_partial):
-            if os.path.lexists(target):
-                journal.check_own(target, _ERROR_START)
-        if left is None or not left.has_begun(path):
-            _check_absent(unfinished, "move it away: it was not written by fastgen")
-        return left
-
-    def _copy_errors(self) -> None:
-        """Start the errors of this run with what an interrupted run has reported; without errors there is no file."""
-        self._settings.errors_partial_path.unlink(missing_ok=True)
-        if self.journal.plan is not None:
-            for result in self.journal.errors():
-                self._report(result)
-
-    def _report(self, result: Result) -> None:
+    def _report(self, results: Iterable[Result]) -> None:
+        """Report the skipped records among these at once: whoever watches a long run sees its errors as they come."""
         path = self._settings.errors_partial_path
-        try:
-            if self._errors is None:
-                # Unbuffered: whoever watches a long run sees its errors as they come.
-                self._errors = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
-            self._errors.write(error_line(result))
-        except OSError as error:
-            raise cannot_write(path, error, RESUMABLE) from error
+        lines = [error_line(result) for result in results if "error" in result]
+        if lines:
+            with writing(path, RESUMABLE), open(path, "ab") as handle:
+                handle.writelines(lines)
 
     def window(self, window: Window) -> None:
         """Take note of a window and its skipped records."""
         self.journal.window(window)
-        for bad in window.bad:
-            self._report(bad_result(bad))
+        self._report(bad.result() for bad in window.bad)
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
         """Take the results of a batch."""
         self.journal.batch(window, index, results)
-        for result in results:
-            if "error" in result:
-                self._report(result)
+        self._report(results)
 
     def finish(self, totals: Totals) -> None:
         """Write the output from the journal and put it in place. The journal stays until `complete`."""
         form = self._settings.resolved_output_format
-        unfinished = unfinished_path(self._path)
         errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
         failed: list[Result] = []
 
-        def counted() -> Iterable[Result]:
+        def counted() -> Iterator[Result]:
             for result in self.journal.results():
                 totals.add(result)
                 if "error" in result:
                     failed.append(result)
                 yield result
 
-        try:
-            self.journal.finishing(self._path)
+        with _placed(self._path, self.journal) as unfinished:
             if form == "parquet":
                 numbered = all("error" in result or type(result["id"]) is int for result in self.journal.results())
                 _write_parquet(unfinished, counted(), numbered)
             else:
                 _write_lines(unfinished, counted(), text_line if form == "txt" else json_line)
-            sync(unfinished)
-            self.journal.finished(unfinished)
-            self._close_errors()
             if failed:
                 # In input order now, whatever the order in which they were met.
                 _write_lines(errors_partial, failed, error_line)
@@ -252,12 +193,6 @@ class FileOutput:
             elif self._settings.overwrite:
                 # Those of the output that is replaced.
                 errors.unlink(missing_ok=True)
-            os.replace(unfinished, followed(self._path))
-        except BaseException as error:
-            unfinished.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise cannot_write(self._path, error, RESUMABLE) from error
-            raise
 
     def complete(self) -> None:
         """All that the run writes is in place, so the journal has served its purpose."""
@@ -265,23 +200,18 @@ class FileOutput:
 
     def drop(self) -> None:
         """Remove what a run has left that did not get anywhere."""
-        self.close()
         self.journal.remove()
         self._settings.errors_partial_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the files; what is in the journal stays for a later run."""
         self.journal.close()
-        self._close_errors()
-
-    def _close_errors(self) -> None:
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
 
 
 class StreamOutput:
     """Standard output: written window by window in input order, not resumable. Errors go to standard error."""
+
+    journal: Journal | None = None
 
     def __init__(self, settings: RunOptions) -> None:
         self._line = text_line if settings.resolved_output_format == "txt" else json_line
@@ -291,20 +221,17 @@ class StreamOutput:
 
     def _write(self, results: list[Result]) -> None:
         with writing("standard output"):
-            self._print(results)
-
-    def _print(self, results: list[Result]) -> None:
-        for result in results:
-            self._totals.add(result)
-            if "error" in result:
-                print(f"line {result['line']} skipped: {result['message']}", file=sys.stderr)
-            line = self._line(result)
-            if self._stream is not None:
-                self._stream.write(line)
-            else:
-                sys.stdout.write(line.decode("utf-8"))
-        if results:
-            (self._stream or sys.stdout).flush()
+            for result in results:
+                self._totals.add(result)
+                if "error" in result:
+                    print(f"line {result['line']} skipped: {result['message']}", file=sys.stderr)
+                line = self._line(result)
+                if self._stream is not None:
+                    self._stream.write(line)
+                else:
+                    sys.stdout.write(line.decode("utf-8"))
+            if results:
+                (self._stream or sys.stdout).flush()
 
     def window(self, window: Window) -> None:
         """Take note of a window and its skipped records."""
@@ -332,18 +259,39 @@ Output = FileOutput | StreamOutput
 
 
 def check_free(settings: RunOptions) -> None:
-    """A SetupError where a file of the run cannot be written or would replace something unasked."""
-    left = None if settings.to_stdout else FileOutput.check_free(settings)
-    for name in (settings.score_path, settings.report):
-        if name is None:
-            continue
-        path = Path(name)
+    """Raises `SetupError` where a file of the run cannot be written, or would replace something unasked.
+
+    A file that FastGen did not write is never replaced, except those that `overwrite` is about: OUTPUT, scores and
+    report.
+    """
+    placed = [Path(name) for name in (settings.score_path, settings.report) if name]
+    left = None
+    if not settings.to_stdout:
+        path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path
+        if is_special(path):
+            raise SetupError(f"cannot write {path}: it is not a regular file")
+        check_suffix(path)
+        placed.insert(0, path)
+        for target in (path, partial, errors, settings.errors_partial_path):
+            _check_writable(target)
+        left = journal.find(partial)
+        if left is not None and not (settings.resume or settings.overwrite):
+            raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
+        for target in (errors, settings.errors_partial_path):
+            # With resume as well: without the work file there is no run that these could belong to.
+            if left is None and not settings.overwrite:
+                _check_absent(target)
+            if os.path.lexists(target):
+                journal.check_own(target, _ERROR_START)
+    for path in placed:
         _check_writable(path)
-        if not settings.overwrite and not is_special(path):
-            if left is None or not left.has_written(path):
-                _check_absent(path)
-            if left is None or not left.has_begun(path):
-                _check_absent(unfinished_path(path))
+        if is_special(path):
+            continue
+        # A kill may have come when the file was in place already.
+        if not settings.overwrite and (left is None or not left.has_written(path)):
+            _check_absent(path)
+        if left is None or not left.has_begun(path):
+            _check_absent(unfinished_path(path), "move it away: it was not written by fastgen")
 
 
 def check_suffix(path: Path) -> None:
@@ -372,26 +320,31 @@ def _check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
         raise SetupError(f"{path} exists already ({remedy})")
 
 
-def write_json(name: str, value: Any, journal: Journal | None = None) -> None:
-    """A JSON file for people and programs, which is there as a whole or not at all.
+@contextlib.contextmanager
+def _placed(path: Path, journal: Journal | None) -> Iterator[Path]:
+    """Where to write a file that is to be there as a whole or not at all; it is put in place at the end of the block.
 
     Args:
         journal: of the run that it belongs to, which is told, so that a resumed run knows the file.
     """
+    unfinished = unfinished_path(path)
+    with writing(path, RESUMABLE if journal else ""):
+        try:
+            if journal:
+                journal.finishing(path)
+            yield unfinished
+            sync(unfinished)
+            if journal:
+                journal.finished(unfinished)
+            os.replace(unfinished, followed(path))
+        except (Exception, KeyboardInterrupt):
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def write_json(name: str, value: Any, journal: Journal | None = None) -> None:
+    """A JSON file for people and programs; for `journal` see `_placed`."""
     path = Path(name)
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-    unfinished = unfinished_path(path)
-    try:
-        if is_special(path):
-            path.write_text(text, encoding="utf-8")
-            return
-        if journal is not None:
-            journal.finishing(path)
-        unfinished.write_text(text, encoding="utf-8")
-        if journal is not None:
-            journal.finished(unfinished)
-        os.replace(unfinished, followed(path))
-    except OSError as error:
-        if not is_special(path):
-            unfinished.unlink(missing_ok=True)
-        raise cannot_write(name, error, RESUMABLE if journal is not None else "") from error
+    with writing(path) if is_special(path) else _placed(path, journal) as unfinished:
+        (unfinished or path).write_text(text, encoding="utf-8")

@@ -98,6 +98,15 @@ def test_the_old_name_of_the_option(words: tuple[str, ...], capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
+def test_the_old_name_of_the_environment_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FASTGEN_CPU_WEIGHTS", "bf16")
+    parse(["model", "in.txt", "out.txt"])
+    told = "fastgen-generate: DeprecationWarning: FASTGEN_CPU_WEIGHTS is now called FASTGEN_WEIGHT_DTYPE\n"
+    assert capsys.readouterr().err == told
+
+
 def test_the_old_name_of_the_argument(bart: Path, inputs: Path, tmp_path: Path) -> None:
     options = {"limit": 2, "generation": {"max_new_tokens": 3}, "device": "cpu", "quiet": True, "workers": 0}
     with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype") as told:

@@ -41,10 +41,10 @@ def write(path):
 def test_records_come_back_in_input_order(tmp_path):
     journal = Journal(write(tmp_path / "j"), SETTINGS, resume=True)
     assert [found["position"] for found in journal.results()] == [0, 1, 2, 3, 4, 5]
-    assert [found["line"] for found in journal.errors()] == [2]
+    assert [found["line"] for found in journal.errors] == [2]
     assert journal.plan == {"batch_size": 2}
     assert journal.resumed.done == {0: {0, 1}, 1: {0}}
-    assert journal.count() == 6
+    assert journal.count == 6
 
 
 def test_cut_anywhere_it_resumes_with_the_batches_that_are_whole(tmp_path):

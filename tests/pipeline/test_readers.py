@@ -136,6 +136,21 @@ def test_csv_loses_no_row_and_no_cell(tmp_path):
     assert inputs(path, input_column="text").total == len(found)
 
 
+def test_a_carriage_return_in_a_row_of_csv_is_no_end_of_it(tmp_path):
+    path = tmp_path / "in.csv"
+    path.write_bytes(b'id,text\n1,one\rmore\n2,"two\rmore"\r\n3,three\n')
+    found = read(path, input_column="text")
+    assert [(record.line, record.problem.message) for record in found if isinstance(record, BadRecord)] == [
+        (2, "there is a carriage return outside quotes")
+    ]
+    assert [(record.line, record.text) for record in found if isinstance(record, Record)] == [
+        (3, "two\rmore"), (4, "three"),
+    ]  # fmt: skip
+    # Where nothing else ends a line, it does.
+    path.write_bytes(b"id,text\r1,one\r2,two\r")
+    assert [(record.line, record.text) for record in read(path, input_column="text")] == [(2, "one"), (3, "two")]
+
+
 def test_a_csv_cell_has_a_limit_so_that_an_open_quote_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("fastgen.pipeline.readers.LONGEST_CELL", 1000)
     path = tmp_path / "in.csv"

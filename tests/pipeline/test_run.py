@@ -280,6 +280,17 @@ def test_scores_that_the_interrupted_run_did_not_write_are_not_replaced(bart, in
     assert not (tmp_path / "out.txt.partial").exists()
 
 
+@pytest.mark.parametrize("option", ["score_path", "report"])
+def test_an_unfinished_file_of_somebody_elses_is_not_replaced(bart, inputs, tmp_path, option):
+    mine = tmp_path / ".there.json.unfinished"
+    mine.write_text("mine")
+    options = {"reference": str(inputs), "metrics": ("exact",), option: str(tmp_path / "there.json")}
+    for overwrite in (False, True):
+        with pytest.raises(SetupError, match=r".there.json.unfinished exists already \(move it away"):
+            run(bart, inputs, tmp_path / "out.txt", overwrite=overwrite, **options)
+    assert mine.read_text() == "mine"
+
+
 def test_after_a_full_disk_a_run_is_resumed(bart, inputs, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))

@@ -1,4 +1,4 @@
-"""The stages: order, failures, interrupts, and workers that are forked."""
+"""The stages and the queues between them: order, bounds, failures, interrupts, and workers that are forked."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import threading
 
 import pytest
 
-from fastgen.pipeline.channel import Cancelled, Direct
 from fastgen.pipeline.postprocess import PostProcessor
-from fastgen.pipeline.stages import Stages
+from fastgen.pipeline.stages import Cancelled, Channel, run_stages
 
 
-def _stages(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: None, read_ahead=True):
-    return Stages(iter(plan), model, lambda item: item + 1, recorded.append, handed_on, read_ahead=read_ahead)
+def run(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: None, read_ahead=True):
+    return run_stages(iter(plan), model, lambda item: item + 1, recorded.append, handed_on, read_ahead=read_ahead)
 
 
 @pytest.mark.parametrize("read_ahead", [True, False])
 def test_every_item_goes_through_all_stages_in_order(read_ahead):
     recorded: list[int] = []
-    timing = _stages(range(1000), recorded, read_ahead=read_ahead).run()
+    timing = run(range(1000), recorded, read_ahead=read_ahead)
     assert recorded == [item * 10 + 1 for item in range(1000)]
-    assert timing.wall >= timing.waiting_for_input > 0
+    assert timing.wall >= timing.waiting_for_input + timing.waiting_for_output > timing.waiting_for_input > 0
     assert timing.draining >= 0
 
 
@@ -35,7 +34,7 @@ def test_the_plan_is_read_where_it_is_to_be_read(read_ahead):
             threads.add(threading.current_thread().name)
             yield item
 
-    _stages(plan(), [], read_ahead=read_ahead).run()
+    run(plan(), [], read_ahead=read_ahead)
     assert threads == ({"fastgen-plan"} if read_ahead else {threading.current_thread().name})
 
 
@@ -56,15 +55,14 @@ def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_
         return act
 
     model = failing("model")
-    stages = _stages(
-        map(failing("plan"), range(100)),
-        recorded,
-        model=lambda item: model(item) * 10,
-        handed_on=failing("handed on"),
-        read_ahead=read_ahead,
-    )
     with pytest.raises(error):
-        stages.run()
+        run(
+            map(failing("plan"), range(100)),
+            recorded,
+            model=lambda item: model(item) * 10,
+            handed_on=failing("handed on"),
+            read_ahead=read_ahead,
+        )
     # What is handed on is ten times the item: 50 is that of item 5, which nothing takes back any more.
     expected = [item * 10 + 1 for item in range(6 if where == "handed on" else 5)]
     if where == "plan" and read_ahead:
@@ -81,20 +79,9 @@ def test_a_failure_behind_the_model_ends_the_run():
             raise OSError("the disk is full")
         recorded.append(item)
 
-    stages = Stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=False)
     with pytest.raises(OSError, match="disk is full"):
-        stages.run()
+        run_stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=False)
     assert recorded == [1, 11, 21]
-
-
-def test_a_direct_source_ends_when_it_is_cancelled():
-    source = Direct(iter(range(3)))
-    items = iter(source)
-    assert next(items) == 0
-    source.cancel()
-    with pytest.raises(Cancelled):
-        next(items)
-    assert source.seconds_empty > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
@@ -115,3 +102,50 @@ def test_a_forked_worker_has_what_is_there_already_and_one_thread():
     assert (made, item, threads) == ("before", 2, 1)
     assert process != os.getpid()
     assert PostProcessor(make, 0, "fork").submit(1).result()[:3] == ("afterwards", 2, os.getpid())
+
+
+def test_items_arrive_in_order_and_the_sender_waits_for_room():
+    channel: Channel[int] = Channel(2)
+    most = []
+
+    def send():
+        for item in range(50):
+            channel.put(item)
+            most.append(len(channel._items))
+        channel.finish()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert list(channel) == list(range(50))
+    thread.join()
+    assert max(most) <= 2
+
+
+def test_what_is_queued_outlives_the_sender():
+    channel: Channel[int] = Channel(5)
+    channel.put(1)
+    channel.put(2)
+    channel.finish()
+    assert list(channel) == [1, 2]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_cancelling_wakes_whoever_waits(full):
+    channel: Channel[int] = Channel(1)
+    ended = []
+
+    def wait():
+        try:
+            if full:
+                channel.put(1)
+                channel.put(2)
+            else:
+                next(iter(channel))
+        except Cancelled:
+            ended.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    channel.cancel()
+    thread.join(timeout=10)
+    assert ended == [True]

@@ -18,7 +18,7 @@ from fastgen.pipeline.fairseq.errors import explained, reason
 from fastgen.pipeline.fairseq.formatting import Hypothesis, Pair, Scorer, Sentence, Writer, Written, dictionaries, plain
 from fastgen.pipeline.fairseq.loading import load_models
 from fastgen.pipeline.postprocess import PostProcessor, default_workers
-from fastgen.pipeline.stages import Stages, Timing
+from fastgen.pipeline.stages import Timing, run_stages
 
 logger = logging.getLogger("fastgen.fairseq")
 
@@ -103,11 +103,10 @@ class Command:
                 )
                 closing.callback(self._scorers.close)
             self.report.load = time.perf_counter() - self._start
-            stages = Stages(
-                plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
-            )
             try:
-                self.report.timing = stages.run()
+                self.report.timing = run_stages(
+                    plan, lambda item: self._generate(generator, item), self._post, self._record, read_ahead=False
+                )
             finally:
                 self._leave()
             end = time.perf_counter() - self.report.timing.draining
