@@ -37,6 +37,17 @@ def writing(name: object, remedy: str = "") -> Iterator[None]:
         raise PipelineError(f"cannot write {name}: {reason}" + (f" ({remedy})" if remedy else "")) from error
 
 
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Whatever fails in this block is a SetupError that says what could not be done, and why."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise SetupError(f"{what}: {one_line(error)}") from error
+
+
 def one_line(error: BaseException) -> str:
     """The message of an exception on one line; the type's name where it has no message."""
     return " ".join(str(error).split())[:500] or type(error).__name__

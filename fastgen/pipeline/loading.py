@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.generation_fields import check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import RunOptions
@@ -48,26 +48,22 @@ def load(settings: RunOptions) -> LoadedModel:
     name = settings.model
     check_path(name)
     device = choose_device(settings.device)
-    trust = settings.trust_remote_code
+    trust = {"trust_remote_code": settings.trust_remote_code}
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    with explained(f"model {name} cannot be loaded"):
+        config = AutoConfig.from_pretrained(name, **trust)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         _check_tokenizer(tokenizer, name)
-        _check_generation_file(name)
+        # The library goes on without a generation config that is damaged.
+        if file := _file_of(name, "generation_config.json"):
+            read_json_object(file, "the generation config")
         torch.manual_seed(settings.seed)  # weights that are missing are drawn, and a run can be repeated
         with _load_report(shown=settings.allow_missing_weights and not settings.quiet):
-            loaded: Any = kind.from_pretrained(
-                name, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
-            )
+            loaded: Any = kind.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **trust)
         model, found = loaded
         _check_weights(found, settings)
         model = model.eval().to(device)
-    except SetupError:
-        raise
-    except Exception as error:
-        raise SetupError(f"model {name} cannot be loaded: {one_line(error)}") from error
     return prepare(model, tokenizer, settings)
 
 
@@ -81,13 +77,6 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     if not ordinary or (named and not any(_file_of(name, file) for file in known)):
         raise SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
-
-
-def _check_generation_file(model: str) -> None:
-    """Raises `SetupError` where the model's generation config is damaged: the library goes on without it."""
-    path = _file_of(model, "generation_config.json")
-    if path is not None:
-        read_json_object(path, "the generation config")
 
 
 def _file_of(model: str, name: str) -> Path | None:
@@ -116,8 +105,8 @@ def _check_weights(found: Mapping[str, Any], settings: RunOptions) -> None:
     """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
     if settings.allow_missing_weights:
         return
-    for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "left over"), ("mismatched_keys", "misshapen")):
-        names = sorted(str(name) for name in found.get(kind) or ())
+    for kind, what in {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}.items():
+        names = sorted(str(name) for name in found.get(f"{kind}_keys") or ())
         if names:
             raise SetupError(
                 f"model {settings.model}: {len(names)} of its weights are {what}, {names[0]} the first of them "
@@ -137,33 +126,21 @@ def check_path(name: str) -> None:
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     """Settle everything about a model that is in memory already."""
     encoder_decoder = bool(model.config.is_encoder_decoder)
-    wanted = settings.task
-    if encoder_decoder and wanted == "text-generation":
+    if encoder_decoder and settings.task == "text-generation":
         raise SetupError(f"model {settings.model} is an encoder-decoder: task text-generation needs a decoder-only one")
     task_options = _task(model.config, settings)
-    prefix = settings.prefix if settings.prefix is not None else task_options.get("prefix", "")
-    language_options = _languages(tokenizer, model, settings)
-    generation = _generation_config(model, settings, task_options, language_options)
+    generation = _generation_config(model, settings, task_options, _languages(tokenizer, settings))
     pad_id = _pad_id(tokenizer, generation)
     if generation.pad_token_id is None:
         generation.pad_token_id = pad_id
     check_values(generation)
-    try:
+    with explained("the generation options do not fit together"):
         generation.validate()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise SetupError(f"the generation options do not fit together: {one_line(error)}") from error
     # On the model as well: what is None here would otherwise be filled in from the model's own defaults.
     model.generation_config = generation
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        generation=generation,
-        prefix=prefix,
-        encoder_decoder=encoder_decoder,
-        device=model.device,
-        positions=_input_limit(model.config, generation),
-        pad_id=pad_id,
-    )
+    prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
+    positions = _input_limit(model.config, generation)
+    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, model.device, positions, pad_id)
 
 
 def choose_device(name: str | None) -> Any:
@@ -172,27 +149,21 @@ def choose_device(name: str | None) -> Any:
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with explained(f"device {name} cannot be used"):
         device = torch.device(name)
         torch.empty(1, device=device)
-    except Exception as error:
-        raise SetupError(f"device {name} cannot be used: {one_line(error)}") from error
     return device
 
 
-class _Once(logging.Filter):
+_told: set[str] = set()
+
+
+def _once(record: logging.LogRecord) -> bool:
     """Lets a message through once: generate warns about the same options at every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if message in self._seen:
-            return False
-        self._seen.add(message)
-        return True
+    message = record.getMessage()
+    new = message not in _told
+    _told.add(message)
+    return new
 
 
 def quiet_transformers(quiet: bool) -> None:
@@ -204,8 +175,7 @@ def quiet_transformers(quiet: bool) -> None:
     if quiet:
         transformers_logging.set_verbosity_error()
     for handler in logging.getLogger("transformers").handlers:
-        if not any(isinstance(known, _Once) for known in handler.filters):
-            handler.addFilter(_Once())
+        handler.addFilter(_once)
 
 
 def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
@@ -223,7 +193,7 @@ def _task(config: Any, settings: RunOptions) -> dict[str, Any]:
     return dict(listed.get(name, {}))
 
 
-def _languages(tokenizer: Any, model: Any, settings: RunOptions) -> dict[str, Any]:
+def _languages(tokenizer: Any, settings: RunOptions) -> dict[str, Any]:
     """Set the languages of a multilingual tokenizer; the options that make the model write the target language."""
     if not (settings.src_lang or settings.tgt_lang) or not hasattr(tokenizer, "src_lang"):
         # Models for one pair of languages, or told by a prefix, have nothing to set.
@@ -231,11 +201,8 @@ def _languages(tokenizer: Any, model: Any, settings: RunOptions) -> dict[str, An
     codes = getattr(tokenizer, "lang_code_to_id", None) or {}
 
     def token_of(lang: str) -> int:
-        if hasattr(tokenizer, "get_lang_id"):
-            try:
-                return int(tokenizer.get_lang_id(lang))
-            except KeyError:
-                pass
+        with contextlib.suppress(AttributeError, KeyError):
+            return int(tokenizer.get_lang_id(lang))
         if lang in codes:
             return int(codes[lang])
         token = tokenizer.convert_tokens_to_ids(lang)
@@ -253,26 +220,20 @@ def _languages(tokenizer: Any, model: Any, settings: RunOptions) -> dict[str, An
     target = token_of(settings.tgt_lang)
     # The first mBART starts the decoder with the language; all later models force it as the first token.
     starts_with_language = type(tokenizer).__name__ in ("MBartTokenizer", "MBartTokenizerFast")
-    if starts_with_language:
-        return {"decoder_start_token_id": target}
-    return {"forced_bos_token_id": target}
+    return {"decoder_start_token_id" if starts_with_language else "forced_bos_token_id": target}
 
 
 def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], languages: dict[str, Any]) -> Any:
     """The model's own, then the task's, the languages', the file's and the options', the last word last."""
     generation = copy.deepcopy(model.generation_config)
     # Older models list things for a task that are no generation options (its prefix, a vocabulary).
-    known = {name: value for name, value in task.items() if name != "prefix" and hasattr(generation, name)}
-    layers = [known, languages]
+    values = {name: value for name, value in task.items() if name != "prefix" and hasattr(generation, name)} | languages
     if settings.generation_config:
-        layers.append(read_generation_file(settings.generation_config))
-    layers.append(check_names(settings.generation, "the generation options"))
-    for values in layers:
-        for name, value in values.items():
-            try:
-                setattr(generation, name, _as_config(name, value))
-            except Exception as error:
-                raise SetupError(f"generation option {name}={value!r}: {one_line(error)}") from error
+        values |= read_generation_file(settings.generation_config)
+    values |= check_names(settings.generation, "the generation options")
+    for name, value in values.items():
+        with explained(f"generation option {name}={value!r}"):
+            setattr(generation, name, _as_config(name, value))
     if not settings.to_text:
         # Scores of the sequences; the distributions they come from are let go at every step.
         generation.output_scores = True
@@ -282,14 +243,13 @@ def _generation_config(model: Any, settings: RunOptions, task: dict[str, Any], l
 
 def _as_config(name: str, value: Any) -> Any:
     """A dictionary as the object that the library wants in its place."""
-    from transformers.generation import configuration_utils
+    from transformers.generation import configuration_utils as classes
 
-    if isinstance(value, dict):
-        classes = {"compile_config": "CompileConfig", "watermarking_config": "WatermarkingConfig"}
-        if name in classes:
-            if name == "watermarking_config" and "ngram_len" in value:
-                return configuration_utils.SynthIDTextWatermarkingConfig(**value)
-            return getattr(configuration_utils, classes[name])(**value)
+    if isinstance(value, dict) and name == "compile_config":
+        return classes.CompileConfig(**value)
+    if isinstance(value, dict) and name == "watermarking_config":
+        synth = "ngram_len" in value
+        return (classes.SynthIDTextWatermarkingConfig if synth else classes.WatermarkingConfig)(**value)
     return value
 
 

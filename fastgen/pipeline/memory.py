@@ -53,42 +53,24 @@ class Need:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes that a call of `generate` needs beside the weights.
+    """Bytes that a call of `generate` needs beside the weights."""
 
-    Attributes:
-        layers: of the decoder.
-        kv_bytes: K and V of a position, in one layer.
-        hidden, inner: widths of a layer and of its feed-forward part; the wider of encoder and decoder.
-        gated: the feed-forward part multiplies two projections.
-        heads: of attention over the input's own tokens.
-        vocabulary: scores of a row; of models that predict several tokens ahead, all of them.
-        element: bytes of a weight.
-        beams: sequences of an input.
-        new_tokens: of a sequence, at the most.
-        encoder_decoder: there is an encoder's output.
-        biased: attention adds a bias for every head.
-        eager: attention makes the matrix of all scores.
-        samples: scores are sorted and drawn from.
-        on_gpu: it is CUDA's memory.
-        captured: steps are replayed from a CUDA graph where they can be.
-    """
-
-    layers: int
-    kv_bytes: int
-    hidden: int
-    inner: int
-    gated: bool
-    heads: int
-    vocabulary: int
-    element: int
-    beams: int
-    new_tokens: int
-    encoder_decoder: bool
-    biased: bool
-    eager: bool
-    samples: bool
-    on_gpu: bool
-    captured: bool
+    layers: int  # of the decoder
+    kv_bytes: int  # K and V of a position, in one layer
+    hidden: int  # width of a layer; of encoder and decoder the wider one
+    inner: int  # width of its feed-forward part
+    gated: bool  # that part multiplies two projections
+    heads: int  # of attention over the input's own tokens
+    vocabulary: int  # scores of a row; of models that predict several tokens ahead, all of them
+    element: int  # bytes of a weight
+    beams: int  # sequences of an input
+    new_tokens: int  # of a sequence, at the most
+    encoder_decoder: bool  # there is an encoder's output
+    biased: bool  # attention adds a bias for every head
+    eager: bool  # attention makes the matrix of all scores
+    samples: bool  # scores are sorted and drawn from
+    on_gpu: bool  # it is CUDA's memory
+    captured: bool  # steps are replayed from a CUDA graph where they can be
 
     @classmethod
     def of(cls, model: Any, generation: Any) -> MemoryModel:
@@ -106,20 +88,19 @@ class MemoryModel:
             return default
 
         hidden = size("hidden_size", "d_model", "n_embd", default=768)
-        layers = size("decoder_layers", "num_decoder_layers", default=0)
-        heads = size("decoder_attention_heads", "num_decoder_attention_heads", default=0)
-        heads = heads or size("num_attention_heads", "n_head", "num_heads", default=12)
+        layers = size("num_hidden_layers", "n_layer", "num_layers", default=12)
+        heads = size("num_attention_heads", "n_head", "num_heads", default=12)
+        heads = size("decoder_attention_heads", "num_decoder_attention_heads", default=heads)
         head = size("head_dim", "d_kv", default=max(1, hidden // heads))
+        inner = ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner")
         element = model.dtype.itemsize
         beams, returned = generation.num_beams or 1, generation.num_return_sequences or 1
         on_gpu = model.device.type == "cuda"
         return cls(
-            layers=layers or size("num_hidden_layers", "n_layer", "num_layers", default=12),
+            layers=size("decoder_layers", "num_decoder_layers", default=layers),
             kv_bytes=2 * size("num_key_value_heads", default=heads) * head * element,
             hidden=hidden,
-            inner=size(
-                "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", default=4 * hidden
-            ),
+            inner=size(*inner, default=4 * hidden),
             gated=any(name.endswith(_GATES) for name, _ in model.named_parameters()),
             heads=size("encoder_attention_heads", default=heads),
             vocabulary=size("vocab_size", default=32000) * size("ngram", default=1),
@@ -217,15 +198,11 @@ def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int
         longest: tokens of the longest input.
     """
     kind = "cuda" if model.device.type == "cuda" else "cpu"
-    free = int(free_memory(model.device) * SHARE_OF_FREE[kind]) - _repacked_weights(model)
+    free = int(free_memory(model.device) * SHARE_OF_FREE[kind])
+    if model.device.type == "cpu" and switches.current().packed_weights != "never":
+        # Copies of the weights take so much at the most.
+        free -= sum(parameter.nbytes for parameter in model.parameters())
     return MemoryModel.of(model, generation).largest(max(free, 0), MOST_ROWS[kind], longest)
-
-
-def _repacked_weights(model: Any) -> int:
-    """Bytes that copies of the weights take on a CPU, at the most."""
-    if model.device.type != "cpu" or switches.current().packed_weights == "never":
-        return 0
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def free_memory(device: Any) -> int:

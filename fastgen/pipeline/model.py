@@ -27,9 +27,17 @@ class Piece:
     rows: list[Prepared]
     sequences: Any
     """An array of token ids, still with everything that `generate` puts around them."""
-    scores: list[list[float]] | None
     prompt_width: int
     """Columns that hold the padded prompt (decoder-only) or the start token (encoder-decoder)."""
+    scores: list[float] | None = None
+    """Of each sequence; None where there are none."""
+
+    def written(self, loaded: LoadedModel) -> list[list[int]]:
+        """What the model wrote in each sequence, its end token included, without the padding after it."""
+        end = loaded.generation.eos_token_id
+        ends = frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+        rows = self.sequences[:, self.prompt_width :].tolist()
+        return [row[: token_count(row, ends, loaded.pad_id)] for row in rows]
 
 
 @dataclass
@@ -47,11 +55,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text
-        for sign in ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:")
-    )
+    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
 
 
 def free_captured_steps(device: Any) -> bool:
@@ -202,16 +207,14 @@ class ModelStage:
 
     def _generate(self, rows: list[Prepared], batch: Batch) -> Piece:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         loaded = self.loaded
-        width = max(len(row.ids) for row in rows)
-        ids = torch.full((len(rows), width), loaded.pad_id, dtype=torch.long)
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
-        for number, row in enumerate(rows):
-            # Decoder-only models continue the last column, so the padding must be on the left.
-            columns = slice(0, len(row.ids)) if loaded.encoder_decoder else slice(width - len(row.ids), width)
-            ids[number, columns] = torch.tensor(row.ids, dtype=torch.long)
-            mask[number, columns] = 1
+        # Decoder-only models continue the last column, so the padding must be on the left.
+        side = "right" if loaded.encoder_decoder else "left"
+        tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
+        ids = pad_sequence(tokens, True, loaded.pad_id, side)
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
         options: dict[str, Any] = {}
         scores = SequenceScores(self._beams) if self._with_scores else None
         if scores is not None:
@@ -232,24 +235,11 @@ class ModelStage:
             sequences = (output if torch.is_tensor(output) else output.sequences).cpu().numpy()
         finally:
             self.seconds += time.perf_counter() - start
-        prompt_width = 1 if loaded.encoder_decoder else width
-        return Piece(rows, sequences, self._scores(scores, output, sequences, prompt_width, len(rows)), prompt_width)
-
-    def _scores(
-        self, scores: SequenceScores | None, output: Any, sequences: Any, prompt_width: int, rows: int
-    ) -> list[list[float]] | None:
-        if scores is None:
-            return None
+        piece = Piece(rows, sequences, 1 if loaded.encoder_decoder else ids.shape[1])
         own = getattr(output, "sequences_scores", None)
-        if own is not None:
-            flat: list[float] | None = [float(value) for value in own.cpu()]
-        else:
-            ends = end_ids(self.loaded.generation)
-            flat = scores.sums([token_count(row[prompt_width:], ends, self.loaded.pad_id) for row in sequences])
-        if flat is None:
-            return None
-        each = len(flat) // rows
-        return [flat[start : start + each] for start in range(0, len(flat), each)]
+        if scores is not None:
+            piece.scores = own.tolist() if own is not None else scores.sums(list(map(len, piece.written(loaded))))
+        return piece
 
 
 def _seed(seed: int, batch: Batch, position: int) -> int:
@@ -257,18 +247,12 @@ def _seed(seed: int, batch: Batch, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
 
 
-def end_ids(generation: Any) -> frozenset[int]:
-    """The tokens that end a sequence."""
-    end = generation.eos_token_id
-    return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
-
-
 def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:
     """Tokens that the model wrote, its end token included, without the padding after it."""
     for index, token in enumerate(generated):
-        if int(token) in ends:
+        if token in ends:
             return index + 1
     count = len(generated)
-    while count and int(generated[count - 1]) == pad_id:
+    while count and generated[count - 1] == pad_id:
         count -= 1
     return count

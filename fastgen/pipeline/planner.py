@@ -74,30 +74,27 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
     A batch has at most `batch_size` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
     """
     batches: list[list[int]] = []
-    width = 0
     # Longest first, so that a lack of memory shows at once. Rows of one length keep the input order.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        batch = batches[-1] if batches else None
-        fits = (
-            batch is not None
-            and len(batch) < rules.batch_size
+        batch = batches[-1] if batches else []
+        width = lengths[batch[0]] if batch else 0
+        if (
+            0 < len(batch) < rules.batch_size
             and (rules.max_tokens is None or (len(batch) + 1) * width <= rules.max_tokens)
             and (not rules.equal_lengths or lengths[index] == width)
-        )
-        if batch is not None and fits:
+        ):
             batch.append(index)
         else:
             batches.append([index])
-            width = lengths[index]
     return batches
 
 
+@dataclass
 class Resumed:
-    """What an interrupted run has done. It is empty for a new run."""
+    """What an interrupted run has done: its windows, and the batches of each. It is empty for a new run."""
 
-    def __init__(self) -> None:
-        self.windows: dict[int, Window] = {}
-        self.done: dict[int, set[int]] = {}
+    windows: dict[int, Window] = field(default_factory=dict)
+    done: dict[int, set[int]] = field(default_factory=dict)
 
     def complete(self, window: int) -> Window | None:
         """The window, if all its batches are done."""
@@ -127,13 +124,9 @@ def plan(
             # All is done: no need to tokenise the window.
             _check_same(known.start == chunk[0].position and known.count == len(chunk))
             continue
-        prepared: list[Prepared] = []
-        bad = [record for record in chunk if isinstance(record, BadRecord)]
-        for result in prepare([record for record in chunk if isinstance(record, Record)]):
-            if isinstance(result, BadRecord):
-                bad.append(result)
-            else:
-                prepared.append(result)
+        encoded = prepare([record for record in chunk if isinstance(record, Record)])
+        prepared = [row for row in encoded if isinstance(row, Prepared)]
+        bad = [record for record in (*chunk, *encoded) if isinstance(record, BadRecord)]
         bad.sort(key=lambda record: record.position)
         batches = cut([len(row.ids) for row in prepared], rules)
         window = Window(index, chunk[0].position, len(chunk), len(batches), bad)
@@ -157,10 +150,5 @@ def _check_same(same: bool) -> None:
 def split_rows(rows: list[Prepared], parts: int) -> list[list[Prepared]]:
     """Rows cut into consecutive parts of nearly equal size. Rows of about the same length stay together."""
     size, more = divmod(len(rows), parts)
-    pieces = []
-    start = 0
-    for part in range(parts):
-        end = start + size + (part < more)
-        pieces.append(rows[start:end])
-        start = end
-    return [piece for piece in pieces if piece]
+    ends = [part * size + min(part, more) for part in range(parts + 1)]
+    return [rows[start:end] for start, end in itertools.pairwise(ends) if start < end]

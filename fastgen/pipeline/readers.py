@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line
+from fastgen.pipeline.errors import PipelineError, SetupError, explained, one_line
 from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
@@ -272,10 +272,8 @@ class ParquetSource(FileSource):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         parquet = _import("pyarrow.parquet", "pyarrow", "reading .parquet")
-        try:
+        with explained(f"cannot read {name} as Parquet"):
             self._file = parquet.ParquetFile(name)
-        except Exception as error:
-            raise SetupError(f"cannot read {name} as Parquet: {one_line(error)}") from error
         self.columns = list(self._file.schema_arrow.names)
         _check_names(name, self.columns)
 
@@ -302,10 +300,8 @@ class DatasetSource:
         quiet_hub()
         datasets.disable_progress_bars()
         saved = any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
-        try:
+        with explained(f"{name} is neither a file nor a data set that loads"):
             data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config)
-        except Exception as error:
-            raise SetupError(f"{name} is neither a file nor a data set that loads: {one_line(error)}") from error
         self._data = self._choose_split(data) if isinstance(data, dict) else data
         self.columns = list(self._data.column_names)
         self.needed: list[str] | None = None

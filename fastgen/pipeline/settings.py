@@ -25,16 +25,16 @@ def option(default: Any, help: str, *aliases: str, group: str = "", free: bool =
     """A field that is an option of the command line as well.
 
     Args:
+        default: what it is where it is not given, or a function that says so.
         help: one sentence about it.
         aliases: other names of the option; its own is that of the field.
         group: title of the group of options that begins with this one.
         free: it cannot change the output, so an interrupted run may be resumed with another value.
     """
-    return field(default=default, metadata=_about(help, *aliases, group=group, free=free))
-
-
-def _about(help: str, *aliases: str, group: str = "", free: bool = False) -> dict[str, Any]:
-    return {"help": help, "aliases": aliases, "group": group, "free": free}
+    about = {"help": help, "aliases": aliases, "group": group, "free": free}
+    if callable(default):
+        return field(default_factory=default, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,9 @@ class RunOptions:
         None, "torch device (default: cuda where there is one, otherwise cpu)", group="running", free=True
     )
     dtype: str = option("fp32", "fp32, fp16 or bf16 (default: fp32)")
-    weight_dtype: str = field(
-        default_factory=lambda: switches.current().weight_dtype,
-        metadata=_about(
-            "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
-        ),
+    weight_dtype: str = option(
+        lambda: switches.current().weight_dtype,
+        "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
     )
     batch_size: int | Literal["auto"] = option(
         16,
@@ -135,11 +133,6 @@ class RunOptions:
     report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True)
 
     def __post_init__(self) -> None:
-        self._check_values()
-        self._check_together()
-        self._check_distinct()
-
-    def _check_values(self) -> None:
         _among("input_format", self.input_format, INPUT_FORMATS)
         _among("output_format", self.output_format, OUTPUT_FORMATS)
         _among("dtype", self.dtype, DTYPES)
@@ -157,6 +150,8 @@ class RunOptions:
             value = getattr(self, name)
             if isinstance(value, int) and value < smallest:
                 raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
+        self._check_together()
+        self._check_distinct()
 
     def _check_together(self) -> None:
         if self.reference and self.reference_column:
@@ -171,30 +166,29 @@ class RunOptions:
 
     def _check_distinct(self) -> None:
         """Raises `SetupError` where a file that is written is one that is read, or is written twice."""
-        read: list[tuple[str, str | None]] = [
-            ("INPUT", self.input if not self.from_stdin and os.path.exists(self.input) else None),
-            ("the reference", self.reference),
-            ("the generation config", self.generation_config),
-        ]
-        written: list[tuple[str, str | os.PathLike[str] | None]] = []
+        read: dict[str, Any] = {
+            "INPUT": None if self.from_stdin or not os.path.exists(self.input) else self.input,
+            "the reference": self.reference,
+            "the generation config": self.generation_config,
+        }
+        written: dict[str, Any] = {"the score path": self.score_path, "the report": self.report}
         if not self.to_stdout:
-            written = [
-                ("OUTPUT", self.output),
-                ("the work file of OUTPUT", self.partial_path),
-                ("the unfinished OUTPUT", unfinished_path(Path(self.output))),
-                ("the error file of OUTPUT", self.errors_path),
-                ("the unfinished error file of OUTPUT", self.errors_partial_path),
-            ]
-        written += [("the score path", self.score_path), ("the report", self.report)]
-        seen = [(what, Path(path)) for what, path in read if path]
-        for what, name in written:
-            if name is None:
-                continue
-            path = Path(name)
-            for other, there in seen:
-                if same_file(path, there):
-                    raise SetupError(f"{other} and {what} are the same file: {path}")
-            seen.append((what, path))
+            own = {
+                "OUTPUT": self.output,
+                "the work file of OUTPUT": self.partial_path,
+                "the unfinished OUTPUT": unfinished_path(Path(self.output)),
+                "the error file of OUTPUT": self.errors_path,
+                "the unfinished error file of OUTPUT": self.errors_partial_path,
+            }
+            written = own | written
+        taken = {what: Path(name) for what, name in read.items() if name}
+        for what, name in written.items():
+            if name:
+                path = Path(name)
+                same = next((other for other, there in taken.items() if same_file(path, there)), None)
+                if same is not None:
+                    raise SetupError(f"{same} and {what} are the same file: {path}")
+                taken[what] = path
 
     @property
     def from_stdin(self) -> bool:

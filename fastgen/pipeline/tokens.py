@@ -8,7 +8,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import LoadedModel
-from fastgen.pipeline.model import Generated, end_ids, token_count
+from fastgen.pipeline.model import Generated
 from fastgen.pipeline.planner import Prepared
 from fastgen.pipeline.records import BadRecord, Problem, Record, Result
 from fastgen.pipeline.settings import RunOptions
@@ -68,39 +68,34 @@ class Decoder:
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
         # Tokenizers are not safe in two threads, and another thread encodes at the same time.
         self._tokenizer = copy.deepcopy(loaded.tokenizer)
-        self._ends = end_ids(loaded.generation)
-        self._pad_id = loaded.pad_id
-        self._include_prompt = settings.include_prompt and not loaded.encoder_decoder
-        self._token_ids = settings.token_ids
-        self._to_text = settings.to_text
+        self._loaded = loaded
+        self._settings = settings
 
     def __call__(self, generated: Generated) -> list[tuple[Result, list[str], str | None]]:
         """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
+        with_prompt = self._settings.include_prompt and not self._loaded.encoder_decoder
         for piece in generated.pieces:
             each = len(piece.sequences) // len(piece.rows)
+            sequences = piece.written(self._loaded)
             for number, row in enumerate(piece.rows):
-                found = piece.sequences[number * each : (number + 1) * each]
-                written = [self._written(sequence[piece.prompt_width :]) for sequence in found]
-                scores = piece.scores[number] if piece.scores else None
-                shown = [row.ids + ids for ids in written] if self._include_prompt else written
+                own = slice(number * each, (number + 1) * each)
+                written = sequences[own]
+                scores = piece.scores[own] if piece.scores else None
+                shown = [row.ids + ids for ids in written] if with_prompt else written
                 rows.append((self._result(row, written, scores), shown, row.record.reference))
         flat = self._tokenizer.batch_decode([ids for _, shown, _ in rows for ids in shown], skip_special_tokens=True)
         # Half of a surrogate pair has no UTF-8; it would spoil the file that it is written to.
         texts = (text.encode("utf-8", "replace").decode() for text in flat)
         return [(result, [next(texts) for _ in shown], reference) for result, shown, reference in rows]
 
-    def _written(self, sequence: Any) -> list[int]:
-        ids = sequence.tolist()
-        return ids[: token_count(ids, self._ends, self._pad_id)]
-
     def _result(self, row: Prepared, written: list[list[int]], scores: list[float] | None) -> Result:
         record = row.record
         result: Result = {"position": record.position, "line": record.line, "id": record.id}
-        if not self._to_text:
+        if not self._settings.to_text:
             result |= {"input": record.text, "scores": scores, "input_tokens": len(row.ids)}
             if record.reference is not None:
                 result["reference"] = record.reference
-            if self._token_ids:
+            if self._settings.token_ids:
                 result["token_ids"] = written
         return result | {"output_tokens": [len(ids) for ids in written]}

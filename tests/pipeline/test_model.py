@@ -348,8 +348,8 @@ def test_languages():
 
     asked = RunOptions(model="m", input="-", output="-", src_lang="de_DE", tgt_lang="en_XX")
     tokenizer = _Multilingual()
-    assert _languages(tokenizer, None, asked) == {"forced_bos_token_id": 5}
+    assert _languages(tokenizer, asked) == {"forced_bos_token_id": 5}
     assert tokenizer.src_lang == "de_DE"
     asked = RunOptions(model="m", input="-", output="-", src_lang="xx", tgt_lang="en_XX")
     with pytest.raises(SetupError, match="does not know the language 'xx'"):
-        _languages(tokenizer, None, asked)
+        _languages(tokenizer, asked)
