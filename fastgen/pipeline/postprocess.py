@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Generic, Literal, TypeVar
@@ -129,7 +129,7 @@ def default_workers() -> int:
 
 
 class PostProcessor(Generic[Item, Done]):
-    """Hands items to worker processes. Without workers, it does the work in the calling thread.
+    """Hands items to worker processes. Without workers, a thread does the work.
 
     Args:
         make: creates the function that does the work. It is called in the worker.
@@ -142,28 +142,20 @@ class PostProcessor(Generic[Item, Done]):
     def __init__(
         self, make: Callable[[], Callable[[Item], Done]], workers: int, start: Literal["spawn", "fork"] = "spawn"
     ) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-        self._local: Callable[[Item], Done] | None = None
-        self.workers = workers if start in multiprocessing.get_all_start_methods() else 0
-        if self.workers:
+        self._pool: Executor
+        if workers and start in multiprocessing.get_all_start_methods():
             context = multiprocessing.get_context(start)
-            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(make,))
+            self._pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
+            self._work: Callable[[Item], Done] = _process
             # Starting takes about a second. It happens while the model is loaded.
-            self._warm = [self._pool.submit(_ready) for _ in range(self.workers)]
+            self._warm = [self._pool.submit(_ready) for _ in range(workers)]
         else:
-            self._local = make()
+            self._pool, self._work = ThreadPoolExecutor(1), make()
 
     def submit(self, item: Item) -> Future[Done]:
         """The future result of an item. A single worker takes the items in order."""
-        if self._pool is not None:
-            return self._pool.submit(_process, item)
-        assert self._local is not None
-        future: Future[Done] = Future()
-        future.set_result(self._local(item))
-        return future
+        return self._pool.submit(self._work, item)
 
     def close(self) -> None:
         """End the workers. Work that has not begun is dropped."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self._pool.shutdown(wait=True, cancel_futures=True)

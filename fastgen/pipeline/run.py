@@ -7,30 +7,33 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import fastgen
 from fastgen import settings as switches
-from fastgen.pipeline.dataset import Steps
 from fastgen.pipeline.errors import SetupError, StrictError
 from fastgen.pipeline.identity import environment, identity
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
-from fastgen.pipeline.model import ModelStage
-from fastgen.pipeline.planner import Resumed, Rules, plan
+from fastgen.pipeline.model import Generated, ModelStage
+from fastgen.pipeline.planner import Batch, Resumed, Rules, Window, plan
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
-from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.records import BadRecord
+from fastgen.pipeline.records import BadRecord, Result
 from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.stages import Timing, run_stages
 from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
 
 _USUAL_LENGTH = 512  # tokens
+SECONDS_BETWEEN_LINES = 30.0
+# A batch on its way through post-processing.
+_Pending = tuple[Generated, list[Result], Future[list[Outcome]]]
 
 
 @dataclass
@@ -265,3 +268,102 @@ def _peak_memory() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class Steps:
+    """The steps of one run, and what came out of them. A window goes through all of them as it is.
+
+    reading, tokenising, planning -> model -> decoding -> ordered writing
+                                                      worker processes: detokenising, metrics
+    """
+
+    model: ModelStage
+    decoder: Decoder
+    workers: PostProcessor[Texts, list[Outcome]]
+    output: Output
+    progress: Progress
+    on_bad: Callable[[BadRecord], None]
+    samples: int = 0
+    tokens: int = 0
+    batches: int = 0
+
+    def run(self, plan: Iterator[Window | Batch]) -> Timing:
+        return run_stages(plan, self._generate, self._post, self._record, self._report)
+
+    def _generate(self, item: Window | Batch) -> Window | Generated:
+        return item if isinstance(item, Window) else self.model.run(item)
+
+    def _report(self, item: Window | Generated) -> None:
+        if isinstance(item, Generated):
+            self.batches += 1
+            for row, problem in item.failures:
+                self.on_bad(row.record.skipped(problem))
+
+    def _post(self, item: Window | Generated) -> Window | _Pending:
+        if isinstance(item, Window):
+            return item
+        decoded = self.decoder(item)
+        outcomes = self.workers.submit([(texts, reference) for _, texts, reference in decoded])
+        return item, [result for result, _, _ in decoded], outcomes
+
+    def _record(self, item: Window | _Pending) -> None:
+        if isinstance(item, Window):
+            self.output.window(item)
+            self.progress.add(len(item.bad), 0)
+            return
+        generated, decoded, outcomes = item
+        results = [_completed(result, outcome) for result, outcome in zip(decoded, outcomes.result(), strict=True)]
+        failed = [result for result in results if "error" in result]
+        tokens = sum(sum(result["output_tokens"]) for result in results if "error" not in result)
+        self.samples += len(results) - len(failed)
+        self.tokens += tokens
+        results += [row.record.skipped(problem).result() for row, problem in generated.failures]
+        self.output.batch(generated.batch.window, generated.batch.index, results)
+        self.progress.add(len(results), tokens)
+        for result in failed:
+            self.on_bad(BadRecord.of(result))
+
+
+def _completed(result: Result, outcome: Outcome) -> Result:
+    if outcome.error is not None:
+        kept = {name: result[name] for name in ("position", "line", "id")}
+        return kept | {"error": "post-processing", "message": outcome.error}
+    complete = result | {"text": outcome.texts[0], "statistics": outcome.statistics}
+    # An output of text lines has the best sequence only; a record with scores has them all.
+    if "input" in result:
+        complete["sequences"] = outcome.texts
+    return complete
+
+
+class Progress:
+    """Shows rates and the time left on standard error: a bar on a terminal, otherwise a line every 30 seconds."""
+
+    def __init__(self, total: int | None, already: int = 0, quiet: bool = False) -> None:
+        from tqdm import tqdm
+
+        self._total, self._already, self._done, self._tokens = total, already, already, 0
+        self._start = self._last_line = time.perf_counter()
+        self._lines = not (quiet or sys.stderr.isatty())
+        hidden = quiet or self._lines
+        options = {"unit": " samples", "dynamic_ncols": True, "smoothing": 0.1}
+        self._bar = tqdm(total=total, initial=already, disable=hidden, **options)
+
+    def add(self, samples: int, tokens: int) -> None:
+        """Add finished samples and their generated tokens."""
+        self._done += samples
+        self._tokens += tokens
+        now = time.perf_counter()
+        seconds = max(now - self._start, 1e-9)
+        rate = f"{self._tokens / seconds:.0f} tokens/s"
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(samples)
+        if self._lines and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            counts = {"n": self._done, "total": self._total, "initial": self._already}
+            line = self._bar.format_meter(**counts, elapsed=seconds, ncols=0, unit=" samples", postfix=rate)
+            print(line.strip(), file=sys.stderr)
+
+    def close(self) -> None:
+        """End the bar. It stays on the screen."""
+        self._bar.close()

@@ -1,4 +1,4 @@
-"""The options of a run, as one value: what `fastgen-generate` and `generate_dataset` are asked to do."""
+"""The options of a run, as one value: what `fastgen-generate` and `generate_dataset` are asked to do; its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.paths import same_file, unfinished_path
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
@@ -150,10 +149,6 @@ class RunOptions:
             value = getattr(self, name)
             if isinstance(value, int) and value < smallest:
                 raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
-        self._check_together()
-        self._check_distinct()
-
-    def _check_together(self) -> None:
         if self.reference and self.reference_column:
             raise SetupError("give either a reference file or a reference column, not both")
         if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
@@ -163,6 +158,7 @@ class RunOptions:
             raise SetupError("resume needs an output file: standard output cannot be continued")
         if self.to_stdout and self.resolved_output_format == "parquet":
             raise SetupError("parquet cannot be written to standard output")
+        self._check_distinct()
 
     def _check_distinct(self) -> None:
         """Raises `SetupError` where a file that is written is one that is read, or is written twice."""
@@ -183,12 +179,10 @@ class RunOptions:
             written = own | written
         taken = {what: Path(name) for what, name in read.items() if name}
         for what, name in written.items():
-            if name:
-                path = Path(name)
-                same = next((other for other, there in taken.items() if same_file(path, there)), None)
-                if same is not None:
-                    raise SetupError(f"{same} and {what} are the same file: {path}")
-                taken[what] = path
+            for other, there in taken.items() if name else ():
+                if same_file(Path(name), there):
+                    raise SetupError(f"{other} and {what} are the same file: {name}")
+            taken |= {what: Path(name)} if name else {}
 
     @property
     def from_stdin(self) -> bool:
@@ -227,6 +221,31 @@ class RunOptions:
     def errors_partial_path(self) -> Path:
         """Where skipped records are reported until the output is complete."""
         return Path(self.output + ".errors.jsonl.partial")
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where a file is written before it takes its name. The suffix stays last, for formats that are told by it."""
+    path = followed(path)
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def followed(path: Path) -> Path:
+    """What a link leads to: the file is replaced, not the link."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path is a device, a pipe or the like, which is written to and cannot be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, which need not exist yet."""
+    if is_special(one) or is_special(other):
+        return False
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _among(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -33,11 +33,10 @@ from fastgen.pipeline import journal
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.journal import Collector, Journal, encode, sync
 from fastgen.pipeline.metrics import MetricTotals
-from fastgen.pipeline.paths import followed, is_special, unfinished_path
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.readers import CHUNK
 from fastgen.pipeline.records import Result
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.settings import RunOptions, followed, is_special, unfinished_path
 
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
@@ -245,14 +244,10 @@ class StreamOutput:
         """Hand over the counts."""
         totals.__dict__.update(self._totals.__dict__)
 
-    def complete(self) -> None:
-        """There is no journal."""
-
-    def drop(self) -> None:
-        """Nothing can be taken back from a stream."""
-
     def close(self) -> None:
-        """Leave the stream to its owner."""
+        """There is no journal, nothing can be taken back from a stream, and it stays with its owner."""
+
+    complete = drop = close
 
 
 Output = FileOutput | StreamOutput

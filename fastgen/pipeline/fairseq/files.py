@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, one_line, writing
-from fastgen.pipeline.paths import followed, is_special, unfinished_path
 from fastgen.pipeline.records import Result
-from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
+from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special, unfinished_path
 from fastgen.pipeline.writers import check_suffix, json_line, text_line
 
 if TYPE_CHECKING:
