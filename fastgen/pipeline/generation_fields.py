@@ -7,6 +7,7 @@ asked for it, and its value is JSON or text.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -33,8 +34,6 @@ _NAMES = {
     "sequence_bias watermarking_config compile_config continuous_batching_config constraints force_words_ids",
 }
 TYPES = {name: frozenset(types.split()) for types, names in _NAMES.items() for name in names.split()}
-_ANY: frozenset[str] = frozenset()
-_CLASSES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 # Smaller values make no sense to the library, which does not look at all of them itself.
 _LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
 _LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
@@ -57,23 +56,21 @@ def is_field(name: str) -> bool:
 
 def is_flag(name: str) -> bool:
     """Whether the field can be given without a value."""
-    return "bool" in TYPES.get(name, _ANY)
+    return "bool" in TYPES.get(name, ())
 
 
 def parse(name: str, text: str) -> Any:
     """The value that a word on a command line stands for. Raises ValueError where it is not of the field's types."""
-    types = TYPES.get(name, _ANY)
+    types = TYPES.get(name, frozenset())
     word = text.strip().lower()
     if word in ("none", "null"):
         return None
     if "bool" in types and word in ("true", "false"):
         return word == "true"
-    for kind, convert in (("int", int), ("float", float)):
-        if kind in types:
-            try:
-                return convert(text)
-            except ValueError:
-                pass
+    for kind in (int, float):
+        if kind.__name__ in types:
+            with contextlib.suppress(ValueError):
+                return kind(text)
     bracketed = word.startswith(("[", "{"))
     if bracketed if "str" in types else "json" in types or not types:
         try:
@@ -96,12 +93,8 @@ def check_values(generation: Any) -> None:
         value = getattr(generation, name, None)
         if value is None:
             continue
-        classes = tuple(kind for listed in types for kind in _CLASSES.get(listed, ()))
-        if isinstance(value, bool):
-            is_right = "bool" in types
-        else:
-            is_right = isinstance(value, classes) or ("json" in types and not isinstance(value, str))
-        if not is_right:
+        found = {"int", "float"} if type(value) is int else {type(value).__name__}
+        if not types & found and ("json" not in types or isinstance(value, bool | str)):
             raise SetupError(f"generation option {name} is {value!r}: it must be of type {_named(types)}")
         if name in _LEAST and value < _LEAST[name]:
             raise SetupError(f"generation option {name} is {value}: it must be at least {_LEAST[name]}")
@@ -122,9 +115,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 def read_generation_file(path: str) -> dict[str, Any]:
     """The fields in a generation configuration file, or in the generation_config.json of a directory."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "generation_config.json"
+    file = Path(path, "generation_config.json") if Path(path).is_dir() else Path(path)
     return check_names(read_json_object(file, "the generation config"), f"the generation config {file}")
 
 

@@ -118,7 +118,7 @@ class Left:
 
     def has_begun(self, path: Path) -> bool:
         """Whether the run may have left this file under its unfinished name."""
-        return _seen_from(self.path, path) in self.finishing
+        return os.path.relpath(path, self.path.parent) in self.finishing
 
     def has_written(self, path: Path) -> bool:
         """Whether a file is what the run has put in place."""
@@ -237,10 +237,13 @@ class Journal:
         version = None if header is None else header.get("journal")
         if isinstance(version, int) and version != VERSION:
             raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
-        parts = [(header or {}).get(name) for name in ("settings", "environment", "plan")]
-        if version is None or not all(isinstance(part, dict) for part in parts) or not _is_plan(parts[2]):
+        parts: list[Any] = [(header or {}).get(name) for name in ("settings", "environment", "plan")]
+        settings, environment, plan = parts
+        sound = version is not None and isinstance(settings, dict) and isinstance(environment, dict)
+        sound = sound and _has(plan, batch_size=int) and plan["batch_size"] > 0
+        if not sound or type(plan.get("max_tokens")) not in (int, NoneType):
             raise SetupError(f"cannot resume: the first line of {self.path} is damaged (--overwrite starts anew)")
-        settings, environment, self.plan = parts
+        self.plan = plan
         for name, old, new in _differences(settings, self._settings):
             if name.startswith("model."):
                 raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
@@ -264,18 +267,16 @@ class Journal:
 
     def finishing(self, path: Path) -> None:
         """Record that a file is about to be written under its unfinished name."""
-        self._append({"finishing": _seen_from(self.path, path)})
+        self._append({"finishing": os.path.relpath(path, self.path.parent)})
 
     def finished(self, unfinished: Path) -> None:
         """Record what the complete file is, before it is put in place."""
         self._append({"finished": digest(unfinished)})
 
     def window(self, window: Window) -> None:
-        """Record that a window has been begun."""
         self._append({"window": {**vars(window), "bad": [bad.result() for bad in window.bad]}})
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
-        """Record a finished batch."""
         self._append({"batch": {"window": window, "index": index, "results": results}})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -342,11 +343,6 @@ def _is_result(value: Any) -> bool:
     )
 
 
-def _is_plan(value: Any) -> bool:
-    """Whether batches can be cut by a plan."""
-    return _has(value, batch_size=int) and value["batch_size"] > 0 and type(value.get("max_tokens")) in (int, NoneType)
-
-
 def _window(entry: Mapping[str, Any]) -> Window:
     known = {name: entry[name] for name in ("index", "start", "count", "batches")}
     return Window(**known, bad=[BadRecord.of(bad) for bad in entry["bad"]])
@@ -360,27 +356,20 @@ def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any,
         yield name, old, new
 
 
-def _seen_from(journal: Path, path: Path) -> str:
-    return os.path.relpath(path, journal.parent)
-
-
 def _short(value: Any) -> str:
     text = dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _lock(handle: BinaryIO, path: Path) -> None:
-    try:
+    # Without POSIX, or on a file system without locks, as some network mounts are, two runs are not told apart.
+    with contextlib.suppress(ImportError, OSError):
         import fcntl
-    except ImportError:  # not POSIX: two runs with one output are not told apart
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise SetupError(f"another run is writing {path}") from error
-    except OSError:
-        # A file system without locks, as some network mounts are.
-        return
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SetupError(f"another run is writing {path}") from error
 
 
 def sync(path: Path) -> None:

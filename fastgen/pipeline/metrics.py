@@ -35,36 +35,29 @@ def _sacrebleu(name: str) -> Any:
     return BLEU(force=True) if name == "bleu" else CHRF()
 
 
+def _measure(name: str) -> Callable[[str, str], list[float]]:
+    if name == "exact":
+        return lambda text, reference: [float(text.strip() == reference.strip())]
+    if name == "rouge":
+        from rouge_score.rouge_scorer import RougeScorer
+
+        # With the stemmer, as the Transformers summarisation script has it.
+        scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+        return lambda text, reference: [score.fmeasure for score in scorer.score(reference, text).values()]
+    metric = _sacrebleu(name)
+    return lambda text, reference: list(metric._extract_corpus_statistics([text], [[reference]])[0])
+
+
 def sentence_statistics(names: Sequence[str]) -> Callable[[str, str], Statistics]:
     """A function from an output and its reference to the statistics of every metric named."""
-    measures: dict[str, Callable[[str, str], list[float]]] = {}
-    for name in names:
-        if name in ("bleu", "chrf"):
-            metric = _sacrebleu(name)
-            measures[name] = lambda text, reference, metric=metric: list(  # type: ignore[misc]
-                metric._extract_corpus_statistics([text], [[reference]])[0]
-            )
-        elif name == "rouge":
-            from rouge_score.rouge_scorer import RougeScorer
-
-            # With the stemmer, as the Transformers summarisation script has it.
-            scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
-
-            def rouge(text: str, reference: str, scorer: Any = scorer) -> list[float]:
-                scores = scorer.score(reference, text)
-                return [scores[kind].fmeasure for kind in ROUGE_TYPES]
-
-            measures[name] = rouge
-        elif name == "exact":
-            measures[name] = lambda text, reference: [float(text.strip() == reference.strip())]
+    measures = {name: _measure(name) for name in names}
     return lambda text, reference: {name: measure(text, reference) for name, measure in measures.items()}
 
 
 class MetricTotals:
     """The sums of the statistics, and the corpus scores (each from 0 to 100)."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self) -> None:
         self.samples = 0
         self._sums: dict[str, list[float]] = {}
 
@@ -79,10 +72,7 @@ class MetricTotals:
     def scores(self) -> dict[str, float]:
         """The corpus scores of all outputs added so far; empty if there is none."""
         scores: dict[str, float] = {}
-        for name in self.names:
-            sums = self._sums.get(name)
-            if sums is None:
-                continue
+        for name, sums in self._sums.items():
             if name in ("bleu", "chrf"):
                 scores[name] = _sacrebleu(name)._aggregate_and_compute([sums]).score
             elif name == "rouge":

@@ -18,6 +18,7 @@ from fastgen.pipeline.settings import RunOptions
 
 # With this many failures before the first success, the fault is not in the records.
 MOST_FAILURES = 8
+OUT_OF_MEMORY = "out-of-memory"
 
 
 @dataclass
@@ -119,15 +120,11 @@ class ModelStage:
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
         self.loaded = loaded
-        self.seed = settings.seed
         self.limit: int | None = None
         """The largest size that is still tried, once a larger one has not fitted in memory."""
         self.out_of_memory = 0
         self.seconds = 0.0
-        self._weight_dtype = settings.weight_dtype
-        self._with_scores = not settings.to_text
-        self._sampling = bool(loaded.generation.do_sample)
-        self._beams = (loaded.generation.num_beams or 1) > 1
+        self._settings = settings
         self._failures = 0
         self._succeeded = False
         self._first_error = ""
@@ -143,34 +140,37 @@ class ModelStage:
         done = Generated(batch)
         # A stack of row groups, worked on in the order of the batch.
         waiting = list(reversed(self._within_limit(batch.rows)))
-        again: list[Prepared] | None = None
         while waiting:
             rows = waiting.pop()
-            problem: Problem | None = None
-            out_of_memory = False
-            try:
-                with switches.changed(weight_dtype=self._weight_dtype):
-                    done.pieces.append(self._generate(rows, batch))
-                self._succeeded = True
-            except Exception as error:
-                out_of_memory = is_out_of_memory(error)
-                problem = Problem("out-of-memory" if out_of_memory else "model-error", one_line(error))
-            if problem is None:
+            made = self._tried(rows, batch)
+            if isinstance(made, Problem) and made.kind == OUT_OF_MEMORY and free_captured_steps(self.loaded.device):
+                made = self._tried(rows, batch)
+            if isinstance(made, Piece):
+                done.pieces.append(made)
                 continue
-            # Outside the handler: the exception, its frames and their tensors are gone by now.
-            if out_of_memory and rows is not again and free_captured_steps(self.loaded.device):
-                again = rows
-                waiting.append(rows)
-                continue
+            out_of_memory = made.kind == OUT_OF_MEMORY
             if out_of_memory:
                 self._remember(rows)
             if len(rows) > 1:
                 # In halves while it is memory; one by one to find the row that the model does not take.
-                parts = split_rows(rows, 2 if out_of_memory else len(rows))
-                waiting.extend(reversed(parts))
-            else:
-                self._give_up(rows[0], problem, done)
+                waiting.extend(reversed(split_rows(rows, 2 if out_of_memory else len(rows))))
+                continue
+            done.failures.append((rows[0], made))
+            self._failures += 1
+            self._first_error = self._first_error or made.message
+            if self._failures >= MOST_FAILURES:
+                self.finish()
         return done
+
+    def _tried(self, rows: list[Prepared], batch: Batch) -> Piece | Problem:
+        """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
+        try:
+            with switches.changed(weight_dtype=self._settings.weight_dtype):
+                piece = self._generate(rows, batch)
+        except Exception as error:
+            return Problem(OUT_OF_MEMORY if is_out_of_memory(error) else "model-error", one_line(error))
+        self._succeeded = True
+        return piece
 
     def finish(self) -> None:
         """A SetupError where not one record succeeded and the model refused some."""
@@ -198,13 +198,6 @@ class ModelStage:
         if self.loaded.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _give_up(self, row: Prepared, problem: Problem, done: Generated) -> None:
-        done.failures.append((row, problem))
-        self._failures += 1
-        self._first_error = self._first_error or problem.message
-        if self._failures >= MOST_FAILURES:
-            self.finish()
-
     def _generate(self, rows: list[Prepared], batch: Batch) -> Piece:
         import torch
         from torch.nn.utils.rnn import pad_sequence
@@ -216,14 +209,15 @@ class ModelStage:
         ids = pad_sequence(tokens, True, loaded.pad_id, side)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
         options: dict[str, Any] = {}
-        scores = SequenceScores(self._beams) if self._with_scores else None
+        scores = None if self._settings.to_text else SequenceScores((loaded.generation.num_beams or 1) > 1)
         if scores is not None:
             options["stopping_criteria"] = [scores]
         if loaded.generation.stop_strings is not None:
             options["tokenizer"] = loaded.tokenizer
-        if self._sampling:
+        if loaded.generation.do_sample:
             # A seed of its own for every batch: a resumed run draws what an uninterrupted one would have.
-            torch.manual_seed(_seed(self.seed, batch, rows[0].record.position))
+            words = f"{self._settings.seed}:{batch.window}:{batch.index}:{rows[0].record.position}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"))
         start = time.perf_counter()
         try:
             output = loaded.model.generate(
@@ -240,11 +234,6 @@ class ModelStage:
         if scores is not None:
             piece.scores = own.tolist() if own is not None else scores.sums(list(map(len, piece.written(loaded))))
         return piece
-
-
-def _seed(seed: int, batch: Batch, position: int) -> int:
-    words = f"{seed}:{batch.window}:{batch.index}:{position}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
 
 
 def token_count(generated: Sequence[int], ends: frozenset[int], pad_id: int) -> int:

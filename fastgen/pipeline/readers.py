@@ -145,26 +145,6 @@ def _json_row(line: int, text: str) -> Row:
     return Row(line, problem=Problem("wrong-type", f"the line is a {type(value).__name__}, not an object"))
 
 
-class _Lines:
-    """Lines for the csv module. It keeps those of the current record, so that they can be read again."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines = iter(lines)
-        self._again: deque[str] = deque()
-        self.taken: list[str] = []
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.taken.append(self._again.popleft() if self._again else next(self._lines))
-        return self.taken[-1]
-
-    def retry(self) -> None:
-        """Go back to the second line of the current record."""
-        self._again.extendleft(reversed(self.taken[1:]))
-
-
 class CsvSource(FileSource):
     """Comma- or tab-separated values with a header line.
 
@@ -192,11 +172,18 @@ class CsvSource(FileSource):
         """The line on which each record starts, and its cells."""
         # Bytes that are not UTF-8 come through as surrogates, which the check of the text finds.
         with io.TextIOWrapper(self.open(), "utf-8-sig", "surrogateescape", self._newline) as text:
-            lines = _Lines(text)
-            reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
+            taken: list[str] = []  # lines of the current record, which may have to be read again
+            again: deque[str] = deque()
+
+            def lines() -> Iterator[str]:
+                while found := again.popleft() if again else text.readline():
+                    taken.append(found)
+                    yield found
+
+            reader = csv.reader(lines(), delimiter=self._delimiter, strict=True)
             line = 1
             while True:
-                lines.taken.clear()
+                taken.clear()
                 try:
                     cells = next(reader)
                 except StopIteration:
@@ -206,11 +193,12 @@ class CsvSource(FileSource):
                     if "new-line character" in fault:
                         fault = "there is a carriage return outside quotes"
                     yield line, Problem("malformed", fault)
-                    lines.retry()
+                    again.extendleft(reversed(taken[1:]))
+                    reader = csv.reader(lines(), delimiter=self._delimiter, strict=True)
                     line += 1
                 else:
                     yield line, cells
-                    line += len(lines.taken)
+                    line += len(taken)
 
     def rows(self) -> Iterator[Row]:
         for line, cells in itertools.islice(self._records(), 1, None):
@@ -242,11 +230,11 @@ def _rows_of(tables: Iterable[Any]) -> Iterator[Row]:
     """The rows of tables of pyarrow."""
     line = 0
     for table in tables:
-        names = table.schema.names
         for values in zip(*map(_values, table.columns), strict=True):
             line += 1
             problem = next((value for value in values if isinstance(value, Problem)), None)
-            yield Row(line, problem=problem) if problem else Row(line, dict(zip(names, values, strict=True)))
+            fields = {} if problem else dict(zip(table.schema.names, values, strict=True))
+            yield Row(line, fields, problem)
 
 
 def _values(column: Any) -> list[Any]:

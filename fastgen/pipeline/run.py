@@ -28,7 +28,7 @@ from fastgen.pipeline.records import BadRecord, Result
 from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.stages import Timing, run_stages
 from fastgen.pipeline.tokens import Decoder, Encoder
-from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, Totals, check_free, write_json
+from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, check_free, write_json
 
 _USUAL_LENGTH = 512  # tokens
 SECONDS_BETWEEN_LINES = 30.0
@@ -180,8 +180,7 @@ def _generate(
     finally:
         progress.close()
     finishing = time.perf_counter()
-    totals = Totals(settings.metrics)
-    output.finish(totals)
+    totals = output.finish()
     finish = time.perf_counter() - finishing + timing.draining
     share = 1 / timing.wall if timing.wall else 0.0
     scores = totals.metrics.scores()

@@ -32,34 +32,23 @@ class Encoder:
                 self._tokenizer.truncation_side = "left"
 
     def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
-        if not records:
-            return []
+        texts = [self._prefix + record.text for record in records]
         try:
-            encoded: list[Any] = self._encode([record.text for record in records])
-        except Exception:
-            # Find the text that the tokenizer refuses; the others are kept.
-            encoded = [self._encode_alone(record.text) for record in records]
-        return [self._checked(record, ids) for record, ids in zip(records, encoded, strict=True)]
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return list(self._tokenizer([self._prefix + text for text in texts], **self._options)["input_ids"])
-
-    def _encode_alone(self, text: str) -> list[int] | Problem:
-        try:
-            return self._encode([text])[0]
+            encoded = self._tokenizer(texts, **self._options)["input_ids"] if texts else []
         except Exception as error:
-            return Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}")
+            if len(records) == 1:
+                return [records[0].skipped(Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}"))]
+            # Find the text that the tokenizer refuses; the others are kept.
+            return [found for record in records for found in self([record])]
+        return [self._checked(record, list(ids)) for record, ids in zip(records, encoded, strict=True)]
 
-    def _checked(self, record: Record, ids: list[int] | Problem) -> Prepared | BadRecord:
-        if isinstance(ids, Problem):
-            problem = ids
-        elif not ids:
-            problem = Problem("empty", "the text has no tokens")
-        elif self._positions is not None and len(ids) > self._positions:
-            problem = Problem("too-long", f"{len(ids)} tokens, but the model has room for {self._positions}")
-        else:
-            return Prepared(record, ids)
-        return record.skipped(problem)
+    def _checked(self, record: Record, ids: list[int]) -> Prepared | BadRecord:
+        if not ids:
+            return record.skipped(Problem("empty", "the text has no tokens"))
+        if self._positions is not None and len(ids) > self._positions:
+            message = f"{len(ids)} tokens, but the model has room for {self._positions}"
+            return record.skipped(Problem("too-long", message))
+        return Prepared(record, ids)
 
 
 class Decoder:

@@ -26,6 +26,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from fastgen.pipeline.settings import RunOptions, followed, is_special, unfinish
 
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+# Of a record, where there are all of them.
+_FIELDS = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
 _PARQUET_ROWS = 8192
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ERROR_START = b'{"line": '  # how every line of an error file begins
@@ -61,8 +64,7 @@ def error_line(result: Result) -> bytes:
 
 
 def _fields(result: Result) -> dict[str, Any]:
-    names = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
-    fields = {name: result[name] for name in names if name in result}
+    fields = {name: result[name] for name in _FIELDS if name in result}
     if fields.get("scores"):
         # JSON has no NaN and no infinity.
         fields["scores"] = [score if math.isfinite(score) else None for score in fields["scores"]]
@@ -92,30 +94,21 @@ def _write_parquet(path: Path, results: Iterable[Result], numbered: bool) -> Non
 def _parquet_schema(rows: list[dict[str, Any]], numbered: bool) -> Any:
     import pyarrow
 
-    text, number, score = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
-    types = {
-        "id": number if numbered else text,
-        "input": text,
-        "text": text,
-        "sequences": pyarrow.list_(text),
-        "scores": pyarrow.list_(score),
-        "input_tokens": number,
-        "output_tokens": pyarrow.list_(number),
-        "reference": text,
-        "token_ids": pyarrow.list_(pyarrow.list_(number)),
-    }
-    present = set(rows[0]) if rows else set(types) - {"reference", "token_ids"}
-    return pyarrow.schema([(name, kind) for name, kind in types.items() if name in present])
+    text, number = pyarrow.string(), pyarrow.int64()
+    types = [number if numbered else text, text, text, pyarrow.list_(text), pyarrow.list_(pyarrow.float64()), number]
+    types += [pyarrow.list_(number), text, pyarrow.list_(pyarrow.list_(number))]
+    present = rows[0] if rows else _FIELDS[:-2]
+    return pyarrow.schema([(name, kind) for name, kind in zip(_FIELDS, types, strict=True) if name in present])
 
 
+@dataclass
 class Totals:
     """What a finished output amounts to."""
 
-    def __init__(self, metrics: tuple[str, ...]) -> None:
-        self.samples = 0
-        self.skipped = 0
-        self.tokens = 0
-        self.metrics = MetricTotals(metrics)
+    samples: int = 0
+    skipped: int = 0
+    tokens: int = 0
+    metrics: MetricTotals = field(default_factory=MetricTotals)
 
     def add(self, result: Result) -> None:
         """Count one record."""
@@ -165,8 +158,9 @@ class FileOutput:
         self.journal.batch(window, index, results)
         self._report(results)
 
-    def finish(self, totals: Totals) -> None:
+    def finish(self) -> Totals:
         """Write the output from the journal and put it in place. The journal stays until `complete`."""
+        totals = Totals()
         form = self._settings.resolved_output_format
         errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
         failed: list[Result] = []
@@ -192,6 +186,7 @@ class FileOutput:
             elif self._settings.overwrite:
                 # Those of the output that is replaced.
                 errors.unlink(missing_ok=True)
+        return totals
 
     def complete(self) -> None:
         """All that the run writes is in place, so the journal has served its purpose."""
@@ -215,7 +210,7 @@ class StreamOutput:
     def __init__(self, settings: RunOptions) -> None:
         self._line = text_line if settings.resolved_output_format == "txt" else json_line
         self._collector = Collector()
-        self._totals = Totals(settings.metrics)
+        self._totals = Totals()
         self._stream: Any = getattr(sys.stdout, "buffer", None)
 
     def _write(self, results: list[Result]) -> None:
@@ -240,9 +235,9 @@ class StreamOutput:
         """Take the results of a batch."""
         self._write(self._collector.add(window, index, results))
 
-    def finish(self, totals: Totals) -> None:
-        """Hand over the counts."""
-        totals.__dict__.update(self._totals.__dict__)
+    def finish(self) -> Totals:
+        """All is written already."""
+        return self._totals
 
     def close(self) -> None:
         """There is no journal, nothing can be taken back from a stream, and it stays with its owner."""

@@ -30,7 +30,7 @@ def corpora():
 
 def scores(outputs, references):
     statistics = sentence_statistics(NAMES)
-    totals = MetricTotals(NAMES)
+    totals = MetricTotals()
     for output, reference in zip(outputs, references, strict=True):
         totals.add(statistics(output, reference))
     return totals.scores()
@@ -54,7 +54,7 @@ def test_corpus_scores_equal_those_of_the_libraries(name):
 
 
 def test_nothing_to_measure():
-    assert MetricTotals(NAMES).scores() == {}
+    assert MetricTotals().scores() == {}
 
 
 def test_a_package_that_is_missing(monkeypatch):

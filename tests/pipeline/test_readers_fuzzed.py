@@ -16,7 +16,7 @@ from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.records import BadRecord
 from fastgen.pipeline.settings import RunOptions
-from fastgen.pipeline.writers import FileOutput, Totals
+from fastgen.pipeline.writers import FileOutput
 
 # Whatever has a meaning in one of the formats, and a few that have none.
 PIECES = ["a", "é", "雪", '"', '""', ",", "\t", "\n", "\r\n", "\r", "\0", "\u2028", "\x85", " ", "\\", "{", "}", "text"]
@@ -187,7 +187,7 @@ def test_whatever_is_accepted_can_be_written(form, rows):
             for record in good
         ]  # fmt: skip
         output.batch(0, 0, results)
-        output.finish(Totals(()))
+        output.finish()
         output.complete()
         errors = [json.loads(line) for line in Path(f"{path}.errors.jsonl").read_bytes().splitlines()]
         assert [error["line"] for error in errors] == [record.line for record in bad]

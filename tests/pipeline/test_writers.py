@@ -16,7 +16,7 @@ from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.records import BadRecord, Problem
 from fastgen.pipeline.settings import RunOptions
-from fastgen.pipeline.writers import FileOutput, StreamOutput, Totals, check_free, text_line, write_json
+from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, text_line, write_json
 
 BAD = BadRecord(1, 2, "b", Problem("empty", "the text is empty"))
 
@@ -36,8 +36,7 @@ def settings(path, **options):
 def fill(output, ids=(0, "b", 2)):
     output.window(Window(0, 0, 3, 1, [BAD]))
     output.batch(0, 0, [result(2, "second\nline\u2028end", ids[2]), result(0, "first", ids[0])])
-    totals = Totals(())
-    output.finish(totals)
+    totals = output.finish()
     output.complete()
     output.close()
     assert (totals.samples, totals.skipped, totals.tokens) == (2, 1, 12)
@@ -80,7 +79,7 @@ def test_parquet(tmp_path, ids, kept):
     output = file_output(tmp_path / "out.parquet")
     output.window(Window(0, 0, 3, 1, [BadRecord(1, 2, ids[1], BAD.problem)]))
     output.batch(0, 0, [result(2, "two", ids[2]), result(0, "one", ids[0])])
-    output.finish(Totals(()))
+    output.finish()
     output.complete()
     output.close()
     table = parquet.read_table(tmp_path / "out.parquet").to_pydict()
@@ -93,7 +92,7 @@ def test_an_empty_parquet_file_has_its_columns(tmp_path):
     from pyarrow import parquet
 
     output = file_output(tmp_path / "out.parquet")
-    output.finish(Totals(()))
+    output.finish()
     output.complete()
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table.num_rows == 0
@@ -142,7 +141,7 @@ def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):
     errors.write_text('{"line": 1}\n')
     output = file_output(path, resume=True)
     output.batch(0, 0, [result(2, "c", 2), result(0, "a", 0)])
-    output.finish(Totals(()))
+    output.finish()
     output.complete()
     assert path.read_text() == "a\n\nc\n"
     assert json.loads(errors.read_text())["line"] == 2
@@ -191,12 +190,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, form, 
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(output.journal, "_append", lambda entry: None)
         stack.enter_context(files_of_at_most(size))
-        output.batch(0, 0, results) if where != "output" else output.finish(Totals(()))
+        output.batch(0, 0, results) if where != "output" else output.finish()
     output.close()
     assert not path.exists()
     output = file_output(path, resume=True)
     output.batch(0, 0, results)
-    output.finish(Totals(()))
+    output.finish()
     output.complete()
     assert path.exists()
     errors = (tmp_path / f"out.{form}.errors.jsonl").read_text().splitlines()
@@ -209,7 +208,7 @@ def test_a_damaged_journal_leaves_no_output(tmp_path):
     output.window(Window(0, 0, 3, 1, [BAD]))
     output.batch(0, 0, [result(0, "first", 0)])
     with pytest.raises(SetupError, match="out.txt.partial is damaged: a window lacks records"):
-        output.finish(Totals(()))
+        output.finish()
     output.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt.errors.jsonl.partial", "out.txt.partial"]
 
@@ -226,7 +225,7 @@ def test_a_score_that_is_no_number_is_null(tmp_path, form):
     output = file_output(tmp_path / f"out.{form}")
     output.window(Window(0, 0, 1, 1, []))
     output.batch(0, 0, [result(0, "one", 0) | {"scores": [-0.5, math.nan, -math.inf]}])
-    output.finish(Totals(()))
+    output.finish()
     output.complete()
     if form == "jsonl":
         rows = [json.loads((tmp_path / "out.jsonl").read_text(), parse_constant=pytest.fail)]
