@@ -6,7 +6,7 @@ import contextlib
 import copy
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,38 +19,30 @@ from fastgen.decoding.randomness import RandomState
 
 @dataclass(frozen=True)
 class Side:
-    """One run of `generate`.
-
-    Attributes:
-        seconds: wall time of the call, without the warm-up.
-        peak_memory: bytes in use at the most during the call beyond what was in use before it: device memory on CUDA,
-            resident memory of the process elsewhere; None where the system does not tell.
-    """
+    """One run of `generate`."""
 
     seconds: float
+    """Wall time of the call, without the warm-up."""
     peak_memory: int | None
+    """Bytes in use at the most during the call beyond what was in use before it: device memory on CUDA, resident memory
+    of the process elsewhere; None where the system does not tell."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `fastgen.compare`. `print` gives a table.
-
-    Attributes:
-        identical: whether both runs gave the same token ids.
-        first_difference: (row, position) of the first token that differs, or None. A position behind the end of one of
-            the results means that they have different lengths; (-1, -1), that they have different numbers of rows.
-        original: the run with the original code.
-        fastgen: the run with FastGen.
-        accelerated: whether FastGen accelerated the call; if not, both runs were the original code.
-        fallback: why it was not accelerated, or None.
-    """
+    """The result of `fastgen.compare`. `print` gives a table."""
 
     identical: bool
+    """Whether both runs gave the same token ids."""
     first_difference: tuple[int, int] | None
+    """(row, position) of the first token that differs, or None. A position behind the end of one of the results means
+    that they have different lengths; (-1, -1), that they have different numbers of rows."""
     original: Side
     fastgen: Side
     accelerated: bool
+    """Whether FastGen accelerated the call; if not, both runs were the original code."""
     fallback: str | None
+    """Why it was not accelerated, or None."""
 
     @property
     def speedup(self) -> float:
@@ -64,14 +56,11 @@ class Comparison:
         if before is not None and after is not None:
             share = f"{after / before:.2f}" if before else "-"
             rows.append(("peak memory", *(f"{size / 2**20:.1f} MiB" for size in (before, after)), share))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        if self.identical:
-            lines.append("tokens: identical")
-        else:
-            assert self.first_difference is not None
-            lines.append("tokens: DIFFERENT, first at row {}, position {}".format(*self.first_difference))
-        lines.append("accelerated: " + ("yes" if self.accelerated else f"no ({self.fallback})"))
+        different = "DIFFERENT, first at row {}, position {}"
+        lines.append("tokens: " + (different.format(*self.first_difference) if self.first_difference else "identical"))
+        lines.append(f"accelerated: {'yes' if self.accelerated else f'no ({self.fallback})'}")
         return "\n".join(lines)
 
 
@@ -93,14 +82,8 @@ def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Compari
     difference = _first_difference(*tokens)
     accelerated = after["accelerated"] > before["accelerated"]
     reasons = [reason for reason, calls in after["fallback"].items() if calls > before["fallback"].get(reason, 0)]
-    return Comparison(
-        identical=difference is None,
-        first_difference=difference,
-        original=sides[0],
-        fastgen=sides[1],
-        accelerated=accelerated,
-        fallback=None if accelerated else "; ".join(reasons) or "FastGen is disabled",
-    )
+    fallback = None if accelerated else "; ".join(reasons) or "FastGen is disabled"
+    return Comparison(difference is None, difference, sides[0], sides[1], accelerated, fallback)
 
 
 _ENTRY_POINT = "transformers.generate"
@@ -116,12 +99,12 @@ def _warm_up(model: Any, arguments: dict[str, Any]) -> None:
 
 def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Side, Any]:
     arguments = {name: _copied(value) for name, value in arguments.items()}
-    memory = _PeakMemory(model.device)
+    peak_memory = _peak_memory(model.device)
     start = time.perf_counter()
     result = model.generate(**arguments)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return Side(time.perf_counter() - start, memory.growth()), result
+    return Side(time.perf_counter() - start, peak_memory()), result
 
 
 def _copied(value: Any) -> Any:
@@ -136,36 +119,28 @@ def _copied(value: Any) -> Any:
         return value
 
 
-class _PeakMemory:
-    """The most memory in use since this object was made, beyond what was in use then."""
+def _peak_memory(device: torch.device) -> Callable[[], int | None]:
+    """What says later how much memory was in use at the most since now, beyond what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - allocated
+    try:
+        # What earlier calls freed goes back to the system first, or it would hide what this one needs.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
+        resident = _resident("VmRSS")
+    except (OSError, AttributeError):
+        return lambda: None  # not Linux with glibc
+    return lambda: max(_resident("VmHWM") - resident, 0)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before: int | None = torch.cuda.memory_allocated(device)
-            return
-        try:
-            # What earlier calls freed goes back to the system first, or it would hide what this one needs.
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
-            self._before = self._resident("VmRSS")
-        except (OSError, AttributeError):
-            self._before = None  # not Linux with glibc
 
-    def growth(self) -> int | None:
-        if self._before is None:
-            return None
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._before
-        return max(self._resident("VmHWM") - self._before, 0)
-
-    @staticmethod
-    def _resident(name: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-        raise OSError(f"no {name} in /proc/self/status")
+def _resident(name: str) -> int:
+    """Bytes in a line of the process's status. Raises OSError where the system does not tell."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
 
 
 def _first_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:

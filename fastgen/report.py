@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -14,28 +15,30 @@ from fastgen.patching import PatchSet
 
 # The first and the last release of each toolkit that the equivalence tests run against.
 _TESTED = {"transformers": transformers.TESTED_VERSIONS, "fairseq": fairseq.TESTED_VERSIONS}
+# What the user has to know of random numbers.
+_SAMPLES = (
+    "captured steps on a GPU sample from the same distribution, with other random numbers; captured_step='never' "
+    "gives the samples of the original code",
+)
 _OTHER_NAMES = {"fairseq": ("fairseq-fixed",)}
 
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of what FastGen has changed in this process. `print(fastgen.status())` gives a table.
-
-    Attributes:
-        enabled: whether calls are accelerated in this thread.
-        strict: whether a fallback raises.
-        versions: of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing.
-        patches: {target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}.
-        operators: {operator: which backend serves it}, what captures decoding steps, and whether memory is kept.
-        notes: anything the user should know, such as an untested version.
-    """
+    """A snapshot of what FastGen has changed in this process. `print(fastgen.status())` gives a table."""
 
     enabled: bool
+    """Whether calls are accelerated in this thread."""
     strict: bool
+    """Whether a fallback raises."""
     versions: dict[str, str]
+    """Of fastgen, python, torch, transformers and fairseq, by name; "not installed" where missing."""
     patches: dict[str, str]
+    """{target: "applied", "waiting for import", "not enabled" or "not applied: <reason>"}."""
     operators: dict[str, str]
+    """{operator: which backend serves it}, what captures decoding steps, and whether memory is kept."""
     notes: list[str] = field(default_factory=list)
+    """Anything the user should know, such as an untested version."""
 
     def __str__(self) -> str:
         switch = "enabled" if self.enabled else "disabled"
@@ -61,7 +64,7 @@ def collect(patches: PatchSet) -> Status:
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
         operators={**ops.backends(), "captured_step": graph.backend(), "host_memory": host_memory.backend()},
-        notes=[*(note for name in _TESTED for note in _notes(name, versions[name])), *_weights(), *_samples()],
+        notes=[*_untested(versions), *_weights(), *(_SAMPLES if graph.backend() == "CUDA graphs" else ())],
     )
 
 
@@ -78,13 +81,11 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def _notes(toolkit: str, version: str) -> list[str]:
-    if version == "not installed":
-        return []
-    first, last = _TESTED[toolkit]
-    if _release(first) <= _release(version) <= _release(last):
-        return []
-    return [f"{toolkit} {version} is outside the tested range {first} to {last}"]
+def _untested(versions: dict[str, str]) -> Iterator[str]:
+    for toolkit, (first, last) in _TESTED.items():
+        version = versions[toolkit]
+        if version != "not installed" and not _release(first) <= _release(version) <= _release(last):
+            yield f"{toolkit} {version} is outside the tested range {first} to {last}"
 
 
 def _weights() -> list[str]:
@@ -97,24 +98,13 @@ def _weights() -> list[str]:
         "never": ["packed_weights is never: linear layers run on torch's own products"],
     }[settings.current().packed_weights]
     wanted = settings.current().weight_dtype
-    if wanted == "fp32":
-        return notes
-    reason = unavailable(wanted, settings.current().linear_products == "measured")
-    if reason is not None:
-        return [*notes, f"weight_dtype is {wanted}, but {reason}: weights stay in float32"]
-    return [*notes, f"weight_dtype is {wanted}: results on the CPU are not those of float32"]
-
-
-def _samples() -> list[str]:
-    """What the user has to know of random numbers."""
-    from fastgen.decoding.captured import graph
-
-    if graph.backend() != "CUDA graphs":
-        return []
-    return [
-        "captured steps on a GPU sample from the same distribution, with other random numbers; captured_step='never' "
-        "gives the samples of the original code"
-    ]
+    if wanted != "fp32":
+        reason = unavailable(wanted, settings.current().linear_products == "measured")
+        effect = ": results on the CPU are not those of float32"
+        if reason is not None:
+            effect = f", but {reason}: weights stay in float32"
+        notes.append(f"weight_dtype is {wanted}{effect}")
+    return notes
 
 
 def _release(version: str) -> tuple[int, int]:

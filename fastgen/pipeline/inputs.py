@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.readers import Source, open_source
 from fastgen.pipeline.records import BadRecord, Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, RunOptions
+
+_MISSING = object()
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which UTF-8 has no bytes for
 
 
 def choose_column(source: Source, settings: RunOptions) -> str:
@@ -37,16 +41,16 @@ def _listed(columns: list[str]) -> str:
     return f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
 
 
-def field_of(fields: Mapping[str, Any], column: str) -> tuple[bool, Any]:
-    """Whether a row has a column (`a.b` looks into column `a`), and its value."""
+def field_of(fields: Mapping[str, Any], column: str, default: Any = None) -> Any:
+    """The value of a column of a row; `a.b` looks into column `a`."""
     if column in fields:
-        return True, fields[column]
+        return fields[column]
     value: Any = fields
     for part in column.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            return False, None
+            return default
         value = value[part]
-    return True, value
+    return value
 
 
 class Inputs:
@@ -56,36 +60,24 @@ class Inputs:
     """
 
     def __init__(self, settings: RunOptions) -> None:
-        self.limit = settings.limit
+        self._limit = settings.limit
         self.source = open_source(settings.input, settings.input_format, settings.dataset_config, settings.split)
         self.column = choose_column(self.source, settings)
-        self.id_column = settings.id_column
+        self._ids, self._references = settings.id_column, settings.reference_column
         # Integers have 64 bits in Parquet, and any length in JSON.
         self._short_ids = settings.resolved_output_format == "parquet"
-        self.reference_column = settings.reference_column
         wanted = [self.column]
-        for column, what in ((self.id_column, "id column"), (self.reference_column, "reference column")):
+        for column, what in ((self._ids, "id column"), (self._references, "reference column")):
             wanted += [_checked(self.source, column, what)] if column else []
         columns = self.source.columns or []
         self.source.needed = list(dict.fromkeys(name if name in columns else name.split(".")[0] for name in wanted))
-        self.references: Source | None = None
-        if settings.reference:
-            if settings.reference == STANDARD_STREAM:
-                raise SetupError("references cannot be read from standard input")
-            if not Path(settings.reference).is_file():
-                raise SetupError(f"reference file {settings.reference} does not exist")
-            self.references = open_source(settings.reference)
-            if len(self.references.columns or []) != 1:
-                raise SetupError(
-                    f"reference file {settings.reference} must be text or have a single column; "
-                    "references that are a column of the input are chosen with the reference column"
-                )
+        self.references = _open_references(settings.reference) if settings.reference else None
         self.total = self.source.count()
-        if self.limit is not None and self.total is not None:
-            self.total = min(self.total, self.limit)
+        if self._limit is not None and self.total is not None:
+            self.total = min(self.total, self._limit)
         if self.references and self.total is not None:
             there = self.references.count()
-            if there is not None and (there < self.total or (self.limit is None and there != self.total)):
+            if there is not None and (there < self.total or (self._limit is None and there != self.total)):
                 raise SetupError(_mismatch(self.references.name, there, self.total))
 
     def identity(self) -> dict[str, Any]:
@@ -93,8 +85,8 @@ class Inputs:
         return {
             "input": self.source.identity(),
             "reference": self.references.identity() if self.references else None,
-            "columns": [self.column, self.id_column, self.reference_column],
-            "limit": self.limit,
+            "columns": [self.column, self._ids, self._references],
+            "limit": self._limit,
         }
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
@@ -102,50 +94,64 @@ class Inputs:
         name = self.references.name if self.references else ""
         reference = None
         position = -1
-        for position, row in enumerate(itertools.islice(self.source.rows(), self.limit)):
+        for position, row in enumerate(itertools.islice(self.source.rows(), self._limit)):
             if references:
                 reference = next(references, None)
                 if reference is None:
                     raise SetupError(_mismatch(name, position, f"at least {position + 1}"))
             yield self._record(position, row, reference)
-        if references and self.limit is None and next(references, None) is not None:
+        if references and self._limit is None and next(references, None) is not None:
             raise SetupError(_mismatch(name, f"more than {position + 1}", position + 1))
 
     def _record(self, position: int, row: Row, reference: str | None) -> Record | BadRecord:
         identity: Any = position
-        if self.id_column:
-            identity = field_of(row.fields, self.id_column)[1]
+        if self._ids:
+            identity = field_of(row.fields, self._ids)
             if isinstance(identity, float) and not math.isfinite(identity):
                 # Data frames have NaN where there is no value. JSON has no such number.
                 identity = None
             elif not isinstance(identity, str | int | float | None):
                 identity = str(identity)
-        present, text = field_of(row.fields, self.column)
-        problem = row.problem or self._problem(identity, present, text)
-        if problem is None and self.reference_column:
-            reference = field_of(row.fields, self.reference_column)[1]
+        text = field_of(row.fields, self.column, default=_MISSING)
+        problem = row.problem or self._problem(identity, text)
+        if problem is None and self._references:
+            reference = field_of(row.fields, self._references)
             reason = _not_text(reference)
-            problem = Problem("bad-reference", f"column {self.reference_column!r}: {reason}") if reason else None
+            problem = Problem("bad-reference", f"column {self._references!r}: {reason}") if reason else None
         if problem is not None:
             return BadRecord(position, row.line, identity, problem)
         return Record(position, row.line, identity, text, reference)
 
-    def _problem(self, identity: Any, present: bool, text: Any) -> Problem | None:
-        if not present:
+    def _problem(self, identity: Any, text: Any) -> Problem | None:
+        if text is _MISSING:
             return Problem("missing-column", f"the record has no column {self.column!r}")
         if not isinstance(text, str):
             return Problem("wrong-type", f"column {self.column!r} is a {type(text).__name__}, not a string")
-        if not _encodable(text):
+        if _SURROGATE.search(text):
             return Problem("invalid-utf8", "the text is not valid UTF-8")
         if "\0" in text:
             return Problem("nul-character", "the text has a NUL character")
         if not text.strip():
             return Problem("empty", "the text is empty")
-        if isinstance(identity, str) and not _encodable(identity):
+        if isinstance(identity, str) and _SURROGATE.search(identity):
             return Problem("bad-id", "the id is not valid UTF-8")
         if self._short_ids and isinstance(identity, int) and not -(2**63) <= identity < 2**63:
             return Problem("bad-id", "the id does not fit into the 64 bits that Parquet has for a number")
         return None
+
+
+def _open_references(path: str) -> Source:
+    if path == STANDARD_STREAM:
+        raise SetupError("references cannot be read from standard input")
+    if not Path(path).is_file():
+        raise SetupError(f"reference file {path} does not exist")
+    source = open_source(path)
+    if len(source.columns or []) != 1:
+        raise SetupError(
+            f"reference file {path} must be text or have a single column; "
+            "references that are a column of the input are chosen with the reference column"
+        )
+    return source
 
 
 def _references(source: Source) -> Iterator[str]:
@@ -168,12 +174,4 @@ def _not_text(value: Any) -> str | None:
     """Why a reference cannot be used."""
     if not isinstance(value, str):
         return "it is not a string"
-    return None if _encodable(value) else "it is not valid UTF-8"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return "it is not valid UTF-8" if _SURROGATE.search(value) else None

@@ -21,13 +21,12 @@ from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
-from fastgen.pipeline.model import Generated, ModelStage
+from fastgen.pipeline.model import Decoder, Encoder, Generated, ModelStage
 from fastgen.pipeline.planner import Batch, Resumed, Rules, Window, plan
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
 from fastgen.pipeline.records import BadRecord, Result
 from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.stages import Timing, run_stages
-from fastgen.pipeline.tokens import Decoder, Encoder
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, check_free, write_json
 
 _USUAL_LENGTH = 512  # tokens

@@ -33,8 +33,8 @@ from typing import Any
 from fastgen.pipeline import journal
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.journal import Collector, Journal, encode, sync
-from fastgen.pipeline.metrics import MetricTotals
 from fastgen.pipeline.planner import Window
+from fastgen.pipeline.postprocess import MetricTotals
 from fastgen.pipeline.readers import CHUNK
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import RunOptions, followed, is_special, unfinished_path

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.metrics import MetricTotals, check_metrics, sentence_statistics
+from fastgen.pipeline.postprocess import MetricTotals, check_metrics, sentence_statistics
 from tests.pipeline import tiny
 
 NAMES = ("bleu", "chrf", "rouge", "exact")

@@ -12,6 +12,8 @@ from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.loading import depends_on_padding, load
 from fastgen.pipeline.model import (
     MOST_FAILURES,
+    Decoder,
+    Encoder,
     ModelStage,
     free_captured_steps,
     is_out_of_memory,
@@ -20,7 +22,6 @@ from fastgen.pipeline.model import (
 from fastgen.pipeline.planner import Batch, Prepared
 from fastgen.pipeline.records import Record
 from fastgen.pipeline.settings import RunOptions
-from fastgen.pipeline.tokens import Decoder, Encoder
 from tests.pipeline import tiny
 
 
