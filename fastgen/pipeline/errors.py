@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 
 # After a failed write, for files that belong to a run with a journal.
 RESUMABLE = "what is done is kept: --resume continues"
@@ -38,14 +39,20 @@ def writing(name: object, remedy: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Whatever fails in this block is a SetupError that says what could not be done, and why."""
+def explained(what: str, reason: Callable[[Exception], str] | None = None) -> Iterator[None]:
+    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
     try:
         yield
     except PipelineError:
         raise
     except Exception as error:
-        raise SetupError(f"{what}: {one_line(error)}") from error
+        raise SetupError(f"{what}: {(reason or one_line)(error)}") from error
+
+
+def check_installed(package: str, purpose: str) -> None:
+    """Raises `SetupError` where a package, named as it is imported, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SetupError(f"{purpose} needs the package {package.replace('_', '-')}, which is not installed")
 
 
 def one_line(error: BaseException) -> str:

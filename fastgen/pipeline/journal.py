@@ -153,7 +153,6 @@ def check_own(path: Path, beginning: bytes) -> None:
 
 
 def digest(path: Path) -> str:
-    """A digest of the content of a file."""
     found = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as handle:
         while chunk := handle.read(1 << 20):

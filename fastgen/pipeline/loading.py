@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def load(settings: RunOptions) -> LoadedModel:
     """Load model and tokenizer and settle the generation config. Raises `SetupError` where any of it is damaged."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
 
@@ -59,8 +60,13 @@ def load(settings: RunOptions) -> LoadedModel:
         if file := _file_of(name, "generation_config.json"):
             read_json_object(file, "the generation config")
         torch.manual_seed(settings.seed)  # weights that are missing are drawn, and a run can be repeated
-        with _load_report(shown=settings.allow_missing_weights and not settings.quiet):
+        before = transformers_logging.get_verbosity()
+        if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing
+            transformers_logging.set_verbosity_error()
+        try:
             loaded: Any = kind.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **trust)
+        finally:
+            transformers_logging.set_verbosity(before)
         model, found = loaded
         _check_weights(found, settings)
         model = model.eval().to(device)
@@ -85,20 +91,6 @@ def _file_of(model: str, name: str) -> Path | None:
 
     path = Path(model, name) if Path(model).is_dir() else try_to_load_from_cache(model, name)
     return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
-
-
-@contextlib.contextmanager
-def _load_report(shown: bool) -> Iterator[None]:
-    """Inside this block the library prints its table of missing weights only if it is to be shown."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    if not shown:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def _check_weights(found: Mapping[str, Any], settings: RunOptions) -> None:
@@ -298,12 +290,11 @@ def depends_on_padding(loaded: LoadedModel) -> bool:
     With such options only inputs of one length share a batch, so that a record's result is its own.
     """
     generation = loaded.generation
-
-    def penalty(value: float | None) -> bool:
-        return value is not None and value != 1.0
-
-    if loaded.encoder_decoder:
-        return penalty(generation.encoder_repetition_penalty)
-    total = generation.max_new_tokens is None and generation.max_length is not None
-    shortest = generation.min_new_tokens is None and bool(generation.min_length)
-    return total or shortest or penalty(generation.repetition_penalty) or penalty(generation.encoder_repetition_penalty)
+    penalties = {generation.encoder_repetition_penalty}
+    if not loaded.encoder_decoder:
+        total = generation.max_new_tokens is None and generation.max_length is not None
+        shortest = generation.min_new_tokens is None and bool(generation.min_length)
+        if total or shortest:
+            return True
+        penalties.add(generation.repetition_penalty)
+    return not penalties <= {None, 1.0}

@@ -47,11 +47,6 @@ class Batch:
     index: int
     rows: list[Prepared]
 
-    @property
-    def width(self) -> int:
-        """The length that every row is padded to."""
-        return len(self.rows[0].ids)
-
 
 @dataclass(frozen=True)
 class Rules:

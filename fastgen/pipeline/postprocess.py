@@ -13,7 +13,6 @@ sums are of integers. The journal keeps the statistics, so a resumed run reports
 from __future__ import annotations
 
 import gc
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Generic, Literal, TypeVar
 
-from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.errors import check_installed, one_line
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -38,9 +37,8 @@ Statistics = dict[str, list[float]]
 def check_metrics(names: Sequence[str]) -> None:
     """Raises `SetupError` where a metric needs a package that is not installed."""
     for name in names:
-        package = _PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            raise SetupError(f"metric {name} needs the package {package.replace('_', '-')}, which is not installed")
+        if name in _PACKAGES:
+            check_installed(_PACKAGES[name], f"metric {name}")
 
 
 def _sacrebleu(name: str) -> Any:
@@ -80,9 +78,8 @@ class MetricTotals:
         """Add one output. The last digit of ROUGE depends on the order, so outputs are added in input order."""
         self.samples += 1
         for name, values in statistics.items():
-            sums = self._sums.setdefault(name, [0] * len(values))
-            for index, value in enumerate(values):
-                sums[index] += value
+            before = self._sums.get(name, [0] * len(values))
+            self._sums[name] = [one + more for one, more in zip(before, values, strict=True)]
 
     def scores(self) -> dict[str, float]:
         """The corpus scores of all outputs added so far; empty if there is none."""
@@ -107,7 +104,6 @@ class Work:
 
     @property
     def any(self) -> bool:
-        """Whether there is work to do."""
         return self.detokenizer is not None or bool(self.metrics)
 
     def processor(self) -> Processor:
@@ -116,8 +112,8 @@ class Work:
 
     def check(self) -> None:
         """Raises `SetupError` where a package is not installed that the detokenizer or a metric needs."""
-        if self.detokenizer and importlib.util.find_spec("sacremoses") is None:
-            raise SetupError("the moses detokenizer needs the package sacremoses, which is not installed")
+        if self.detokenizer:
+            check_installed("sacremoses", "the moses detokenizer")
         check_metrics(self.metrics)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -22,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, explained, one_line
+from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
 from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 
@@ -259,7 +258,9 @@ class ParquetSource(FileSource):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        parquet = _import("pyarrow.parquet", "pyarrow", "reading .parquet")
+        check_installed("pyarrow", "reading .parquet")
+        from pyarrow import parquet
+
         with explained(f"cannot read {name} as Parquet"):
             self._file = parquet.ParquetFile(name)
         self.columns = list(self._file.schema_arrow.names)
@@ -283,7 +284,9 @@ class DatasetSource:
 
     def __init__(self, name: str, config: str | None, split: str | None) -> None:
         self.name, self._config, self._split = name, config, split
-        datasets = _import("datasets", "datasets", "reading data sets")
+        check_installed("datasets", "reading data sets")
+        import datasets
+
         datasets.utils.logging.set_verbosity_error()
         quiet_hub()
         datasets.disable_progress_bars()
@@ -363,10 +366,3 @@ def _check_start(path: str, start: bytes) -> None:
     found = next((name for name, pattern in _ENCODINGS.items() if pattern.match(start)), None)
     if found:
         raise SetupError(f"{path} is {found}: convert it to UTF-8 (iconv -f {found} -t UTF-8)")
-
-
-def _import(module: str, package: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SetupError(f"{purpose} needs the package {package}, which is not installed") from error

@@ -18,7 +18,6 @@ from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError, StrictError
 from fastgen.pipeline.identity import environment, identity
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
 from fastgen.pipeline.model import Decoder, Encoder, Generated, ModelStage
@@ -31,6 +30,10 @@ from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, check_fre
 
 _USUAL_LENGTH = 512  # tokens
 SECONDS_BETWEEN_LINES = 30.0
+_RESUMED_ELSEWHERE = (
+    "resumed in another environment ({}): the last digits of scores, and texts whose best two candidates are nearly "
+    "equal, may not be those of a run without interruption"
+)
 # A batch on its way through post-processing.
 _Pending = tuple[Generated, list[Result], Future[list[Outcome]]]
 
@@ -152,8 +155,11 @@ def _generate(
     if decided is None:
         rows, tokens = _batch_size(loaded, settings)
         decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
-    notes = _notes(journal) if journal else []
+    notes = []
     if journal:
+        if journal.differences:
+            notes.append(_RESUMED_ELSEWHERE.format("; ".join(journal.differences)))
+            print(notes[0], file=sys.stderr)
         journal.begin(decided)
     rules = Rules(decided["batch_size"], decided["max_tokens"], depends_on_padding(loaded))
     resumed, already = (journal.resumed, journal.count) if journal else (Resumed(), 0)
@@ -213,11 +219,7 @@ def _generate(
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
         notes=notes,
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__),
         fastgen={"stats": fastgen.stats()},
     )
     if settings.score_path:
@@ -242,21 +244,8 @@ def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:
     """The metrics asked for; with references alone, those that the example script of the task computes."""
     if settings.metrics or not (settings.reference or settings.reference_column):
         return settings.metrics
-    if settings.task.startswith("translation"):
-        return ("bleu",)
-    return ("rouge",) if settings.task.startswith("summarization") else ("bleu", "rouge")
-
-
-def _notes(journal: Journal) -> list[str]:
-    """What the user has to know about resuming this run, told before it goes on."""
-    if not journal.differences:
-        return []
-    told = (
-        f"resumed in another environment ({'; '.join(journal.differences)}): the last digits of scores, and texts "
-        "whose best two candidates are nearly equal, may not be those of a run without interruption"
-    )
-    print(told, file=sys.stderr)
-    return [told]
+    usual = {"translation": ("bleu",), "summarization": ("rouge",)}
+    return usual.get(settings.task.partition("_")[0], ("bleu", "rouge"))
 
 
 def _peak_memory() -> int | None:
@@ -348,7 +337,6 @@ class Progress:
         self._bar = tqdm(total=total, initial=already, disable=hidden, **options)
 
     def add(self, samples: int, tokens: int) -> None:
-        """Add finished samples and their generated tokens."""
         self._done += samples
         self._tokens += tokens
         now = time.perf_counter()
@@ -363,5 +351,4 @@ class Progress:
             print(line.strip(), file=sys.stderr)
 
     def close(self) -> None:
-        """End the bar. It stays on the screen."""
         self._bar.close()

@@ -186,12 +186,10 @@ class RunOptions:
 
     @property
     def from_stdin(self) -> bool:
-        """Whether the input is standard input."""
         return self.input == STANDARD_STREAM
 
     @property
     def to_stdout(self) -> bool:
-        """Whether the output is standard output."""
         return self.output == STANDARD_STREAM
 
     @property

@@ -57,7 +57,7 @@ class Channel(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._finished or self._cancelled)
+                self._changed.wait_for(lambda: self._items or self._finished)
                 if self._cancelled:
                     raise Cancelled
                 if not self._items:
@@ -66,15 +66,13 @@ class Channel(Generic[Item]):
                 self._changed.notify_all()
             yield item
 
-    def finish(self) -> None:
+    def finish(self, *, cancelled: bool = False) -> None:
         with self._changed:
-            self._finished = True
+            self._finished, self._cancelled = True, self._cancelled or cancelled
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
+        self.finish(cancelled=True)
 
 
 @dataclass

@@ -111,7 +111,6 @@ class Totals:
     metrics: MetricTotals = field(default_factory=MetricTotals)
 
     def add(self, result: Result) -> None:
-        """Count one record."""
         if "error" in result:
             self.skipped += 1
             return
@@ -149,12 +148,10 @@ class FileOutput:
                 handle.writelines(lines)
 
     def window(self, window: Window) -> None:
-        """Take note of a window and its skipped records."""
         self.journal.window(window)
         self._report(bad.result() for bad in window.bad)
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
-        """Take the results of a batch."""
         self.journal.batch(window, index, results)
         self._report(results)
 
@@ -198,7 +195,6 @@ class FileOutput:
         self._settings.errors_partial_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the files; what is in the journal stays for a later run."""
         self.journal.close()
 
 
@@ -228,11 +224,9 @@ class StreamOutput:
                 (self._stream or sys.stdout).flush()
 
     def window(self, window: Window) -> None:
-        """Take note of a window and its skipped records."""
         self._write(self._collector.open(window))
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
-        """Take the results of a batch."""
         self._write(self._collector.add(window, index, results))
 
     def finish(self) -> Totals:

@@ -87,7 +87,7 @@ def test_prompts_are_padded_on_the_left(gpt2, monkeypatch):
     monkeypatch.setattr(loaded.model, "generate", spy)
     rows = batch(loaded, asked, ["god", "in the beginning god created"])
     ModelStage(loaded, asked).run(rows)
-    width = rows.width
+    width = len(rows.rows[0].ids)
     short = len(rows.rows[1].ids)
     assert seen["attention_mask"][1].tolist() == [0] * (width - short) + [1] * short
     assert seen["input_ids"][1, width - short :].tolist() == rows.rows[1].ids

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import re
-from collections.abc import Iterator
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line
-
-
-@contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Whatever fails in this block is a SetupError that says what could not be done, and why, on one line."""
-    try:
-        yield
-    except PipelineError:
-        raise
-    except Exception as error:
-        raise SetupError(f"{what}: {reason(error)}") from error
+from fastgen.pipeline import errors
+from fastgen.pipeline.errors import one_line
 
 
 def reason(error: Exception) -> str:
@@ -53,3 +42,6 @@ def _place(error: Exception) -> str:
     if trace is None:
         return "an unknown place"
     return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
+
+
+explained = functools.partial(errors.explained, reason=reason)
