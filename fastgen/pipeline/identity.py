@@ -3,12 +3,9 @@
 The **identity** decides what the output is: the options, the input, and the content of the model, which is its weights,
 its configuration, its tokenizer and the code that came with it. A run is resumed only with the same identity.
 
-The **environment** decides which kernels compute it: the processor and its instructions, the number of threads, the
-device, the releases of torch, Transformers and FastGen, and FastGen's settings. Within one environment, and with a
-number for the batch size, the same command gives the same bytes, resumed or not, with an empty cache folder or a full
-one. Between two environments the order of additions may differ, and with it the last digits of `scores`; where two
-continuations are nearly equal, so may the text. A batch that does not fit into memory is halved, which has the same
-effect. A run may be resumed in another environment: the report says so.
+The **environment** decides which kernels compute it. Within one, and with a number for the batch size, the same command
+gives the same bytes, resumed or not. Between two, the order of additions may differ, and with it the last digits of
+`scores` and nearly equal candidates. A run may be resumed in another environment: the report says so.
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ _NOTES = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version
 
 def identity(settings: RunOptions, inputs: Inputs, loaded: LoadedModel) -> dict[str, Any]:
     """Everything that decides what the output is."""
-    own = {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(settings)
-        if field.name not in _FREE and not field.metadata.get("free")
-    }
+    decisive = [f.name for f in dataclasses.fields(settings) if f.name not in _FREE and not f.metadata.get("free")]
     return {
-        **own,
+        **{name: getattr(settings, name) for name in decisive},
         "model": content(loaded.model, loaded.tokenizer),
         "generation": loaded.identity,
         "output_format": settings.resolved_output_format,
@@ -81,12 +74,9 @@ def _processor() -> str:
 
 def content(model: Any, tokenizer: Any) -> dict[str, str]:
     """A digest of each part of a model in memory."""
-    return {
-        "weights": _digest(_weights(model)),
-        "configuration": _digest([_plain(model.config.to_dict())]),
-        "tokenizer": _digest(_tokenizer(tokenizer)),
-        "code": _digest(_code(model, tokenizer)),
-    }
+    parts = {"weights": _weights(model), "configuration": [_plain(model.config.to_dict())]}
+    parts |= {"tokenizer": _tokenizer(tokenizer), "code": _code(model, tokenizer)}
+    return {name: _digest(part) for name, part in parts.items()}
 
 
 def _weights(model: Any) -> Iterable[str]:

@@ -1,19 +1,14 @@
 """The output formats, and the two ways in which an output comes about.
 
-- `.txt`: the best output of every record, one line each. Line n belongs to record n: a line break within an output
-  becomes a space, and a skipped record leaves an empty line.
-- `.jsonl`: an object a record: `id`, `input`, `text` (the best output), `sequences` (all of them), `scores` (one for
-  each sequence: the library's own for beam search, otherwise the summed log-probability of its tokens; null where the
-  decoding mode has none, and for a score that is NaN or infinite), `input_tokens`, `output_tokens` (one for each
-  sequence), `reference` and `token_ids` where asked for. A skipped record is left out; its id is missing here and found
-  in the error file.
+- `.txt`: the best output of every record on the line of its number, line breaks within it as spaces. A skipped record
+  leaves an empty line.
+- `.jsonl`: an object a record; `scores` holds one for each sequence: the library's own for beam search, otherwise the
+  summed log-probability of its tokens; null where the decoding mode has none. A skipped record is left out.
 - `.parquet`: the same as columns.
 
 Nothing that exists is replaced without `overwrite`, and with it only when the run is complete: a run that ends early
-leaves the old output and its error file as they were. A file beside OUTPUT that has the name of a work file and was
-not written by FastGen is never replaced. A resumed run continues its own work files (`OUTPUT.partial` and
-`OUTPUT.errors.jsonl.partial`) and may rewrite the error file, which it could have been interrupted after. The journal
-goes last, when scores and report are written as well, and knows which of these files are the run's own.
+leaves the old output and its error file as they were. The journal goes last, when scores and report are written as
+well, and knows which of the files are the run's own.
 """
 
 from __future__ import annotations
