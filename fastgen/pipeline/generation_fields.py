@@ -34,6 +34,7 @@ _NAMES = {
     "sequence_bias watermarking_config compile_config continuous_batching_config constraints force_words_ids",
 }
 TYPES = {name: frozenset(types.split()) for types, names in _NAMES.items() for name in names.split()}
+_KINDS: dict[type, set[str]] = {bool: {"bool"}, str: {"str"}, int: {"int", "float", "json"}, float: {"float", "json"}}
 # Smaller values make no sense to the library, which does not look at all of them itself.
 _LEAST = dict.fromkeys(["num_beams", "num_return_sequences", "num_beam_groups", "max_new_tokens", "max_length"], 1)
 _LEAST |= dict.fromkeys(["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], 0)
@@ -93,8 +94,9 @@ def check_values(generation: Any) -> None:
         value = getattr(generation, name, None)
         if value is None:
             continue
-        found = {"int", "float"} if type(value) is int else {type(value).__name__}
-        if not types & found and ("json" not in types or isinstance(value, bool | str)):
+        # A truth value is an integer to Python, and an integer serves as any number.
+        found = next((kinds for kind, kinds in _KINDS.items() if isinstance(value, kind)), {"json"})
+        if not types & found:
             raise SetupError(f"generation option {name} is {value!r}: it must be of type {_named(types)}")
         if name in _LEAST and value < _LEAST[name]:
             raise SetupError(f"generation option {name} is {value}: it must be at least {_LEAST[name]}")

@@ -13,66 +13,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from queue import Queue
+from typing import Any, TypeVar
 
 BATCHES_AHEAD = 16
 BATCHES_BEHIND = 512
+_END: Any = object()  # the last item of a queue
 
-Item = TypeVar("Item")
 Planned = TypeVar("Planned")
 Generated = TypeVar("Generated")
 Pending = TypeVar("Pending")
-
-
-class Cancelled(Exception):
-    """The run ends early. The stage that gets this stops."""
-
-
-class Channel(Generic[Item]):
-    """A bounded queue from one thread to another.
-
-    After `finish` the receiver still gets the items in the queue. After `cancel` both sides get `Cancelled`, those that
-    are waiting as well.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._items: deque[Item] = deque()
-        self._changed = threading.Condition()
-        self._finished = False
-        self._cancelled = False
-
-    def put(self, item: Item) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._items) < self._capacity or self._cancelled)
-            if self._cancelled:
-                raise Cancelled
-            self._items.append(item)
-            self._changed.notify_all()
-
-    def __iter__(self) -> Iterator[Item]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._items or self._finished)
-                if self._cancelled:
-                    raise Cancelled
-                if not self._items:
-                    return
-                item = self._items.popleft()
-                self._changed.notify_all()
-            yield item
-
-    def finish(self, *, cancelled: bool = False) -> None:
-        with self._changed:
-            self._finished, self._cancelled = True, self._cancelled or cancelled
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        self.finish(cancelled=True)
 
 
 @dataclass
@@ -108,60 +61,58 @@ def run_stages(
         handed_on: called with each result of the model that is sure to be recorded. It may raise to end the run.
         read_ahead: read the plan in a thread. Otherwise the calling thread reads it between two batches.
     """
-    ready: Channel[Planned] = Channel(BATCHES_AHEAD)
-    generated: Channel[Generated] = Channel(BATCHES_BEHIND)
-    writing: Channel[Pending] = Channel(BATCHES_BEHIND)
+    ready: Queue[Any] = Queue(BATCHES_AHEAD)
+    generated: Queue[Any] = Queue(BATCHES_BEHIND)
+    writing: Queue[Any] = Queue(BATCHES_BEHIND)
+    planned = iter(ready.get, _END) if read_ahead else plan
+    stopped = threading.Event()
     timing = Timing()
-    failures: list[BaseException] = []
+    unplanned: list[BaseException] = []  # failures of the plan, after which the other stages finish
+    failed: list[BaseException] = []  # of the others, after which all stop
 
     def planning() -> None:
-        for item in plan:
-            ready.put(item)
-        ready.finish()
+        try:
+            for item in plan:
+                ready.put(item)
+                if stopped.is_set():
+                    return
+        except BaseException as error:
+            unplanned.append(error)
+        finally:
+            ready.put(_END)
 
     def modelling() -> None:
-        end: Any = object()
-        items = iter(ready) if read_ahead else plan
         while True:
             start = time.perf_counter()
-            item = next(items, end)
+            item = next(planned, _END)
             timing.waiting_for_input += time.perf_counter() - start
-            if item is end or failures:
+            if item is _END or unplanned or failed:
                 return
             result = model(item)
             start = time.perf_counter()
             generated.put(result)
             timing.waiting_for_output += time.perf_counter() - start
-            handed_on(result)
+            if not failed:
+                handed_on(result)
+
+    def take(queue: Queue[Any], act: Callable[[Any], None]) -> None:
+        """After a failure items are still taken, so that nobody waits for room, and nothing is done with them."""
+        for item in iter(queue.get, _END):
+            try:
+                if not failed:
+                    act(item)
+            except BaseException as error:
+                failed.append(error)
 
     def post_processing() -> None:
-        for item in generated:
-            writing.put(post(item))
-        writing.finish()
+        take(generated, lambda item: writing.put(post(item)))
+        writing.put(_END)
 
-    def recording() -> None:
-        for item in writing:
-            record(item)
-
-    def cancel() -> None:
-        for channel in (ready, generated, writing):
-            channel.cancel()
-
-    def guarded(stage: Callable[[], None]) -> None:
-        """Stops the run at the first failure in a thread. After one of the planner's, the other stages finish."""
-        try:
-            stage()
-        except Cancelled:
-            pass
-        except BaseException as error:
-            failures.append(error)
-            ready.cancel() if stage is planning else cancel()
-
-    stages = {"post": post_processing, "record": recording} | ({"plan": planning} if read_ahead else {})
+    stages = {"post": post_processing, "record": lambda: take(writing, record)}
     threads = [
         # With the settings that count for this thread.
-        threading.Thread(target=copy_context().run, args=(guarded, stage), name=f"fastgen-{name}", daemon=True)
-        for name, stage in stages.items()
+        threading.Thread(target=copy_context().run, args=(stage,), name=f"fastgen-{name}", daemon=True)
+        for name, stage in (stages | ({"plan": planning} if read_ahead else {})).items()
     ]
     begin = time.perf_counter()
     for thread in threads:
@@ -171,18 +122,18 @@ def run_stages(
             modelling()
         finally:
             # After a failure too: stop reading, and record all that the model has finished.
-            ready.cancel()
-            generated.finish()
             timing.wall = time.perf_counter() - begin
+            stopped.set()
+            generated.put(_END)
+            for _ in planned if read_ahead else ():
+                pass  # dropped, so that the planner need not wait for room
             for thread in threads:
                 thread.join()
             timing.draining = time.perf_counter() - begin - timing.wall
-    except Cancelled:
-        pass
-    except BaseException:
+    except BaseException as error:
         # This includes a second interrupt, during `join`.
-        cancel()
+        failed.append(error)
         raise
-    if failures:
-        raise failures[0]
+    for failure in (*failed, *unplanned):
+        raise failure
     return timing

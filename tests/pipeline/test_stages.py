@@ -1,4 +1,4 @@
-"""The stages and the queues between them: order, bounds, failures, interrupts, and workers that are forked."""
+"""The stages: order, bounds, failures, interrupts, and workers that are forked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from fastgen.pipeline import stages
 from fastgen.pipeline.postprocess import PostProcessor
-from fastgen.pipeline.stages import Cancelled, Channel, run_stages
+from fastgen.pipeline.stages import run_stages
 
 
 def run(plan, recorded, *, model=lambda item: item * 10, handed_on=lambda item: None, read_ahead=True):
@@ -71,7 +72,10 @@ def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_
     assert recorded == expected
 
 
-def test_a_failure_behind_the_model_ends_the_run():
+@pytest.mark.parametrize("room", [1, 512])
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_a_failure_behind_the_model_ends_the_run(monkeypatch, room, read_ahead):
+    monkeypatch.setattr(stages, "BATCHES_BEHIND", room)
     recorded: list[int] = []
 
     def record(item):
@@ -80,7 +84,7 @@ def test_a_failure_behind_the_model_ends_the_run():
         recorded.append(item)
 
     with pytest.raises(OSError, match="disk is full"):
-        run_stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=False)
+        run_stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=read_ahead)
     assert recorded == [1, 11, 21]
 
 
@@ -104,48 +108,19 @@ def test_a_forked_worker_has_what_is_there_already_and_one_thread():
     assert PostProcessor(make, 0, "fork").submit(1).result()[:3] == ("afterwards", 2, os.getpid())
 
 
-def test_items_arrive_in_order_and_the_sender_waits_for_room():
-    channel: Channel[int] = Channel(2)
-    most = []
+def test_the_plan_is_not_read_further_ahead_than_there_is_room(monkeypatch):
+    monkeypatch.setattr(stages, "BATCHES_AHEAD", 2)
+    read, most = [], []
 
-    def send():
+    def plan():
         for item in range(50):
-            channel.put(item)
-            most.append(len(channel._items))
-        channel.finish()
+            read.append(item)
+            yield item
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    assert list(channel) == list(range(50))
-    thread.join()
-    assert max(most) <= 2
+    def model(item):
+        most.append(len(read) - item)
+        return item
 
-
-def test_what_is_queued_outlives_the_sender():
-    channel: Channel[int] = Channel(5)
-    channel.put(1)
-    channel.put(2)
-    channel.finish()
-    assert list(channel) == [1, 2]
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_cancelling_wakes_whoever_waits(full):
-    channel: Channel[int] = Channel(1)
-    ended = []
-
-    def wait():
-        try:
-            if full:
-                channel.put(1)
-                channel.put(2)
-            else:
-                next(iter(channel))
-        except Cancelled:
-            ended.append(True)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    channel.cancel()
-    thread.join(timeout=10)
-    assert ended == [True]
+    run(plan(), [], model=model)
+    # Besides the queue: the item that the model has, and one that waits for room.
+    assert max(most) <= 4
