@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastgen.settings import RENAMED
-
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -31,6 +29,8 @@ def renamed(program: str, words: Sequence[str]) -> list[str]:
 
     Each old name gets a line on standard error, that of an environment variable as well.
     """
+    from fastgen.settings import RENAMED
+
     options = list(words)
 
     def tell(old: str, new: str) -> None:
