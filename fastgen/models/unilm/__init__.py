@@ -14,8 +14,7 @@ Source: Dong et al., "Unified Language Model Pre-training for Natural Language U
 
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from fastgen.models.unilm.configuration import UniLMConfig
-from fastgen.models.unilm.modeling import UniLMForSeq2SeqLM
+from fastgen.models.unilm.modeling import UniLMConfig, UniLMForSeq2SeqLM
 
 __all__ = ["UniLMConfig", "UniLMForSeq2SeqLM"]
 

@@ -1,15 +1,13 @@
 """UniLM as a model of Transformers.
 
-Source and target go through one stack of layers. What a position sees is a matter of the attention mask: source tokens
-see the whole source and nothing else, target tokens see the source, the target before them, and themselves. The next
-token is predicted by a [MASK] in its place. Every step therefore feeds two positions, the token generated last and a
-[MASK] after it, and only the first of them stays.
+Source and target go through one stack of layers. The attention mask says what a position sees: source tokens see the
+whole source and nothing else, target tokens see the source, the target before them, and themselves. The next token is
+predicted by a [MASK] in its place. So every step feeds two positions, the token generated last and a [MASK] after it,
+and only the first of them stays.
 
-To `generate` this is an encoder-decoder model: it takes sources and returns targets, and what counts or bans tokens
-(`max_length`, `no_repeat_ngram_size`) looks at the target alone. The encoder is the embedding of the source; all else
-happens in the first step of the decoder, which reads source and [MASK] together and leaves the source's keys and values
-in the cache, in front of those of the target. So the source is a prefix that the sequences of one input share, and
-FastGen's hooks keep it once per input.
+To `generate` this is an encoder-decoder model. The encoder is the embedding of the source; all else happens in the
+first step of the decoder, which reads source and [MASK] together and leaves the source's keys and values in the cache,
+in front of those of the target. So the source is a prefix that FastGen's hooks keep once per input.
 """
 
 from __future__ import annotations
@@ -20,14 +18,53 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import BertConfig, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead
 
 from fastgen.models.unilm import published
-from fastgen.models.unilm.configuration import UniLMConfig
+
+
+class UniLMConfig(BertConfig):
+    """Shape and special tokens of a UniLM: those of BERT, and what is named here. The defaults are those of UniLM v1,
+    base, cased.
+
+    Attributes:
+        max_position_embeddings: positions that a source and its target have together.
+        type_vocab_size: segments that have an embedding.
+        source_type_id, target_type_id: the segments of source and target. UniLM v1 has 4 and 5; what s2s-ft has
+            fine-tuned, 0 and 1 unless its configuration says otherwise.
+        layer_norm_eps: added to the variance. The authors' decoders use this default whatever a published
+            configuration says.
+        pad_token_id, bos_token_id, eos_token_id, mask_token_id: [PAD], [CLS], [SEP] and [MASK] of BERT's English
+            vocabularies.
+        decoder_start_token_id: what the tokens that `generate` returns begin with. The model never reads it: a target
+            has no token before its first.
+    """
+
+    model_type = "unilm"
+    # The target takes positions behind those of the source: what is generated is missing there.
+    target_follows_source: ClassVar[bool] = True
+
+    vocab_size: int = 28996
+    type_vocab_size: int = 6
+    source_type_id: int = 4
+    target_type_id: int = 5
+    layer_norm_eps: float = 1e-5
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    bos_token_id: int | None = 101
+    eos_token_id: int | list[int] | None = 102
+    mask_token_id: int = 103
+    decoder_start_token_id: int | None = 0
+    is_encoder_decoder: bool = True
+
+    @classmethod
+    def large(cls, **changes: Any) -> UniLMConfig:
+        """The shape of UniLM v1, large: 24 layers of width 1024."""
+        shape = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        return cls(**shape | changes)
 
 
 class UniLMEmbeddings(nn.Module):
@@ -68,99 +105,15 @@ class UniLMEmbeddings(nn.Module):
         return self.LayerNorm(embedded + self.token_type_embeddings.weight[segment])
 
 
-class UniLMSelfAttention(nn.Module):
-    """Multi-head attention over the source and the target so far."""
+class UniLMLayer(BertLayer):
+    """A layer of BERT that also returns the weights of its attention."""
 
-    is_causal = False  # the mask says what is visible
-
-    def __init__(self, config: UniLMConfig, layer: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.config = config
-        self.layer = layer
-        self.heads = config.num_attention_heads
-        self.scaling = (width // self.heads) ** -0.5
-
-    def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None
+    ) -> tuple[Tensor, Tensor | None]:
         """[rows, Q, hidden] -> the same, and the attention weights [rows, heads, Q, K] if they were computed."""
-        query, keys, values = (
-            projection(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        context, weights = attend(self, query, keys, values, mask, dropout=0.0, scaling=self.scaling)
-        return context.flatten(2), weights
-
-
-def eager_attention(
-    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, **unused: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention spelled out, for who wants to see its weights. Shapes as in `scaled_dot_product_attention`."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values).transpose(1, 2).contiguous(), weights
-
-
-class UniLMOutput(nn.Module):
-    """A projection back to the hidden size, added to what came in, and normalised."""
-
-    def __init__(self, config: UniLMConfig, width: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dense(inner) + residual)
-
-
-class UniLMLayer(nn.Module):
-    """One layer of the stack. The parts have the names of the published checkpoints."""
-
-    def __init__(self, config: UniLMConfig, layer: int) -> None:
-        super().__init__()
-        self.attention = nn.ModuleDict(
-            {"self": UniLMSelfAttention(config, layer), "output": UniLMOutput(config, config.hidden_size)}
-        )
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
-        self.output = UniLMOutput(config, config.intermediate_size)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
-        context, weights = self.attention["self"](hidden, mask, cache)
-        hidden = self.attention["output"](context, hidden)
-        inner = self.activation(self.intermediate["dense"](hidden))
-        return self.output(inner, hidden), weights
-
-
-class UniLMTransform(nn.Module):
-    """The layer between the stack and the scores."""
-
-    def __init__(self, config: UniLMConfig) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.LayerNorm(self.activation(self.dense(hidden)))
-
-
-class UniLMPredictions(nn.Module):
-    """Scores of all tokens. The projection is the word embedding; the bias is held under its published name."""
-
-    def __init__(self, config: UniLMConfig) -> None:
-        super().__init__()
-        self.transform = UniLMTransform(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.decoder(self.transform(hidden))
+        attended, weights = self.attention(hidden, attention_mask=mask, past_key_values=cache)
+        return self.feed_forward_chunk(attended), weights
 
 
 class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
@@ -193,7 +146,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         layers = nn.ModuleList(UniLMLayer(config, index) for index in range(config.num_hidden_layers))
         encoder = nn.ModuleDict({"layer": layers})
         self.bert: Any = nn.ModuleDict({"embeddings": UniLMEmbeddings(config), "encoder": encoder})
-        self.cls: Any = nn.ModuleDict({"predictions": UniLMPredictions(config)})
+        self.cls: Any = nn.ModuleDict({"predictions": BertLMPredictionHead(config)})
         self.post_init()
 
     @classmethod
@@ -206,8 +159,8 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             FileNotFoundError: there are no weights at `path`.
             ValueError: the file holds something else than tensors, or other tensors than a UniLM has.
         """
-        config, weights, file = published.read(path, **changes)
-        model = cls(config)
+        settings, weights, file = published.read(path, **changes)
+        model = cls(UniLMConfig(**settings))
         published.fill(model, weights, file)
         return model.eval()
 
@@ -267,7 +220,11 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
 
-        cache = _self_attention_cache(past_key_values)
+        # There is nothing to attend to across: an encoder-decoder cache's other part stays empty.
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        if cache is not None and not isinstance(cache, DynamicCache):
+            kind = type(cache).__name__
+            raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {kind} cannot do that")
         stored = cache.get_seq_length() if cache is not None else 0
         target = decoder_input_ids if stored else decoder_input_ids[:, 1:]
         hidden = self._embed_target(target, attention_mask, stored)
@@ -276,24 +233,23 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         keys = stored + hidden.shape[1]
         if isinstance(stored, Tensor):  # a captured step: a cache of a fixed size, and its length on the device
             keys = cache.layers[0].get_max_length()
-        mask = prefix_attention_mask(attention_mask, hidden.shape[1], keys, hidden.dtype, stored)
+        mask = _mask(attention_mask, hidden.shape[1], keys, hidden.dtype, stored)
 
         # Kept only if they are wanted: of a long source they are large.
-        states: list[Tensor] | None = [hidden] if output_hidden_states else None
-        attentions: list[Tensor] | None = [] if output_attentions else None
+        states, attentions = [hidden], []
         for layer in self.bert["encoder"]["layer"]:
             hidden, weights = layer(hidden, mask, cache)
-            if states is not None:
+            if output_hidden_states:
                 states.append(hidden)
-            if attentions is not None:
+            if output_attentions:
                 attentions.append(weights)
         if cache is not None:
             cache.crop(-1)  # the [MASK] is not part of the target
         output = Seq2SeqLMOutput(
             logits=self.cls["predictions"](hidden[:, -1:]),
             past_key_values=past_key_values,  # type: ignore[arg-type]
-            decoder_hidden_states=tuple(states) if states is not None else None,
-            decoder_attentions=tuple(attentions) if attentions is not None else None,
+            decoder_hidden_states=tuple(states) if output_hidden_states else None,
+            decoder_attentions=tuple(attentions) if output_attentions else None,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -333,21 +289,14 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, UniLMPredictions):
+        if isinstance(module, BertLMPredictionHead):
             init.zeros_(module.bias)
 
 
-def prefix_attention_mask(
-    source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype, first: int | Tensor
-) -> Tensor:
+def _mask(source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype, first: int | Tensor) -> Tensor:
     """What is added to the scores: source tokens see the source, and target tokens that and the target up to them.
 
-    Args:
-        source_mask: [rows, N], 0 where the source is padded.
-        queries: so many positions ask.
-        keys: positions in all, those of the source first.
-        dtype: of the scores.
-        first: where those that ask begin.
+    The `queries` positions from `first` on ask; the `keys` positions are all, those of the source first.
 
     Returns:
         [rows, 1, queries, keys]: 0 where a position is visible, the lowest number of `dtype` elsewhere.
@@ -359,16 +308,6 @@ def prefix_attention_mask(
     tokens = F.pad(source_mask.bool(), (0, keys - length), value=True)
     hidden = (visible & tokens[:, None, None, :]).logical_not_()
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def _self_attention_cache(cache: DynamicCache | EncoderDecoderCache | None) -> DynamicCache | None:
-    """The part of a cache that is used. There is nothing to attend to across: an encoder-decoder cache's other part
-    stays empty."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    if cache is not None and not isinstance(cache, DynamicCache):
-        raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {type(cache).__name__} cannot do that")
-    return cache
 
 
 def _check(config: UniLMConfig) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from fastgen.models.unilm.configuration import UniLMConfig
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _WORDS = "bert.embeddings.word_embeddings.weight"
@@ -46,8 +46,8 @@ _HEAD_WIDTH = 64
 _SHOWN = 4  # names in a message
 
 
-def read(path: str | os.PathLike[str], **changes: Any) -> tuple[UniLMConfig, dict[str, Tensor], Path]:
-    """What a published checkpoint says: the configuration, the weights by their names here, and the file they are in.
+def read(path: str | os.PathLike[str], **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor], Path]:
+    """What a published checkpoint says: settings of a configuration, weights by their names here, and their file.
 
     The shape is that of the weights. Segments are 4 and 5 (UniLM v1) for a file without a configuration, and what the
     configuration says, 0 and 1 by default (s2s-ft), for a directory with one.
@@ -68,9 +68,10 @@ def read(path: str | os.PathLike[str], **changes: Any) -> tuple[UniLMConfig, dic
     """
     file, settings = _find(Path(path))
     weights = _canonical(_read(file), file)
-    config = UniLMConfig(**{**_shape(weights, file), **settings, **changes})
-    weights[_POSITIONS] = _resize(weights[_POSITIONS], config.max_position_embeddings)
-    return config, weights, file
+    settings = {**_shape(weights, file), **settings, **changes}
+    positions = weights[_POSITIONS]
+    weights[_POSITIONS] = positions[torch.arange(settings["max_position_embeddings"]) % len(positions)]
+    return settings, weights, file
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
@@ -80,7 +81,18 @@ def fill(model: nn.Module, weights: dict[str, Tensor], file: Path) -> None:
         ValueError: they are not exactly those that the model has.
     """
     wanted = {name: value.shape for name, value in model.state_dict().items() if name not in _COPIES}
-    _check(weights, wanted, file)
+    wrong = {
+        "missing": [name for name in wanted if name not in weights],
+        "unknown": [name for name in weights if name not in wanted],
+        "of another shape": [
+            f"{name} {list(weights[name].shape)} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in weights and weights[name].shape != shape
+        ],
+    }
+    said = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
+    if said:
+        raise ValueError(f"{file} is not the checkpoint of a UniLM like this one: {said}")
     model.load_state_dict(weights, strict=False)  # all but the copies, which are tied to what they are copies of
 
 
@@ -106,19 +118,10 @@ def _find(path: Path) -> tuple[Path, dict[str, Any]]:
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors in a file, by their names."""
     try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found = load_file(file)
-        else:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} is not a file of tensors: {said}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("safetensors"):
-            raise ValueError(f"{file} is not a file of tensors: {error}") from error
-        raise
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"{file} is not a file of tensors by name (a state dict)")
     return found
@@ -166,27 +169,6 @@ def _shape(weights: dict[str, Tensor], file: Path) -> dict[str, Any]:
         "type_vocab_size": types.shape[0],
     }
     return shape if types.shape[0] > 5 else {**shape, "source_type_id": 0, "target_type_id": 1}
-
-
-def _resize(positions: Tensor, length: int) -> Tensor:
-    """The embeddings of `length` positions: those that there are, over and over."""
-    return positions[torch.arange(length) % positions.shape[0]]
-
-
-def _check(weights: dict[str, Tensor], wanted: dict[str, torch.Size], file: Path) -> None:
-    """Raises unless the weights are exactly those that are wanted."""
-    wrong = {
-        "missing": [name for name in wanted if name not in weights],
-        "unknown": [name for name in weights if name not in wanted],
-        "of another shape": [
-            f"{name} {list(weights[name].shape)} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if name in weights and weights[name].shape != shape
-        ],
-    }
-    said = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
-    if said:
-        raise ValueError(f"{file} is not the checkpoint of a UniLM like this one: {said}")
 
 
 def _some(names: list[str]) -> str:
