@@ -21,9 +21,7 @@ from fairseq.incremental_decoding_utils import with_incremental_state
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from fastgen.models.prophetnet.layout import store_as
-
-_STATE = "attn_state"
+from fastgen.models.prophetnet.pretrained import store_as
 
 
 class Relations(NamedTuple):
@@ -80,32 +78,30 @@ class NgramSelfAttention(nn.Module):
         super().__init__()
         if dim % heads:
             raise ValueError(f"a decoder of {dim} dimensions cannot have {heads} heads: choose a divisor")
-        self.heads = heads
+        self.num_heads = heads
+        self.head_dim = dim // heads
         self.num_buckets = num_buckets
-        self.scaling = (dim // heads) ** -0.5
+        self.scaling = self.head_dim**-0.5
         self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         self.in_proj = nn.Linear(dim, 3 * dim)
         self.relative_linear = nn.Linear(dim, num_buckets * heads)
         self.out_proj = nn.Linear(dim, dim)
-        self.reset_parameters()
         store_as(self, {"in_proj.weight": "in_proj_weight", "in_proj.bias": "in_proj_bias"})
 
-    def reset_parameters(self) -> None:
-        """Initialises the projections."""
-        for layer in (self.in_proj, self.out_proj):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
+    def forward(
+        self, query: Tensor, attn_mask: Relations, incremental_state: dict[str, Any] | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """As FairSeq's decoder layer calls it.
 
-    def forward(self, x: Tensor, relations: Relations, incremental_state: dict[str, Any] | None = None) -> Tensor:
-        """
         Args:
-            x: [streams * T, rows, dim], the streams one after another, the main stream first.
-            relations: of these streams and positions.
-            incremental_state: FairSeq's state between steps; with it, x holds the positions behind those kept in it.
+            query: [streams * T, rows, dim], the streams one after another, the main stream first.
+            attn_mask: the relations of these streams and positions.
+            incremental_state: FairSeq's state between steps; with it, `query` has the positions behind those kept.
 
         Returns:
-            As x.
+            As `query`; and no weights.
         """
+        x, relations = query, attn_mask
         streams = relations.mask.shape[0]
         q, k, v = (self._heads(part, streams) for part in self.in_proj(x).chunk(3, dim=-1))
         q = q * self.scaling
@@ -117,16 +113,16 @@ class NgramSelfAttention(nn.Module):
         weights = self.dropout_module(weights)
         context = torch.matmul(weights[..., :-1].flatten(2, 3), values).unflatten(2, q.shape[2:4])
         context = context + weights[..., -1:] * v
-        return self.out_proj(context.permute(2, 3, 0, 1, 4).flatten(3).flatten(0, 1))
+        return self.out_proj(context.permute(2, 3, 0, 1, 4).flatten(3).flatten(0, 1)), None
 
     def _heads(self, x: Tensor, streams: int) -> Tensor:
         """[streams * T, rows, dim] -> [rows, heads, streams, T, head dim]."""
-        return x.unflatten(0, (streams, -1)).unflatten(3, (self.heads, -1)).permute(2, 3, 0, 1, 4)
+        return x.unflatten(0, (streams, -1)).unflatten(3, (self.num_heads, -1)).permute(2, 3, 0, 1, 4)
 
     def _relative(self, x: Tensor, buckets: Tensor) -> Tensor:
         """What the distances add to the scores, [rows, heads, streams, T, S + 1]."""
         streams = buckets.shape[0]
-        terms = self.relative_linear(x).unflatten(0, (streams, -1)).unflatten(3, (self.num_buckets, self.heads))
+        terms = self.relative_linear(x).unflatten(0, (streams, -1)).unflatten(3, (self.num_buckets, self.num_heads))
         terms = terms.permute(2, 4, 0, 1, 3)  # [rows, heads, streams, T, buckets]
         return terms.gather(4, buckets.expand(*terms.shape[:2], *buckets.shape))
 
@@ -134,16 +130,22 @@ class NgramSelfAttention(nn.Module):
         """K and V of the main stream, [rows, heads, S, head dim], for those of its new positions."""
         if incremental_state is None:
             return keys, values
-        saved = self.get_incremental_state(incremental_state, _STATE)  # type: ignore[attr-defined]
+        saved = self._get_input_buffer(incremental_state)
         if saved is not None:
             keys = torch.cat([saved["prev_key"], keys], dim=2)
             values = torch.cat([saved["prev_value"], values], dim=2)
-        self.set_incremental_state(incremental_state, _STATE, {"prev_key": keys, "prev_value": values})  # type: ignore[attr-defined]
+        self._set_input_buffer(incremental_state, {"prev_key": keys, "prev_value": values})
         return keys, values
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
         """Row r continues row `new_order[r]`."""
-        saved = self.get_incremental_state(incremental_state, _STATE)  # type: ignore[attr-defined]
+        saved = self._get_input_buffer(incremental_state)
         if saved is not None:
             saved = {name: part.index_select(0, new_order) for name, part in saved.items()}
-            self.set_incremental_state(incremental_state, _STATE, saved)  # type: ignore[attr-defined]
+            self._set_input_buffer(incremental_state, saved)
+
+    def _get_input_buffer(self, incremental_state: dict[str, Any] | None) -> dict[str, Tensor] | None:
+        return self.get_incremental_state(incremental_state, "attn_state")  # type: ignore[attr-defined]
+
+    def _set_input_buffer(self, incremental_state: dict[str, Any], buffer: dict[str, Tensor]) -> None:
+        self.set_incremental_state(incremental_state, "attn_state", buffer)  # type: ignore[attr-defined]

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fairseq import utils
 from fairseq.models import FairseqEncoder, FairseqEncoderDecoderModel, FairseqIncrementalDecoder
-from fairseq.modules import (
-    FairseqDropout,
-    LayerNorm,
-    LearnedPositionalEmbedding,
-    MultiheadAttention,
-    TransformerSentenceEncoderLayer,
-)
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules import FairseqDropout, LayerNorm, LearnedPositionalEmbedding, TransformerSentenceEncoderLayer
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor, nn
 
 from fastgen.models.prophetnet import pretrained
-from fastgen.models.prophetnet.architectures import ARCHITECTURES
-from fastgen.models.prophetnet.attention import NgramSelfAttention, Relations, relate
-from fastgen.models.prophetnet.layout import store_as
+from fastgen.models.prophetnet.attention import NgramSelfAttention, relate
+from fastgen.models.prophetnet.pretrained import store_as
 
 
 class ProphetNetEncoder(FairseqEncoder):
@@ -79,66 +75,23 @@ class ProphetNetEncoder(FairseqEncoder):
         return self.max_source_positions
 
 
-class ProphetNetDecoderLayer(nn.Module):
-    """A decoder layer over all streams: self-attention, attention to the source, feed-forward; post-norm."""
+class ProphetNetDecoderLayer(TransformerDecoderLayerBase):
+    """FairSeq's decoder layer, post-norm, with self-attention of all streams in place of its own."""
 
     def __init__(self, args: Namespace) -> None:
-        super().__init__()
-        dim, heads = args.decoder_embed_dim, args.decoder_attention_heads
-        name = type(self).__name__
-        self.activation_fn = utils.get_activation_fn(args.activation_fn)
-        self.dropout_module = FairseqDropout(args.dropout, module_name=name)
-        self.activation_dropout_module = FairseqDropout(args.activation_dropout, module_name=name)
-        self.ngram_self_attn = NgramSelfAttention(dim, heads, args.attention_dropout, args.num_buckets)
-        self.self_attn_layer_norm = LayerNorm(dim)
-        self.encoder_attn = MultiheadAttention(
-            dim,
-            heads,
-            kdim=args.encoder_embed_dim,
-            vdim=args.encoder_embed_dim,
-            dropout=args.attention_dropout,
-            encoder_decoder_attention=True,
-        )
-        self.encoder_attn_layer_norm = LayerNorm(dim)
-        self.fc1 = nn.Linear(dim, args.decoder_ffn_embed_dim)
-        self.fc2 = nn.Linear(args.decoder_ffn_embed_dim, dim)
-        self.final_layer_norm = LayerNorm(dim)
+        self._num_buckets = args.num_buckets
+        super().__init__(TransformerConfig.from_namespace(args))
+        # Its published name, and still the first: states of optimizers are in the order of parameters.
+        self._modules = {"ngram_self_attn": self._modules.pop("self_attn"), **self._modules}
+        self.normalize_before = self.need_attn = False
 
-    def forward(
-        self,
-        x: Tensor,
-        relations: Relations,
-        source: Tensor,
-        source_padding: Tensor | None,
-        incremental_state: dict[str, Any] | None = None,
-        need_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            x: [streams * T, rows, dim].
-            relations: of the positions of x to all.
-            source: the encoder's output, [S, rows, dim].
-            source_padding: [rows, S], or None.
-            need_weights: also return the weights of the attention to the source.
+    @property
+    def self_attn(self) -> NgramSelfAttention:
+        return self.ngram_self_attn
 
-        Returns:
-            As x; and the weights, [heads, rows, streams * T, S], or None.
-        """
-        attended = self.dropout_module(self.ngram_self_attn(x, relations, incremental_state))
-        x = self.self_attn_layer_norm(x + attended)
-        attended, weights = self.encoder_attn(
-            query=x,
-            key=source,
-            value=source,
-            key_padding_mask=source_padding,
-            incremental_state=incremental_state,
-            static_kv=True,
-            need_weights=need_weights,
-            need_head_weights=need_weights,
-        )
-        x = self.encoder_attn_layer_norm(x + self.dropout_module(attended))
-        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
-        return self.final_layer_norm(x + self.dropout_module(self.fc2(hidden))), weights
+    def build_self_attention(self, embed_dim: int, cfg: Any, **unused: Any) -> NgramSelfAttention:
+        """FairSeq's hook for another self-attention."""
+        return NgramSelfAttention(embed_dim, cfg.decoder.attention_heads, cfg.attention_dropout, self._num_buckets)
 
 
 class ProphetNetDecoder(FairseqIncrementalDecoder):
@@ -216,7 +169,9 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         last, weights = self.layers[-1], None
         for layer in self.layers:
             need_weights = layer is last and self.need_attn and not self.training
-            x, weights = layer(x, relations, source, padding, incremental_state, need_weights)
+            x, weights, _ = layer(
+                x, source, padding, incremental_state, self_attn_mask=relations, need_head_weights=need_weights
+            )
         if weights is not None:
             weights = weights.float().mean(dim=0)[:, new : 2 * new]
         _, *features = x.transpose(0, 1).split(new, dim=1)
@@ -310,3 +265,53 @@ class ProphetNetModel(FairseqEncoderDecoderModel):
 
 def _embedding(dictionary: Any, dim: int) -> nn.Embedding:
     return nn.Embedding(len(dictionary), dim, padding_idx=dictionary.pad())
+
+
+def _width(dim: int) -> dict[str, int]:
+    """A model of this many dimensions: heads are 64 wide, feed-forward layers four times as wide as the model."""
+    names = {"embed_dim": dim, "ffn_embed_dim": 4 * dim, "attention_heads": dim // 64}
+    return {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in names.items()}
+
+
+_SMALL: dict[str, Any] = _width(512) | {
+    "ngram": 2,
+    "num_buckets": 32,
+    "relative_max_distance": 128,
+    "activation_fn": "relu",
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "share_decoder_input_output_embed": False,
+    "share_all_embeddings": False,
+    "load_from_pretrained_model": None,
+    "load_sep": False,
+    "max_source_positions": 512,
+    "max_target_positions": 512,
+}
+_BASE = (
+    _SMALL
+    | _width(768)
+    | {"activation_fn": "gelu", "attention_dropout": 0.1, "activation_dropout": 0.1}
+    | {"share_decoder_input_output_embed": True, "share_all_embeddings": True}
+)
+_MIDDLE = _BASE | _width(1024)
+_LARGE = _MIDDLE | {"encoder_layers": 12, "decoder_layers": 12}
+
+
+def _setter(defaults: dict[str, Any]) -> Callable[[Namespace], None]:
+    def set_defaults(args: Namespace) -> None:
+        for name, value in defaults.items():
+            setattr(args, name, getattr(args, name, value))
+
+    return set_defaults
+
+
+ARCHITECTURES = {
+    "ngram_transformer_prophet": _setter(_SMALL),
+    "ngram_transformer_prophet_base": _setter(_BASE),
+    "ngram_transformer_prophet_middle": _setter(_MIDDLE),
+    "ngram_transformer_prophet_large": _setter(_LARGE),
+}
+"""{name: sets what `args` lacks}: the shapes that the authors have given names to. The large one has been published."""

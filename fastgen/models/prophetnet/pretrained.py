@@ -1,8 +1,9 @@
-"""Fine-tuning: a model begins with pre-trained weights, fitted to its vocabulary and its number of positions."""
+"""The authors' checkpoints: the names of parameters in them, and fine-tuning a model that begins with their weights."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,3 +62,27 @@ def _fit_tokens(weight: Tensor, dictionary: Any, load_sep: bool) -> Tensor:
 def _fit_positions(weight: Tensor, count: int) -> Tensor:
     times = math.ceil(count / weight.shape[0])
     return torch.cat([weight.roll(-time, dims=1) for time in range(times)])[:count]
+
+
+def store_as(module: nn.Module, names: dict[str, str]) -> None:
+    """Has the state dict of `module` call its parameters as in `names`, {its own name: name in checkpoints}.
+
+    A name in checkpoints that is also a parameter of `module` stands for both, which are then the same parameter.
+    """
+    # Not closures: those could not be pickled with the module.
+    module.register_state_dict_post_hook(partial(_save, names))
+    module.register_load_state_dict_pre_hook(partial(_load, names))
+
+
+def _save(names: dict[str, str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for own, stored in names.items():
+        state[prefix + stored] = state.pop(prefix + own)
+
+
+def _load(names: dict[str, str], module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for own, stored in names.items():
+        if prefix + stored in state:
+            state[prefix + own] = state[prefix + stored]
+            if stored not in parameters:
+                del state[prefix + stored]

@@ -25,8 +25,8 @@ class BertDictionary(Dictionary):
         for token, count in tokens:
             self.add_symbol(token, n=count)
         special = self.bos_word, self.pad_word, self.eos_word, self.unk_word
-        places = [self.indices[word] if word in self.indices else self.add_symbol(word) for word in special]
-        self.bos_index, self.pad_index, self.eos_index, self.unk_index = places
+        indices = [self.indices[word] if word in self.indices else self.add_symbol(word) for word in special]
+        self.bos_index, self.pad_index, self.eos_index, self.unk_index = indices
 
     @classmethod
     def load_from_file(cls, path: str) -> BertDictionary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import wrapt
@@ -13,22 +13,10 @@ from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
 from fastgen.models.prophetnet.attention import NgramSelfAttention
-from fastgen.models.prophetnet.model import ProphetNetDecoder, ProphetNetDecoderLayer
+from fastgen.models.prophetnet.model import ProphetNetDecoder
 
-
-class _Kind(NamedTuple):
-    """A kind of decoder whose K/V can be kept here: its class, that of its layers, and their self-attention."""
-
-    decoder: type
-    layer: type
-    self_attention: type
-    attribute: str
-
-
-_KINDS = (
-    _Kind(TransformerDecoderBase, TransformerDecoderLayerBase, MultiheadAttention, "self_attn"),
-    _Kind(ProphetNetDecoder, ProphetNetDecoderLayer, NgramSelfAttention, "ngram_self_attn"),
-)
+# The decoders whose K/V can be kept here, and their self-attention.
+_KINDS = {TransformerDecoderBase: MultiheadAttention, ProphetNetDecoder: NgramSelfAttention}
 _DECODER_METHODS = (
     "forward",
     "extract_features",
@@ -82,14 +70,13 @@ def attentions_of(ensemble: Any) -> set[int]:
     return {id(attention) for model in ensemble.models for attention in _attentions(model.decoder)}
 
 
-def _kind(decoder: Any) -> _Kind | None:
-    return next((kind for kind in _KINDS if isinstance(decoder, kind.decoder)), None)
+def _kind(decoder: Any) -> type | None:
+    return next((kind for kind in _KINDS if isinstance(decoder, kind)), None)
 
 
 def _attentions(decoder: Any) -> Iterator[Any]:
-    kind = _kind(decoder)
     for layer in decoder.layers.children():
-        yield getattr(layer, kind.attribute)
+        yield layer.self_attn
         if layer.encoder_attn is not None:
             yield layer.encoder_attn
 
@@ -102,24 +89,23 @@ def _model_unsupported(model: Any, generator: Any) -> str | None:
     if kind is None:
         return f"{type(decoder if decoder is not None else model).__name__} is not a Transformer decoder"
     for name in _DECODER_METHODS:
-        if getattr(type(decoder), name, None) is not getattr(kind.decoder, name, None) or name in vars(decoder):
+        if getattr(type(decoder), name, None) is not getattr(kind, name, None) or name in vars(decoder):
             return f"{type(decoder).__name__} has a {name} of its own"
     if decoder.padding_idx != generator.pad:
         return "the decoder pads with another token than the dictionary"
     for layer in decoder.layers.children():
-        reason = _layer_unsupported(layer, kind, generator.beam_size)
+        reason = _layer_unsupported(layer, _KINDS[kind], generator.beam_size)
         if reason is not None:
             return reason
     return _modules_unsupported(model)
 
 
-def _layer_unsupported(layer: Any, kind: _Kind, beam_size: int) -> str | None:
-    if getattr(type(layer), "forward", None) is not kind.layer.forward or "forward" in vars(layer):
+def _layer_unsupported(layer: Any, self_attention: type, beam_size: int) -> str | None:
+    if getattr(type(layer), "forward", None) is not TransformerDecoderLayerBase.forward or "forward" in vars(layer):
         return f"{type(layer).__name__} has a forward pass of its own"
     if getattr(layer, "cross_self_attention", False):
         return "self-attention over the source"
-    own = getattr(layer, kind.attribute)
-    for attention, expected in ((own, kind.self_attention), (layer.encoder_attn, MultiheadAttention)):
+    for attention, expected in ((layer.self_attn, self_attention), (layer.encoder_attn, MultiheadAttention)):
         if attention is None:
             continue
         if type(attention) is not expected or {"forward", "extend"} & vars(attention).keys():
@@ -128,7 +114,7 @@ def _layer_unsupported(layer: Any, kind: _Kind, beam_size: int) -> str | None:
             attention.use_xformers or attention.bias_k is not None or attention.add_zero_attn or attention.onnx_trace
         ):
             return "attention with xformers, additional keys or in an ONNX trace"
-    if (kind.self_attention is MultiheadAttention and not own.self_attention) or (
+    if (self_attention is MultiheadAttention and not layer.self_attn.self_attention) or (
         layer.encoder_attn is not None and not layer.encoder_attn.encoder_decoder_attention
     ):
         return "attention of another kind than self-attention and attention to the source"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.models.prophetnet import architectures
-from fastgen.models.prophetnet.model import ProphetNetModel
+from fastgen.models.prophetnet.model import ARCHITECTURES, ProphetNetModel
 from fastgen.models.prophetnet.task import BertDictionary
 from tests.fairseq.models import lively
 
@@ -31,7 +30,7 @@ def arguments(**changes: Any) -> Namespace:
         size |= {f"{part}_embed_dim": 32, f"{part}_ffn_embed_dim": 48, f"{part}_layers": 2}
         size[f"{part}_attention_heads"] = 4
     args = Namespace(**size | changes)
-    architectures.ARCHITECTURES["ngram_transformer_prophet_base"](args)
+    ARCHITECTURES["ngram_transformer_prophet_base"](args)
     return args
 
 
