@@ -13,7 +13,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from fastgen.decoding import kv
 from fastgen.decoding.shared import SharedKV
 from fastgen.optimizer.fairseq.call import Call
-from fastgen.optimizer.fairseq.search import step
+from fastgen.optimizer.fairseq.scores import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 

@@ -8,20 +8,14 @@ and a language model's prefix is run at once. The loop, the searches and the mod
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastgen.optimizer.fairseq import compat
-from fastgen.optimizer.fairseq.registration import Registration
 from fastgen.patching import Patch
 
 # FairSeq's releases that are tested; fairseq-fixed calls itself 0.12.3.
 TESTED_VERSIONS = ("0.12", "0.12")
-
-_ATTENTION_PARAMETERS = (
-    "self query key value key_padding_mask incremental_state need_weights static_kv attn_mask before_softmax "
-    "need_head_weights"
-)
 
 
 def patches() -> list[Patch]:
@@ -32,73 +26,79 @@ def patches() -> list[Patch]:
 def _prophetnet() -> list[Patch]:
     """ProphetNet, which FairSeq lacks."""
     model = "fastgen.models.prophetnet"
-    give_way = f"{__name__}.prophetnet:give_way"
     return [
-        Patch("fairseq.models", "register_model", give_way),
-        Patch("fairseq.tasks", "register_task", give_way),
-        Patch("fairseq.criterions", "register_criterion", give_way),
+        Patch("fairseq.models", "register_model", f"{model}:give_way"),
+        Patch("fairseq.tasks", "register_task", f"{model}:give_way"),
+        Patch("fairseq.criterions", "register_criterion", f"{model}:give_way"),
         Patch(f"{model}.pretrained", "read", f"{__name__}.compat.checkpoints:load"),
-        Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.prophetnet:extend"),
-        Registration("fairseq", "ngram_transformer_prophet", f"{model}:register"),
+        Patch(f"{model}.attention", "NgramSelfAttention.extend", f"{__name__}.attention:extend"),
+        _Registration("fairseq", "ngram_transformer_prophet", f"{model}:register"),
     ]
 
 
 def _generation() -> list[Patch]:
-    """What makes `SequenceGenerator` fast."""
-    generator = "fairseq.sequence_generator"
-    adapter = f"{__name__}.generate"
-
-    def hook(target: str, function: str, parameters: str) -> Patch:
-        return Patch(generator, target, f"{adapter}:{function}", _takes(parameters))
-
+    """What makes `SequenceGenerator` fast: module, target, wrapper, and the parameters that it was written for."""
+    generator = "sequence_generator"
+    attention = "query key value key_padding_mask incremental_state need_weights static_kv attn_mask before_softmax"
+    search = "step lprobs scores prev_output_tokens original_batch_idxs"
+    tokens = "tokens encoder_outs incremental_states temperature"
+    prefix = "step lprobs scores tokens prefix_tokens beam_size"
+    states = "incremental_states new_order"
     return [
-        Patch(
-            "fairseq.modules.multihead_attention",
+        _hook(
+            "modules.multihead_attention",
             "MultiheadAttention.forward",
-            f"{__name__}.attention:attention",
-            _takes(_ATTENTION_PARAMETERS),
+            "attention:attention",
+            f"{attention} need_head_weights",
         ),
-        Patch(
-            "fairseq.ngram_repeat_block",
+        _hook(
+            "ngram_repeat_block",
             "NGramRepeatBlock.forward",
-            f"{__name__}.ngrams:no_repeat_ngram",
-            _takes("self tokens lprobs bsz beam_size step"),
+            "scores:no_repeat_ngram",
+            "tokens lprobs bsz beam_size step",
         ),
-        Patch(
-            "fairseq.search",
-            "BeamSearch.step",
-            f"{__name__}.search:step",
-            # The last one only in fairseq-fixed.
-            _takes("self step lprobs scores prev_output_tokens original_batch_idxs", optional="candidate_multiple"),
-        ),
-        Patch(generator, "EnsembleModel.forward_encoder", f"{__name__}.sources:encode", _takes("self net_input")),
-        hook("EnsembleModel.reorder_encoder_out", "reorder_encoder_out", "self encoder_outs new_order"),
-        hook(
-            "EnsembleModel.reorder_incremental_state", "reorder_incremental_state", "self incremental_states new_order"
-        ),
-        hook(
-            "EnsembleModel.forward_decoder",
-            "forward_decoder",
-            "self tokens encoder_outs incremental_states temperature",
-        ),
-        hook(
-            "SequenceGenerator._prefix_tokens",
-            "prefix_tokens",
-            "self step lprobs scores tokens prefix_tokens beam_size",
-        ),
+        _hook("search", "BeamSearch.step", "scores:step", search, optional="candidate_multiple"),  # of fairseq-fixed
+        _hook(generator, "EnsembleModel.forward_encoder", "sources:encode", "net_input"),
+        _hook(generator, "EnsembleModel.reorder_encoder_out", "generate:reorder_encoder_out", "encoder_outs new_order"),
+        _hook(generator, "EnsembleModel.reorder_incremental_state", "generate:reorder_incremental_state", states),
+        _hook(generator, "EnsembleModel.forward_decoder", "generate:forward_decoder", tokens),
+        _hook(generator, "SequenceGenerator._prefix_tokens", "generate:prefix_tokens", prefix),
         # Last: without the others it would open calls that nobody serves.
-        hook("SequenceGenerator._generate", "generate", "self sample prefix_tokens constraints bos_token"),
+        _hook(
+            generator, "SequenceGenerator._generate", "generate:generate", "sample prefix_tokens constraints bos_token"
+        ),
     ]
 
 
-def _takes(parameters: str, optional: str = "") -> Callable[[Any], str | None]:
-    """The condition that the target's parameters are those that the wrapper was written for, `optional` ones or not."""
-    expected = parameters.split()
+def _hook(module: str, target: str, wrapper: str, parameters: str, optional: str = "") -> Patch:
+    """A patch on the condition that the target takes these parameters behind `self`, the `optional` one or not."""
+    expected = ["self", *parameters.split()]
 
     def check(original: Any) -> str | None:
         found = list(inspect.signature(original).parameters)
-        if found in (expected, [*expected, *optional.split()]):
+        if found in (expected, [*expected, optional]):
             return None
         return f"{original.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
 
-    return check
+    return Patch(f"fairseq.{module}", target, f"{__name__}.{wrapper}", check)
+
+
+@dataclass(eq=False)
+class _Registration(Patch):
+    """A model that FairSeq lacks; `wrapper` names the function that registers it.
+
+    It stays registered when FastGen is disabled: it is a model like any other then, generating with FairSeq's own code.
+    """
+
+    def apply(self) -> None:
+        try:
+            if self._installed is None:
+                function = self._find()
+                function()
+                self._installed = function
+            self.state = "applied"
+        except (ImportError, AttributeError) as error:  # the user's own import must not fail for that
+            self.state = f"not applied: {error}"
+
+    def remove(self) -> None:
+        self.state = "not enabled (stays registered)" if self._installed is not None else "not enabled"

@@ -12,18 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.optimizer.fairseq.call import Call, State, Unsupported
+from fastgen.optimizer.fairseq.call import Call, State, Unsupported, inside_call
 
 
-def attention(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `MultiheadAttention.forward`."""
-    call = Call.current()
-    if call is None:
-        return wrapped(*args, **kwargs)
-    return _attention(call, wrapped, module, *args, **kwargs)
-
-
-def _attention(
+@inside_call
+def attention(
     call: Call,
     wrapped: Any,
     module: Any,
@@ -38,28 +31,16 @@ def _attention(
     before_softmax: bool = False,
     need_head_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shapes are the library's: query [positions, rows, dim], key and value [positions, sources, dim].
+    """Wrapper of `MultiheadAttention.forward`: query [positions, rows, dim], key and value [positions, sources, dim].
 
     Weights are made where the decoder uses them (`need_head_weights`); those of the other layers are dropped anyway.
     """
     state = call.state(module, incremental_state)
     if state is None:
-        # The encoder, or a language model that takes part in the scores.
-        return wrapped(
-            query,
-            key,
-            value,
-            key_padding_mask=key_padding_mask,
-            incremental_state=incremental_state,
-            need_weights=need_weights,
-            static_kv=static_kv,
-            attn_mask=attn_mask,
-            before_softmax=before_softmax,
-            need_head_weights=need_head_weights,
-        )
+        return NotImplemented  # the encoder, or a language model that takes part in the scores
     if module.self_attention:
         keys, values = _own(call, module, query, state)
-        mask = attn_mask if call.is_prefilling else call.own_mask(key_padding_mask, query.dtype)
+        mask = attn_mask if call.prefilled is not None else call.own_mask(key_padding_mask, query.dtype)
     else:
         keys, values = _of_source(call, module, key, state)
         mask = call.source_mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
@@ -69,6 +50,15 @@ def _attention(
     else:
         context, weights = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), None
     return module.out_proj(context.permute(2, 0, 1, 3).flatten(2)), weights
+
+
+@inside_call
+def extend(
+    call: Call, wrapped: Any, module: Any, keys: Tensor, values: Tensor, incremental_state: State | None
+) -> tuple[Tensor, Tensor]:
+    """Wrapper of ProphetNet's `NgramSelfAttention.extend`: K and V of the main stream, which all its streams read."""
+    state = call.state(module, incremental_state)
+    return NotImplemented if state is None else call.extend(module, state, keys, values)
 
 
 def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from fastgen.decoding.beams import Beams, rows_of
 from fastgen.decoding.kv import LayerKV
 from fastgen.optimizer.fairseq.prefill import Prefill
+from fastgen.patching import Wrapper
 
 ENTRY_POINT = "fairseq.generate"
 
@@ -34,7 +36,9 @@ class Call:
         per_input: sequences per source.
         beams: the sources that are left, and what their sequences descend from; known when the loop repeats the encoder
             output for the beams, which happens before the first step.
+        is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
         prefill: the tokens that every sequence of a source begins with, when they are run at once.
+        prefilled: where the K/V of these tokens go while they run.
     """
 
     _active: ContextVar[Call | None] = ContextVar("fastgen_fairseq_call", default=None)
@@ -50,22 +54,21 @@ class Call:
         self.per_input = per_input
         self.beams: Beams | None = None
         self.prefill: Prefill | None = None
+        self.is_expanded = False
         self._pad = pad
         self._attentions = attentions
         self._initial_capacity = initial_capacity
         self._layers: list[LayerKV] = []
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._prefilled: State | None = None
-        self._expanded = False
+        self.prefilled: State | None = None
         self._tokens: Tensor | None = None
         self._has_padding = False
         self._own_mask: Tensor | None = None
 
     @classmethod
-    def current(cls, ensemble: Any = None) -> Call | None:
-        """The innermost call that runs in this thread; with an ensemble, only if it is one of that ensemble."""
-        call = cls._active.get()
-        return call if call is not None and ensemble in (None, call.ensemble) else None
+    def current(cls) -> Call | None:
+        """The innermost call that runs in this thread."""
+        return cls._active.get()
 
     @classmethod
     @contextlib.contextmanager
@@ -77,23 +80,11 @@ class Call:
         finally:
             cls._active.reset(token)
 
-    def begin(self, rows: int) -> None:
-        """The sources are encoded, and the loop goes on with so many sequences."""
-        self.beams = Beams(rows // self.per_input, self.per_input)
-
-    @property
-    def is_expanded(self) -> bool:
-        """Whether each sequence has a row of its own. Before, there is one for all sequences of a source."""
-        return self._expanded
-
     def expand(self) -> None:
         """From now on each sequence has a row of its own."""
-        self._expanded = True
+        self.is_expanded = True
         # Not made anew: sources that end at the first step are gone by then.
-        self._masks = {
-            key: (padding, mask.repeat_interleave(self.per_input, dim=0) if mask is not None else None)
-            for key, (padding, mask) in self._masks.items()
-        }
+        self._change_masks(lambda mask: mask.repeat_interleave(self.per_input, dim=0))
         for layer in self._layers:
             layer.expand(self.beams)
 
@@ -103,11 +94,7 @@ class Call:
         """Where `module` has its K/V, or None when this call does not keep them."""
         if id(module) not in self._attentions:
             return None
-        return incremental_state if incremental_state is not None else self._prefilled
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self._prefilled is not None
+        return incremental_state if incremental_state is not None else self.prefilled
 
     def extend(self, module: Any, state: State, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of self-attention, with those of the new positions, [rows, heads, positions, dim]."""
@@ -130,11 +117,11 @@ class Call:
     @contextlib.contextmanager
     def prefilling(self, state: State) -> Iterator[None]:
         """Inside this block a pass over whole sequences, one for each source, puts their K/V into `state`."""
-        self._prefilled = state
+        self.prefilled = state
         try:
             yield
         finally:
-            self._prefilled = None
+            self.prefilled = None
         self.expand()
 
     def step(self, tokens: Tensor) -> None:
@@ -162,19 +149,17 @@ class Call:
             [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has expanded them.
         """
         # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first is
-        # the one before the call branches.
+        # the one before the call is expanded.
         if id(padding) not in self._masks:
-            self._masks[id(padding)] = padding, self._make_mask(padding.bool(), dtype)
+            hidden, mask = padding.bool(), None
+            if bool(hidden.any()):
+                if bool(hidden.all(dim=1).any()):
+                    # What attention over nothing gives is not the same in all implementations.
+                    raise Unsupported("a source that is nothing but padding")
+                mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+                mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            self._masks[id(padding)] = padding, mask
         return self._masks[id(padding)][1]
-
-    def _make_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
-        if not bool(padding.any()):
-            return None
-        if bool(padding.all(dim=1).any()):
-            # What attention over nothing gives is not the same in all implementations.
-            raise Unsupported("a source that is nothing but padding")
-        mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
-        return mask.masked_fill_(padding, float("-inf"))[:, None, None, :]
 
     # ---- between two steps
 
@@ -183,19 +168,40 @@ class Call:
         sources = index.view(-1, self.per_input)[:, 0] // self.per_input
         left = sources.shape[0]
         if left < self.beams.batch:
-            self._keep(sources)
+            for layer in self._layers:
+                layer.keep(sources)
+            self.beams.keep(sources)
+            rows = rows_of(sources, self.per_input)
+            self._change_masks(lambda mask: mask[rows])
+            if self.prefill is not None:
+                self.prefill.keep(sources)
             gone = sources - torch.arange(left, device=index.device)
             index = index - gone.repeat_interleave(self.per_input) * self.per_input
         for layer in self._layers:
             layer.reorder(index)
 
-    def _keep(self, sources: Tensor) -> None:
-        for layer in self._layers:
-            layer.keep(sources)
-        self.beams.keep(sources)
-        rows = rows_of(sources, self.per_input)
-        self._masks = {
-            key: (padding, mask[rows] if mask is not None else None) for key, (padding, mask) in self._masks.items()
-        }
-        if self.prefill is not None:
-            self.prefill.keep(sources)
+    def _change_masks(self, change: Callable[[Tensor], Tensor]) -> None:
+        for key, (padding, mask) in self._masks.items():
+            self._masks[key] = padding, change(mask) if mask is not None else None
+
+
+def inside_call(function: Callable[..., Any], ensemble_of: Callable[[Any], Any] | None = None) -> Wrapper:
+    """A wrapper that goes to `function(call, wrapped, instance, ...)`, with the target's own parameters behind these.
+
+    The original code runs instead outside of an accelerated call, where `ensemble_of(instance)` is not the ensemble of
+    the call, and where `function` returns NotImplemented.
+    """
+
+    @functools.wraps(function)
+    def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call.current()
+        result = NotImplemented
+        if call is not None and (ensemble_of is None or ensemble_of(instance) is call.ensemble):
+            result = function(call, wrapped, instance, *args, **kwargs)
+        return wrapped(*args, **kwargs) if result is NotImplemented else result
+
+    return wrapper
+
+
+of_ensemble = functools.partial(inside_call, ensemble_of=lambda ensemble: ensemble)
+"""`inside_call` for the methods of `EnsembleModel`."""

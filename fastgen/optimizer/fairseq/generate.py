@@ -7,6 +7,7 @@ is changed. A call that fails nevertheless is repeated with the original code, f
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from fastgen import counters, patching
 from fastgen.decoding import host_memory
+from fastgen.decoding.beams import Beams
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Unsupported
-from fastgen.optimizer.fairseq.prefill import Prefill, prefix_to_run
+from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Unsupported, inside_call, of_ensemble
+from fastgen.optimizer.fairseq.prefill import Prefill
 from fastgen.optimizer.fairseq.scores import without_nan
 from fastgen.optimizer.fairseq.support import attentions_of, unsupported
 
@@ -28,8 +30,14 @@ _MAX_FIRST_CAPACITY = 64
 
 def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `SequenceGenerator._generate(sample, prefix_tokens, constraints, bos_token)`."""
+
+    def original() -> Any:
+        """The call with the original code, also when it is made from inside an accelerated one."""
+        with Call.entered(None):
+            return wrapped(*args, **kwargs)
+
     if not patching.is_active():
-        return _original(wrapped, args, kwargs)
+        return original()
     try:
         arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     except TypeError:
@@ -37,57 +45,29 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
     reason = unsupported(generator, arguments.get("bos_token"))
     if reason is not None:
         counters.count_fallback(ENTRY_POINT, reason)
-        return _original(wrapped, args, kwargs)
+        return original()
     device = next(generator.model.parameters()).device
+    random_state = RandomState(device)
     with host_memory.kept(device):
-        return _accelerated(wrapped, generator, args, kwargs, arguments, RandomState(device))
-
-
-def _accelerated(
-    wrapped: Any,
-    generator: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: dict[str, Any],
-    random_state: RandomState,
-) -> Any:
-    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
-    try:
-        with contextlib.ExitStack() as context:
-            context.enter_context(Call.entered(_open(generator, arguments)))
-            for model in generator.model.models:
-                context.enter_context(FastLayers.of(model))
-            result = wrapped(*args, **kwargs)
-        counters.count_accelerated(ENTRY_POINT)
-        return result
-    except Unsupported as declined:
+        try:
+            with contextlib.ExitStack() as context:
+                context.enter_context(Call.entered(_open(generator, arguments)))
+                for model in generator.model.models:
+                    context.enter_context(FastLayers.of(model))
+                result = wrapped(*args, **kwargs)
+            counters.count_accelerated(ENTRY_POINT)
+            return result
+        except (counters.FallbackError, torch.OutOfMemoryError):
+            raise  # the original code needs more memory, not less
+        except Exception as error:
+            failure = error
         random_state.restore()
-        counters.count_fallback(ENTRY_POINT, str(declined))
-        return _original(wrapped, args, kwargs)
-    except (counters.FallbackError, torch.OutOfMemoryError):
-        raise  # the original code needs more memory, not less
-    except Exception as error:
-        failure = error
-    random_state.restore()
-    return _repeat(wrapped, args, kwargs, failure)
-
-
-def _original(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with the original code, also when it is made from inside an accelerated one."""
-    with Call.entered(None):
-        return wrapped(*args, **kwargs)
-
-
-def _repeat(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Exception) -> Any:
-    """The call with the original code, after an accelerated call that failed.
-
-    Raises:
-        FallbackError: in strict mode, from `failure`.
-        Exception: what the original code raises; then the call itself was at fault, and nothing is reported.
-    """
-    result = _original(wrapped, args, kwargs)
-    counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
-    return result
+        if isinstance(failure, Unsupported):
+            counters.count_fallback(ENTRY_POINT, str(failure))
+            return original()
+        result = original()  # what it raises is the call's own fault, and not reported
+        counters.count_failure(ENTRY_POINT, failure, stacklevel=3)
+        return result
 
 
 def _open(generator: Any, arguments: dict[str, Any]) -> Call:
@@ -101,90 +81,74 @@ def _open(generator: Any, arguments: dict[str, Any]) -> Call:
     if arguments.get("constraints") is None and not generator.match_source_len:
         bos = arguments.get("bos_token")
         bos = generator.eos if bos is None else int(bos)
-        prefix = prefix_to_run(generator, bos, arguments.get("prefix_tokens"), longest)
-        call.prefill = Prefill(prefix, call.per_input) if prefix is not None else None
+        call.prefill = Prefill.of(generator, bos, arguments.get("prefix_tokens"), longest)
     return call
 
 
-def reorder_encoder_out(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `EnsembleModel.reorder_encoder_out(encoder_outs, new_order)`.
+@of_ensemble
+def reorder_encoder_out(
+    call: Call, wrapped: Any, ensemble: Any, encoder_outs: list[Any] | None, new_order: Tensor
+) -> list[Any]:
+    """Wrapper of `EnsembleModel.reorder_encoder_out`.
 
     The loop repeats the encoder output for the beams, and then reorders it in every step. It is needed once, for the
     K/V of the source, with one row per source.
     """
-    call = Call.current(ensemble)
-    return wrapped(*args, **kwargs) if call is None else _keep_encoder_out(call, *args, **kwargs)
-
-
-def _keep_encoder_out(call: Call, encoder_outs: list[Any] | None, new_order: Tensor) -> list[Any]:
     if call.beams is None:
-        call.begin(new_order.shape[0])
+        call.beams = Beams(new_order.shape[0] // call.per_input, call.per_input)
     return encoder_outs if encoder_outs is not None else []
 
 
-def reorder_incremental_state(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `EnsembleModel.reorder_incremental_state(incremental_states, new_order)`."""
-    call = Call.current(ensemble)
-    return wrapped(*args, **kwargs) if call is None else _reorder(call, *args, **kwargs)
-
-
-def _reorder(call: Call, incremental_states: list[Any], new_order: Tensor) -> None:
+@of_ensemble
+def reorder_incremental_state(
+    call: Call, wrapped: Any, ensemble: Any, incremental_states: list[Any], new_order: Tensor
+) -> None:
+    """Wrapper of `EnsembleModel.reorder_incremental_state`."""
     call.reorder(new_order)
 
 
-def forward_decoder(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `EnsembleModel.forward_decoder(tokens, encoder_outs, incremental_states, temperature)`."""
-    call = Call.current(ensemble)
-    if call is None:
-        return wrapped(*args, **kwargs)
-    log_probs, weights = _decode(call, wrapped, *args, **kwargs)
-    return without_nan(log_probs), weights
-
-
-def _decode(
+@of_ensemble
+def forward_decoder(
     call: Call,
     wrapped: Any,
+    ensemble: Any,
     tokens: Tensor,
     encoder_outs: Any,
     incremental_states: list[Any],
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
+    """Wrapper of `EnsembleModel.forward_decoder`."""
     prefill, step = call.prefill, tokens.shape[1] - 1
-    if prefill is None:
-        if not call.is_expanded:
-            return _decode_first(call, wrapped, tokens, encoder_outs, incremental_states, temperature)
-        call.step(tokens)
-        return wrapped(tokens, encoder_outs, incremental_states, temperature)
-    if step == 0:
-        with call.prefilling(incremental_states[0]):
-            prefill.run(call.ensemble.single_model, tokens[:: call.per_input], temperature)
-    if step == prefill.steps:
-        call.prefill = None
-    return prefill.log_probs(step), None
-
-
-def _decode_first(
-    call: Call, wrapped: Any, tokens: Tensor, encoder_outs: Any, incremental_states: list[Any], temperature: float
-) -> tuple[Tensor, Tensor | None]:
-    """The step in which all sequences of a source are the same yet: once per source."""
-    tokens = tokens[:: call.per_input]
+    if prefill is not None:
+        if step == 0:
+            with call.prefilling(incremental_states[0]):
+                prefill.run(ensemble.single_model, tokens[:: call.per_input], temperature)
+        if step == prefill.steps:
+            call.prefill = None
+        return without_nan(prefill.log_probs(step)), None
+    is_first = not call.is_expanded
+    if is_first:  # all sequences of a source are the same yet: once per source
+        tokens = tokens[:: call.per_input]
     call.step(tokens)
-    found = wrapped(tokens, encoder_outs, incremental_states, temperature)
-    call.expand()
-    log_probs, weights = (part if part is None else part.repeat_interleave(call.per_input, dim=0) for part in found)
-    return log_probs, weights
+    log_probs, weights = wrapped(tokens, encoder_outs, incremental_states, temperature)
+    if is_first:
+        call.expand()
+        log_probs = log_probs.repeat_interleave(call.per_input, dim=0)
+        weights = weights.repeat_interleave(call.per_input, dim=0) if weights is not None else None
+    return without_nan(log_probs), weights
 
 
-def prefix_tokens(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `SequenceGenerator._prefix_tokens(step, lprobs, scores, tokens, prefix_tokens, beam_size)`."""
-    call = Call.current(generator.model)
-    if call is None or call.prefill is None:
-        return wrapped(*args, **kwargs)
-    return _already_forced(*args, **kwargs)
-
-
-def _already_forced(
-    step: int, lprobs: Tensor, scores: Tensor, tokens: Tensor, prefix_tokens: Tensor, beam_size: int
+@functools.partial(inside_call, ensemble_of=lambda generator: generator.model)
+def prefix_tokens(
+    call: Call,
+    wrapped: Any,
+    generator: Any,
+    step: int,
+    lprobs: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    prefix_tokens: Tensor,
+    beam_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Prefill.log_probs` has ruled out all but the prefix."""
-    return lprobs, tokens, scores
+    """Wrapper of `SequenceGenerator._prefix_tokens`. `Prefill.log_probs` has ruled out all but the prefix already."""
+    return NotImplemented if call.prefill is None else (lprobs, tokens, scores)

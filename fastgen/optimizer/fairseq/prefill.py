@@ -21,20 +21,41 @@ class Prefill:
     """The first tokens of every source, [sources, P], all of them known."""
 
     def __init__(self, prefix: Tensor, per_input: int) -> None:
-        """
-        Args:
-            per_input: sequences per source.
-        """
         self.prefix = prefix
+        self.steps = prefix.shape[1]  # of the loop, in which the prefix decides
         self._per_input = per_input
         # Log-probabilities: of each token of the prefix, [sources, P], and of all tokens behind it, [sources, V].
         self._of_prefix: Tensor | None = None
         self._behind: Tensor | None = None
 
-    @property
-    def steps(self) -> int:
-        """Steps of the loop in which the prefix decides."""
-        return self.prefix.shape[1]
+    @classmethod
+    def of(cls, generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Prefill | None:
+        """For the part of a call's prefix that is the same for every sequence of a source and known beforehand.
+
+        It ends where the first source's prefix does. None as well where it is not certain that every sequence with a
+        score follows the prefix: the n-gram blocker or the search might rule out one of its tokens.
+        """
+        from fairseq import search
+
+        model = generator.model
+        if prefix is None or model.has_encoder() or model.models_size != 1 or prefix.dim() != 2:
+            return None
+        searches = (search.BeamSearch, search.DiverseBeamSearch, search.DiverseSiblingsSearch, search.Sampling)
+        decoder = model.single_model.decoder
+        # A LayerDropModuleList draws a random number in each pass, so the number of passes matters.
+        if type(generator.search) not in searches or type(decoder.layers) is not torch.nn.ModuleList:
+            return None
+        if generator.vocab_size <= 4 * generator.beam_size + 8:
+            return None
+        free = prefix.eq(generator.pad) | prefix.eq(generator.eos)
+        known = int((free.cumsum(dim=1) == 0).all(dim=0).sum())
+        prefix = prefix[:, : min(known, max_len)]
+        if prefix.shape[1] < 2:
+            return None
+        blocker = generator.repeat_ngram_blocker
+        if blocker is not None and _repeats_ngram(prefix, bos, blocker.no_repeat_ngram_size):
+            return None
+        return cls(prefix, generator.beam_size)
 
     def run(self, model: Any, first: Tensor, temperature: float) -> None:
         """The pass over the prefix, which follows the tokens `first`, [sources, 1]."""
@@ -66,39 +87,9 @@ class Prefill:
         )
 
 
-def prefix_to_run(generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Tensor | None:
-    """The part of the prefix that is the same for every sequence of a source and known beforehand, or None.
-
-    It ends where the first source's prefix does. None as well where it is not certain that every sequence with a score
-    follows the prefix: the n-gram blocker or the search might rule out one of its tokens.
-    """
-    from fairseq import search
-
-    model = generator.model
-    if prefix is None or model.has_encoder() or model.models_size != 1 or prefix.dim() != 2:
-        return None
-    searches = (search.BeamSearch, search.DiverseBeamSearch, search.DiverseSiblingsSearch, search.Sampling)
-    decoder = model.single_model.decoder
-    # A LayerDropModuleList draws a random number in each pass, so the number of passes matters.
-    if type(generator.search) not in searches or type(decoder.layers) is not torch.nn.ModuleList:
-        return None
-    if generator.vocab_size <= 4 * generator.beam_size + 8:
-        return None
-    free = prefix.eq(generator.pad) | prefix.eq(generator.eos)
-    known = int((free.cumsum(dim=1) == 0).all(dim=0).sum())
-    prefix = prefix[:, : min(known, max_len)]
-    if prefix.shape[1] < 2:
-        return None
-    blocker = generator.repeat_ngram_blocker
-    if blocker is not None and _repeats_ngram(prefix, bos, blocker.no_repeat_ngram_size):
-        return None
-    return prefix
-
-
 def _repeats_ngram(prefix: Tensor, bos: int, n: int) -> bool:
     for row in prefix.tolist():
-        row = [bos, *row]
-        ngrams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+        ngrams = list(zip(*([bos, *row][i:] for i in range(n)), strict=False))
         if len(set(ngrams)) < len(ngrams):
             return True
     return False

@@ -1,7 +1,8 @@
-"""The log-probabilities of a step on their way through FairSeq's loop.
+"""The log-probabilities of a step on their way through FairSeq's loop: NaN, repeated n-grams, the best continuations.
 
 The loop looks for NaN in all of them, and writes into those that it finds: two passes over the vocabulary, and a mask
-of its size. There are hardly ever any, which the sum tells in a fraction of the time.
+of its size. There are hardly ever any, which the sum tells in a fraction of the time. `BeamSearch.step`, which the
+other searches use as well, takes two copies to add the scores of the sequences and to find the best.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import counters, patching
+from fastgen.ops.best_candidates import best_candidates
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from fastgen.optimizer.fairseq.call import Call, inside_call
+
 # Below, a pass over the scores takes less time than what is around it.
 MIN_SCORES = 2**16
+
+_NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
 
 # What `x != y` may come as.
 _NOT_EQUAL = (Tensor.__ne__, Tensor.ne, torch.ne)
@@ -32,21 +40,17 @@ class LogProbabilities(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _NOT_EQUAL and len(args) == 2 and args[0] is args[1] and not kwargs:
-                return args[0]._is_not_itself()
-            if func is Tensor.__setitem__ and isinstance(args[0], cls) and args[0]._knows_as_nowhere(args[1]):
-                return None
+            scores = args[0] if args else None
+            if func in _NOT_EQUAL and len(args) == 2 and scores is args[1] and not kwargs:
+                if scores._version == scores._version_without_nan:
+                    mask = torch.zeros(scores.shape, dtype=torch.bool)
+                    scores._nowhere = mask, mask._version
+                    return mask
+            elif func is Tensor.__setitem__ and isinstance(scores, cls) and scores._nowhere is not None:
+                mask, version = scores._nowhere
+                if args[1] is mask and mask._version == version:
+                    return None
             return func(*args, **(kwargs or {}))
-
-    def _is_not_itself(self) -> Tensor:
-        if self._version != self._version_without_nan:
-            return self.ne(self)
-        mask = torch.zeros(self.shape, dtype=torch.bool)
-        self._nowhere = mask, mask._version
-        return mask
-
-    def _knows_as_nowhere(self, mask: Any) -> bool:
-        return self._nowhere is not None and mask is self._nowhere[0] and mask._version == self._nowhere[1]
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
@@ -70,3 +74,57 @@ def without_nan(log_probs: Tensor) -> Tensor:
     made = log_probs.as_subclass(LogProbabilities)
     made._version_without_nan = made._version
     return made
+
+
+def no_repeat_ngram(wrapped: Any, blocker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `NGramRepeatBlock.forward(tokens, lprobs, bsz, beam_size, step)`."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    return _block(wrapped, blocker, *args, **kwargs)
+
+
+def _block(wrapped: Any, blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
+    n = blocker.no_repeat_ngram_size
+    if blocker.use_extension:
+        reason = "FairSeq's own CUDA extension is there"
+    elif n < 2:
+        reason = "n-grams of one token"
+    elif tokens.shape[1] < max(step + 1, n) or lprobs.shape[0] != bsz * beam_size:
+        reason = f"tokens of shape {tuple(tokens.shape)}, scores of shape {tuple(lprobs.shape)}"
+    else:
+        try:
+            # The library compares the n-grams so far with what the last columns of `tokens` hold, generated or not yet.
+            no_repeat_ngram_(lprobs, tokens, n, context=tokens[:, : step + 1])
+            counters.count_accelerated(_NGRAM_ENTRY_POINT)
+            return lprobs
+        except RuntimeError as error:  # the operator does not take them, and has written nothing
+            reason = str(error).splitlines()[0]
+    counters.count_fallback(_NGRAM_ENTRY_POINT, reason)
+    return wrapped(tokens, lprobs, bsz, beam_size, step)
+
+
+@inside_call
+def step(
+    call: Call,
+    wrapped: Any,
+    beam: Any,
+    step: int,
+    lprobs: Tensor,
+    scores: Tensor | None,
+    prev_output_tokens: Tensor | None = None,
+    original_batch_idxs: Tensor | None = None,
+    candidate_multiple: int = 2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
+
+    In fairseq-fixed it also takes how many candidates there are for each sequence, `candidate_multiple`.
+
+    Returns:
+        Scores, words and sequences of the candidates, [sources, candidates] each, the best first.
+    """
+    _, sequences, words = lprobs.shape
+    if step == 0 or lprobs.dtype is not torch.float32 or lprobs.device.type != "cpu":
+        return NotImplemented
+    count = min(candidate_multiple * sequences, sequences * words - 1)  # so that padding is never among them
+    best, indices = best_candidates(lprobs.reshape(-1, words), scores[:, :, step - 1], count)
+    return best, indices % words, indices // words

@@ -10,34 +10,30 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen.decoding import length_buckets
-from fastgen.optimizer.fairseq.call import Call
+from fastgen.optimizer.fairseq.call import Call, of_ensemble
 
 _METHODS = ("forward", "forward_scriptable", "forward_embedding", "forward_torchscript", "forward_non_torchscript")
 _INPUTS = {"src_tokens", "src_lengths", "prev_output_tokens"}
 
 
-def encode(wrapped: Any, ensemble: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `EnsembleModel.forward_encoder(net_input)`."""
-    call = Call.current(ensemble)
-    return wrapped(*args, **kwargs) if call is None else _encode(wrapped, ensemble, *args, **kwargs)
-
-
-def _encode(wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -> Any:
+@of_ensemble
+def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -> Any:
+    """Wrapper of `EnsembleModel.forward_encoder`."""
     if not _can_be_cut(ensemble, net_input):
-        return wrapped(net_input)
+        return NotImplemented
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
     sizes, in_front = _sizes(padding)
     cut = length_buckets.by_length(sizes, tokens.shape[1])
     if len(cut) < 2:
-        return wrapped(net_input)
+        return NotImplemented
     parts = []
     for rows, length in cut:
-        places = slice(tokens.shape[1] - length, None) if in_front else slice(length)
-        encoded = wrapped({"src_tokens": tokens[rows, places], "src_lengths": lengths[rows]})
-        parts.append((rows, places, encoded))
+        positions = slice(tokens.shape[1] - length, None) if in_front else slice(length)
+        encoded = wrapped({"src_tokens": tokens[rows, positions], "src_lengths": lengths[rows]})
+        parts.append((rows, positions, encoded))
     return [
-        _together(padding, [(rows, places, encoded[number]) for rows, places, encoded in parts])
+        _together(padding, [(rows, positions, encoded[number]) for rows, positions, encoded in parts])
         for number in range(ensemble.models_size)
     ]
 
@@ -46,8 +42,8 @@ def _together(padding: Tensor, parts: list[tuple[Tensor, slice, dict[str, list[T
     """One encoder's output for all sources. The decoder never looks at the positions that were left out: zero."""
     state = parts[0][2]["encoder_out"][0]
     whole = state.new_zeros(padding.shape[1], padding.shape[0], state.shape[2])
-    for rows, places, encoded in parts:
-        whole[places, rows] = encoded["encoder_out"][0]
+    for rows, positions, encoded in parts:
+        whole[positions, rows] = encoded["encoder_out"][0]
     nothing: dict[str, list[Tensor]] = {name: [] for name in parts[0][2]}
     return {**nothing, "encoder_out": [whole], "encoder_padding_mask": [padding]}
 
@@ -56,8 +52,7 @@ def _sizes(padding: Tensor) -> tuple[list[int], bool]:
     """The length of each source, and whether the padding is in front; as long as the batch where it is elsewhere."""
     longest = padding.shape[1]
     sizes = longest - padding.sum(dim=1)
-    places = torch.arange(longest)
-    in_front = bool((padding == (places < longest - sizes.unsqueeze(1))).all())
+    in_front = bool((padding == (torch.arange(longest) < longest - sizes.unsqueeze(1))).all())
     return (sizes if in_front else length_buckets.lengths(~padding)).tolist(), in_front
 
 
