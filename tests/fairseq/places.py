@@ -95,7 +95,7 @@ PLACES: dict[str, list[str]] = {
         "fairseq/modules/quantization/pq/em.py: EM.load: torch.load(os.path.join(path, '{}_assignments.pth'.format(layer)))",
         "fairseq/modules/quantization/pq/em.py: EM.load: torch.load(os.path.join(path, '{}_objective.pth'.format(layer)))",
     ],
-    "replaced by `guards`": [
+    "replaced by `repairs`": [
         "fairseq/data/fasta_dataset.py: FastaDataset._build_index: subprocess.check_output(f\"cat {path} | tqdm --bytes --total $(wc -c < {path})| grep --byte-offset '^>' -o | cut -d: -f1\", shell=True)",
         'fairseq/data/fasta_dataset.py: FastaDataset._build_index: subprocess.check_output(f"""cat {path} | tqdm --bytes --total $(wc -c < {path})| awk \'/^>/ {{print "";next;}} {{ printf("%s",$0);}}\' | tail -n+2 | awk \'{{print length($1)}}\'""", shell=True)',
         "fairseq/file_utils.py: load_archive_file: archive.extractall(tempdir)",

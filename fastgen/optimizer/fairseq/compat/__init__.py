@@ -5,9 +5,14 @@ Nothing here makes anything faster, and all of it holds whether generation is ac
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from fastgen.optimizer.fairseq.compat import literals
 from fastgen.optimizer.fairseq.compat.configs import HashableConfigs
-from fastgen.optimizer.fairseq.compat.modules import ModuleGlobal, missing_from_fairseq, numpy_lacks
 from fastgen.patching import Patch
 
 
@@ -19,23 +24,23 @@ def patches() -> list[Patch]:
 def _safe() -> list[Patch]:
     """No file of a model or of data runs code."""
     load = f"{__name__}.checkpoints:load"
-    guards = f"{__name__}.guards"
+    repairs = f"{__name__}.repairs"
     return [
         *(ModuleGlobal(module, "eval", f"{__name__}.literals:evaluator") for module in literals.MODULES),
         Patch("fairseq.utils", "import_user_module", f"{__name__}.literals:import_user_module"),
         Patch("fairseq.checkpoint_utils", "load_checkpoint_to_cpu", load),
         Patch("fairseq.checkpoint_utils", "load_ema_from_checkpoint", load),
         Patch("fairseq.distributed.utils", "_broadcast_object_slow", load),
-        Patch("fairseq.data.fasta_dataset", "FastaDataset._build_index", f"{guards}:fasta_index"),
-        ModuleGlobal("fairseq.models.speech_to_text.hub_interface", "torch", f"{guards}:asking_torch"),
-        ModuleGlobal("fairseq.file_utils", "tarfile", f"{guards}:careful_tarfile"),
+        Patch("fairseq.data.fasta_dataset", "FastaDataset._build_index", f"{repairs}:fasta_index"),
+        ModuleGlobal("fairseq.models.speech_to_text.hub_interface", "torch", f"{repairs}:AskingTorch"),
+        ModuleGlobal("fairseq.file_utils", "tarfile", f"{repairs}:CarefulTarfile"),
     ]
 
 
 def _running() -> list[Patch]:
     """Names and ways of calling that Python, torch and NumPy have changed since."""
-    numpy = f"{__name__}.modules:old_numpy"
     repairs = f"{__name__}.repairs"
+    numpy = f"{repairs}:OldNumpy"
     layers = "fairseq.modules.transformer_layer"
     data = "fairseq.data.indexed_dataset"
     mbart = "fairseq.tasks.translation_from_pretrained_bart"
@@ -52,3 +57,52 @@ def _running() -> list[Patch]:
         Patch(data, "MMapIndexedDataset.Index.__del__", f"{repairs}:close"),
         Patch(mbart, "TranslationFromPretrainedBARTTask.__init__", f"{repairs}:keep_arguments"),
     ]
+
+
+@dataclass(eq=False)
+class ModuleGlobal(Patch):
+    """A global of one module, replaced by what the function or class `wrapper` makes of it, or of None without one."""
+
+    def apply(self) -> None:
+        if self._installed is not None:
+            return
+        owner = sys.modules[self.module]
+        original = vars(owner).get(self.target)
+        reason = self.condition(original)
+        if reason is not None:
+            self.state = f"not applied: {reason}"
+            return
+        make: Any = self._find()
+        self._owner, self._attribute, self._original, self._installed = owner, self.target, original, make(original)
+        setattr(owner, self.target, self._installed)
+        self.state = "applied"
+
+    def remove(self) -> None:
+        if (
+            self._installed is not None
+            and self._original is None
+            and vars(self._owner).get(self.target) is self._installed
+        ):
+            delattr(self._owner, self.target)
+            self._installed = None
+        super().remove()
+
+
+def numpy_lacks(name: str) -> Callable[[Any], str | None]:
+    """The condition that NumPy does not have `name` any more."""
+
+    def check(original: Any) -> str | None:
+        if getattr(original, "__name__", None) != "numpy":
+            return "the module does not import numpy as np"
+        return f"numpy has {name}" if hasattr(original, name) else None
+
+    return check
+
+
+def missing_from_fairseq(name: str) -> Callable[[Any], str | None]:
+    """The condition that FairSeq's extension `name` has not been built."""
+
+    def check(original: Any) -> str | None:
+        return f"fairseq.{name} is built" if importlib.util.find_spec(f"fairseq.{name}") is not None else None
+
+    return check

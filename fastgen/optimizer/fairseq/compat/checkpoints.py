@@ -78,34 +78,28 @@ def _allowed() -> tuple[Any, ...]:
 
 def _from_numpy() -> list[Any]:
     """Scalars, as in losses and learning rates, and arrays. NumPy 2 has moved what makes them."""
-    scalar = numpy.float64(0).__reduce__()[0]
-    reconstruct = numpy.zeros(0).__reduce__()[0]
-    found: list[Any] = [numpy.dtype, numpy.ndarray]
-    found += [value for value in vars(numpy.dtypes).values() if inspect.isclass(value)]
-    for function in (scalar, reconstruct):
-        for package in ("numpy.core", "numpy._core"):
-            found.append((function, f"{package}.multiarray.{function.__name__}"))
+    found: list[Any] = [numpy.dtype, numpy.ndarray, *_classes("numpy.dtypes")]
+    for value in (numpy.float64(0), numpy.zeros(0)):
+        function = value.__reduce__()[0]
+        found += [(function, f"{package}.multiarray.{function.__name__}") for package in ("numpy.core", "numpy._core")]
     return found
 
 
 def _from_omegaconf() -> list[Any]:
     """The containers of configurations, their nodes, and what they know about themselves."""
-    modules = [importlib.import_module(f"omegaconf.{name}") for name in ("base", "nodes", "dictconfig", "listconfig")]
-    return [
-        value
-        for module in modules
-        for value in vars(module).values()
-        if inspect.isclass(value) and value.__module__.startswith("omegaconf.")
-    ]
+    found = [value for name in ("base", "nodes", "dictconfig", "listconfig") for value in _classes(f"omegaconf.{name}")]
+    return [value for value in found if value.__module__.startswith("omegaconf.")]
 
 
 def _from_fairseq() -> list[Any]:
     """Meters, choices, dictionaries. The meters were in another module once."""
-    constants = importlib.import_module("fairseq.dataclass.constants")
-    meters = importlib.import_module("fairseq.logging.meters")
     found: list[Any] = [importlib.import_module("fairseq.data.dictionary").Dictionary]
-    found += [value for value in vars(constants).values() if inspect.isclass(value) and issubclass(value, enum.Enum)]
-    for value in vars(meters).values():
-        if inspect.isclass(value) and value.__module__ == meters.__name__:
+    found += [value for value in _classes("fairseq.dataclass.constants") if issubclass(value, enum.Enum)]
+    for value in _classes("fairseq.logging.meters"):
+        if value.__module__ == "fairseq.logging.meters":
             found += [value, (value, f"fairseq.meters.{value.__name__}")]
     return found
+
+
+def _classes(module: str) -> list[type]:
+    return [value for value in vars(importlib.import_module(module)).values() if inspect.isclass(value)]

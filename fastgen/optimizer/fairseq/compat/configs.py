@@ -4,9 +4,8 @@ FairSeq writes `common: CommonConfig = CommonConfig()`. From Python 3.11 on, a d
 hash, and dataclasses have none, because they compare by value. FairSeq's own, and those of its users that are derived
 from them, are hashed by identity here: then they are accepted as defaults, as they always were.
 
-The class that all of them inherit from and the first one that is refused are in the same module, so something has to
-be done while that module runs: it is given a `dataclass` decorator of its own. No other module sees it, and Python's
-own decorator, with its check, stays as it is.
+The class that all of them inherit from and the first one that is refused are in the same module, so that module is
+given a `dataclass` decorator of its own while it runs. No other module sees it.
 """
 
 from __future__ import annotations

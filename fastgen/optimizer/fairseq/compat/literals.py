@@ -46,6 +46,7 @@ _MAX_INTEGER = 2**63
 _SHOWN = 120  # characters of a refused value in the message
 
 _NUMBERS = (int, float, complex)
+_CONTAINERS: dict[type, type] = {ast.Tuple: tuple, ast.List: list, ast.Set: set}
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -110,14 +111,9 @@ def _value(node: ast.expr) -> tuple[Any, int]:
             number, items = _value(operand)
             _require(type(number) in _NUMBERS)
             return (number if isinstance(sign, ast.UAdd) else -number), items
-        case ast.Tuple(elts=elements):
+        case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
             values, items = _values(elements)
-            return tuple(values), items
-        case ast.List(elts=elements):
-            return _values(elements)
-        case ast.Set(elts=elements):
-            values, items = _values(elements)
-            return set(values), items
+            return _CONTAINERS[type(node)](values), items
         case ast.Dict(keys=keys, values=elements) if None not in keys:
             names, count = _values(keys)  # type: ignore[arg-type]
             values, items = _values(elements)

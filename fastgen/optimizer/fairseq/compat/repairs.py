@@ -1,12 +1,19 @@
-"""Small faults of FairSeq 0.12 on current releases of torch and Python, each mended around the function that has it."""
+"""Faults of FairSeq 0.12, each mended around the function or the module that has it.
+
+Some come with current releases of Python, torch and NumPy; others let a file of data decide what runs or is written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import struct
+import tarfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import torch
+import wrapt
 
 
 def close(wrapped: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,3 +63,59 @@ def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[
     wrapped(*args, **kwargs)
     if not hasattr(task, "args"):
         task.args = task.cfg
+
+
+def fasta_index(wrapped: Any, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Wrapper of `FastaDataset._build_index(path)`, which puts the path into a command of the shell.
+
+    A part of the path is the name that a file in the data directory has.
+
+    Returns:
+        The byte at which each sequence begins and how long it is, both int64 [sequences].
+    """
+    offsets, sizes = [], []
+    with open(dataset.fn, "rb") as file:
+        start = 0
+        for line in file:
+            if line.startswith(b">"):
+                offsets.append(start)
+                sizes.append(0)
+            elif sizes:
+                sizes[-1] += len(line.strip())
+            start += len(line)
+    return numpy.array(offsets, dtype=numpy.int64), numpy.array(sizes, dtype=numpy.int64)
+
+
+class AskingTorch(wrapt.ObjectProxy):
+    """torch for FairSeq's speech translation, which takes the name of a repository from a data directory.
+
+    `hub.load` asks its user before it runs the code of a repository that is not trusted yet.
+    """
+
+    @property
+    def hub(self) -> SimpleNamespace:
+        return SimpleNamespace(load=_hub_load)
+
+
+def _hub_load(repository: str, model: str, **options: Any) -> Any:
+    return torch.hub.load(repository, model, **{"trust_repo": "check", **options})
+
+
+class CarefulTarfile(wrapt.ObjectProxy):
+    """tarfile for FairSeq's archives of models: what `open` returns extracts nothing outside of the directory given."""
+
+    def open(self, *args: Any, **kwargs: Any) -> tarfile.TarFile:
+        archive = tarfile.open(*args, **kwargs)  # noqa: SIM115 (its user closes it)
+        archive.extraction_filter = tarfile.data_filter
+        return archive
+
+
+class OldNumpy(wrapt.ObjectProxy):
+    """NumPy, with the names that it had when FairSeq was written, of functions and of their arguments."""
+
+    int = int
+    float = float
+    compat = SimpleNamespace(long=int)
+
+    def percentile(self, a: Any, q: Any, *, interpolation: str = "linear") -> Any:
+        return self.__wrapped__.percentile(a, q, method=interpolation)
