@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.fairseq.loading import load_models
+from fastgen.pipeline.fairseq.files import load_models
 from tests.fairseq import models
 
 

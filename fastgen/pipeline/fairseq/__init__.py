@@ -1,20 +1,14 @@
 """FairSeq's generation commands on the stages of the pipeline.
 
-    FairSeq's data loader -> model -> numbers -> ordered printing -> scoring
-    (processes of its own)                       (a process)
-                                       worker processes: dictionaries, byte pairs, detokenising
-
 What is printed is what `fairseq-generate` and `fairseq-interactive` print, byte for byte where the numbers are the
 same: models, tasks, dictionaries, tokenizers and scorers are FairSeq's own, used in the order in which its commands use
-them, so that a seed draws the same samples. Workers are forked once the model is loaded, as those of FairSeq's data
-loader are; where that cannot be done, a thread does their work.
+them, so that a seed draws the same samples. Worker processes put numbers into words, and one scores them. They are
+forked once the model is loaded, as those of FairSeq's data loader are; elsewhere a thread does their work.
 
 A configuration is what FairSeq makes of a command line (`convert_namespace_to_omegaconf`).
 """
 
 from fastgen.pipeline.fairseq.command import Report
-from fastgen.pipeline.fairseq.evaluation import evaluate
-from fastgen.pipeline.fairseq.generating import generate
-from fastgen.pipeline.fairseq.interactive import interact
+from fastgen.pipeline.fairseq.commands import evaluate, generate, interact
 
 __all__ = ["Report", "evaluate", "generate", "interact"]

@@ -1,4 +1,4 @@
-"""What the generating commands have in common: loading, the steps on the stages, counting and printing."""
+"""What the generating commands have in common: loading, the stages, counting and printing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from fastgen.pipeline.errors import PipelineError, SetupError, writing
 from fastgen.pipeline.fairseq.errors import explained, reason
-from fastgen.pipeline.fairseq.formatting import Hypothesis, Pair, Scorer, Sentence, Writer, Written, dictionaries, plain
-from fastgen.pipeline.fairseq.loading import load_models
+from fastgen.pipeline.fairseq.files import load_models
+from fastgen.pipeline.fairseq.formatting import Pair, Scorer, Sentence, Writer, Written, dictionaries, plain, unpadded
 from fastgen.pipeline.postprocess import PostProcessor, default_workers
 from fastgen.pipeline.stages import Timing, run_stages
 
@@ -59,7 +59,7 @@ class Batch:
 
 
 class Command:
-    """What both commands have in common.
+    """What both commands have in common. A sample is a batch in FairSeq's form; None stands for the end of a buffer.
 
     Args:
         cfg: the configuration.
@@ -153,15 +153,30 @@ class Command:
 
         return utils.resolve_max_positions(self.task.max_positions(), *(model.max_positions() for model in self.models))
 
-    def _inference(self, generator: Any, sample: Any, **options: Any) -> list[list[Any]]:
-        """What the model makes of a batch. Raises a PipelineError that says what the matter is."""
+    def _generate(self, generator: Any, sample: Any) -> Batch | None:
+        """What the model makes of a sample. Raises a PipelineError that says what the matter is."""
+        from fairseq import utils
+
+        if sample is None:
+            return None
+        moved = utils.move_to_cuda(sample) if self.cuda else sample
+        constraints, size = moved.get("constraints"), self.cfg.generation.prefix_size
+        if self.cfg.generation.constraints and constraints is None:
+            raise SetupError(
+                "--constraints: the data have none (fastgen-interactive-for-fairseq takes them with a text)"
+            )
+        prefix = moved["target"][:, :size] if size > 0 and not self.interactive else None
+        start = time.perf_counter()
         try:
-            return self.task.inference_step(generator, self.models, sample, **options)
+            hypotheses = self.task.inference_step(
+                generator, self.models, moved, prefix_tokens=prefix, constraints=constraints
+            )
         except Exception as error:
-            unknown = self._unknown_token(sample)
+            unknown = self._unknown_token(moved)
             if unknown is not None:
                 raise PipelineError(unknown) from error
             raise PipelineError(f"the model failed: {type(error).__name__}: {reason(error)}") from error
+        return Batch(sample, hypotheses, time.perf_counter() - start)
 
     def _unknown_token(self, sample: Any) -> str | None:
         """A token that is in the data and not in the dictionary: what a damaged data set looks like to a model."""
@@ -182,18 +197,35 @@ class Command:
                 )
         return None
 
-    def _hypotheses(self, found: list[Any]) -> list[Hypothesis]:
-        prints_steps = self.cfg.generation.print_step and not self.interactive
-        if prints_steps and found and "steps" not in found[0]:
-            raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
-        return [plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]]
+    def _post(self, batch: Batch | None) -> tuple[Batch, Future[list[Written]]] | None:
+        return None if batch is None else (batch, self._writers.submit(list(self._sentences(batch))))
 
-    def _count(self, batch: Batch, sentences: int) -> int:
-        """Counts a batch; returns its tokens."""
+    def _sentences(self, batch: Batch) -> Iterator[Sentence]:
+        sample, pad = batch.sample, self._target.pad()
+        sources = sample["net_input"].get("src_tokens") if self._source is not None else None
+        targets = sample.get("target")
+        for row, (id, found) in enumerate(zip(sample["id"].tolist(), batch.hypotheses, strict=False)):
+            if self.cfg.generation.print_step and not self.interactive and found and "steps" not in found[0]:
+                raise PipelineError("--print-step: this model does not generate in steps that refine a whole output")
+            yield Sentence(
+                id,
+                unpadded(sources, row, pad),
+                unpadded(targets, row, pad),
+                [plain(hypothesis) for hypothesis in found[: self.cfg.generation.nbest]],
+                **self._details(batch, row, id),
+            )
+
+    def _record(self, item: tuple[Batch, Future[list[Written]]] | None) -> None:
+        if item is None:
+            self._leave()
+            return
+        batch, promised = item
+        written = promised.result()
         tokens = sum(len(found[0]["tokens"]) for found in batch.hypotheses)
-        self.report.sentences += sentences
+        sample = batch.sample
+        self.report.sentences += sample["nsentences"] if "nsentences" in sample else sample["id"].numel()
         self.report.tokens += tokens
-        return tokens
+        self._done(written, tokens)
 
     def _print(self, written: list[Written]) -> None:
         text = "".join(one.lines for one in written)
@@ -209,18 +241,19 @@ class Command:
     # What a command has of its own.
 
     def _generator(self) -> Any:
+        """What generates, with all models ready."""
         raise NotImplementedError
 
     def _plan(self) -> Iterator[Any]:
+        """The samples."""
         raise NotImplementedError
 
-    def _generate(self, generator: Any, item: Any) -> Any:
+    def _details(self, batch: Batch, row: int, id: int) -> dict[str, Any]:
+        """What a `Sentence` has besides tokens and hypotheses."""
         raise NotImplementedError
 
-    def _post(self, item: Any) -> Any:
-        raise NotImplementedError
-
-    def _record(self, item: Any) -> None:
+    def _done(self, written: list[Written], tokens: int) -> None:
+        """A batch with so many generated tokens is in words."""
         raise NotImplementedError
 
     def _leave(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import traceback
 
 from fastgen.pipeline import errors
 from fastgen.pipeline.errors import one_line
@@ -31,17 +32,11 @@ def reason(error: Exception) -> str:
         return "no hypothesis of a source has come to an end: its scores are no numbers, or no token was allowed"
     if "in DataLoader worker process" in text:
         return text.strip().splitlines()[-1]
-    return one_line(error) if text.strip() else f"{type(error).__name__}, at {_place(error)}"
-
-
-def _place(error: Exception) -> str:
-    """Where an error without a message was raised: an assertion of FairSeq's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return "an unknown place"
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
+    if text.strip():
+        return one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)  # of an assertion without a message
+    where = f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "an unknown place"
+    return f"{type(error).__name__}, at {where}"
 
 
 explained = functools.partial(errors.explained, reason=reason)

@@ -1,23 +1,27 @@
-"""FairSeq's files: telling them from others, and outputs in the formats of `fastgen-generate`.
+"""FairSeq's files: telling them from others, loading models, and outputs in the formats of `fastgen-generate`.
 
 Importing this imports neither torch nor FairSeq.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from fastgen.pipeline.errors import PipelineError, SetupError, one_line, writing
+from fastgen.pipeline.errors import SetupError, one_line, writing
+from fastgen.pipeline.fairseq.errors import explained
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special, unfinished_path
 from fastgen.pipeline.writers import check_suffix, json_line, text_line
 
 if TYPE_CHECKING:
     from fastgen.pipeline.fairseq.formatting import Written
+
+logger = logging.getLogger("fastgen.fairseq")
 
 # What torch.save writes: a zip archive, or a pickle before torch 1.6.
 _CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80")
@@ -38,22 +42,51 @@ def saved_by_torch(path: str | Path) -> bool:
 def is_data(name: str) -> bool:
     """Whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
     path = Path(name)
-    return path.is_dir() and bool(_dictionaries(path)) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
-
-
-def _dictionaries(path: Path) -> list[Path]:
-    return sorted([*path.glob("dict.*txt")])
+    return path.is_dir() and any(path.glob("dict.*txt")) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
 
 
 def dictionaries_of(checkpoint: str) -> str:
     """The directory of the dictionaries that came with a checkpoint. A SetupError where there are none beside it."""
     folder = Path(checkpoint.split(os.pathsep)[0]).resolve().parent
-    if not _dictionaries(folder):
+    if not any(folder.glob("dict.*txt")):
         raise SetupError(
             f"there is no dict.*.txt beside {checkpoint}: fastgen-interactive-for-fairseq DATA --path {checkpoint} "
             "takes the directory of the dictionaries"
         )
     return str(folder)
+
+
+def load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple[list[Any], Any]:
+    """The models of checkpoints and the configuration in them; without `cfg`, models with a task of their own."""
+    from fairseq import checkpoint_utils
+    from fairseq.models import FairseqLanguageModel
+    from fairseq.tasks.translation import TranslationTask
+
+    shards: dict[str, Any] = {}
+    if cfg is not None:
+        count = cfg.checkpoint.checkpoint_shard_count
+        shards = {"suffix": cfg.checkpoint.checkpoint_suffix, "strict": count == 1, "num_shards": count}
+    named = os.pathsep.join(paths)
+    with explained(f"checkpoint {named} cannot be used" + (f" for task {cfg.task._name}" if cfg is not None else "")):
+        logger.info("loading %s", named)
+        check_saved_by_torch(paths)
+        try:
+            models, saved = checkpoint_utils.load_model_ensemble(paths, arg_overrides=overrides, task=task, **shards)
+        except (KeyError, AttributeError) as error:
+            lacking = f"no {one_line(error)}" if isinstance(error, KeyError) else one_line(error)
+            raise SetupError(
+                f"checkpoint {named} is of another architecture than it says, or for another task: {lacking}"
+            ) from error
+        if isinstance(task, TranslationTask) and any(isinstance(model, FairseqLanguageModel) for model in models):
+            raise SetupError(f"checkpoint {named} is a language model: --task language_modeling generates with it")
+    return models, saved
+
+
+def check_saved_by_torch(paths: list[str]) -> None:
+    """Raises a ValueError for a file that is no checkpoint, of which torch would only say what it has stumbled over."""
+    for path in paths:
+        if os.path.isfile(path) and not saved_by_torch(path):
+            raise ValueError(f"{path} is nothing that torch has saved")
 
 
 class Records:
@@ -108,24 +141,21 @@ class Records:
                 sys.stdout.flush()
             return
         unfinished = self._path if is_special(self._path) else unfinished_path(self._path)
-        try:
+        with writing(self._path):
             with open(unfinished, "wb") as handle:
                 handle.writelines(lines)
             if unfinished != self._path:
                 os.replace(unfinished, self._path)
-        except OSError as error:
-            raise PipelineError(f"cannot write {self._path}: {one_line(error)}") from error
         self.partial.unlink()
 
 
 def _result(written: Written) -> Result:
-    result = {
+    reference = {} if written.target is None else {"reference": written.target}
+    return {
         "id": written.id,
         "input": written.source,
         "text": "".join(written.outputs[:1]),
         "sequences": written.outputs,
+        "scores": written.scores,
+        **reference,
     }
-    result["scores"] = written.scores
-    if written.target is not None:
-        result["reference"] = written.target
-    return result

@@ -15,16 +15,8 @@ from fastgen.pipeline.fairseq.errors import explained
 _BASE_2 = math.log(2)
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """A hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
-
-    tokens: list[int]
-    score: float
-    positional_scores: list[float]
-    alignment: Any
-    steps: Any
-    history: list[list[int]] | None
+Hypothesis = dict[str, Any]
+"""FairSeq's hypothesis in plain numbers, which cross to another process cheaply; scores are to the base 2."""
 
 
 @dataclass(frozen=True)
@@ -105,33 +97,40 @@ class Writer:
         return [self._write(sentence) for sentence in sentences]
 
     def _write(self, sentence: Sentence) -> Written:
+        from fairseq import utils
+
         source, target = self._texts(sentence)
         lines = [] if self._quiet else list(self._head(sentence, source, target))
         pair: Pair | None = None
         outputs = []
         for hypothesis in sentence.hypotheses:
-            tokens, text = self._text(hypothesis, source)
+            tokens, text, _ = utils.post_process_prediction(
+                hypo_tokens=_tensor(hypothesis["tokens"]),
+                src_str=source,
+                alignment=hypothesis["alignment"],
+                align_dict=self._align,
+                tgt_dict=self._target,
+                remove_bpe=self._symbol,
+                extra_symbols_to_ignore=self._strip,
+            )
             outputs.append(self._decode(text))
             if not self._quiet:
                 lines += self._body(sentence.id, hypothesis, source, text, outputs[-1])
             if target is not None and pair is None:
                 pair = self._pair(sentence, target, tokens, outputs[0])
-        scores = [hypothesis.score for hypothesis in sentence.hypotheses]
+        scores = [hypothesis["score"] for hypothesis in sentence.hypotheses]
         text = "".join(f"{line}\n" for line in lines)
         return Written(sentence.id, text, pair, source, target, outputs, scores)
 
     def _texts(self, sentence: Sentence) -> tuple[str, str | None]:
         """The source and the target; a user gets the source back as the model has read it."""
-        source, target = "", None
-        if sentence.original is not None:
-            source, target = sentence.original
-        else:
-            if sentence.source is not None:
-                source = self._source.string(_tensor(sentence.source), self._symbol)
-            if sentence.target is not None:
-                target = self._target.string(
-                    _tensor(sentence.target), self._symbol, escape_unk=True, extra_symbols_to_ignore=self._strip
-                )
+        source, target = sentence.original or ("", None)
+        if sentence.original is None and sentence.source is not None:
+            source = self._source.string(_tensor(sentence.source), self._symbol)
+        if sentence.original is None and sentence.target is not None:
+            target = self._target.string(
+                _tensor(sentence.target), self._symbol, escape_unk=True, extra_symbols_to_ignore=self._strip
+            )
         if self._interactive:
             return source, target
         return self._decode(source), self._decode(target) if target is not None else None
@@ -146,35 +145,21 @@ class Writer:
         if target is not None:
             yield f"T-{sentence.id}\t{target}"
 
-    def _text(self, hypothesis: Hypothesis, source: str) -> tuple[Any, str]:
-        """The tokens to be scored, and the text before detokenising."""
-        from fairseq import utils
-
-        tokens, text, _ = utils.post_process_prediction(
-            hypo_tokens=_tensor(hypothesis.tokens),
-            src_str=source,
-            alignment=hypothesis.alignment,
-            align_dict=self._align,
-            tgt_dict=self._target,
-            remove_bpe=self._symbol,
-            extra_symbols_to_ignore=self._strip,
-        )
-        return tokens, text
-
     def _body(self, id: int, hypothesis: Hypothesis, source: str, text: str, output: str) -> Iterator[str]:
-        yield f"H-{id}\t{hypothesis.score}\t{text}"
-        yield f"D-{id}\t{hypothesis.score}\t{output}"
-        yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis.positional_scores)
+        score, alignment = hypothesis["score"], hypothesis["alignment"]
+        yield f"H-{id}\t{score}\t{text}"
+        yield f"D-{id}\t{score}\t{output}"
+        yield f"P-{id}\t" + " ".join(f"{score:.4f}" for score in hypothesis["positional_scores"])
         kind = self._generation.print_alignment
         if kind == "hard":
-            yield f"A-{id}\t" + " ".join(f"{source_place}-{place}" for source_place, place in hypothesis.alignment)
+            yield f"A-{id}\t" + " ".join(f"{source}-{target}" for source, target in alignment)
         elif kind == "soft":
-            yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in hypothesis.alignment)
+            yield f"A-{id}\t" + " ".join(",".join(probabilities) for probabilities in alignment)
         if self._interactive:
             return
         if self._generation.print_step:
-            yield f"I-{id}\t{hypothesis.steps}"
-        for step, tokens in enumerate(hypothesis.history or []):
+            yield f"I-{id}\t" + str(hypothesis["steps"])
+        for step, tokens in enumerate(hypothesis["history"]):
             yield f"E-{id}_{step}\t{self._target.string(_tensor(tokens), None)}"
 
     def _pair(self, sentence: Sentence, target: str, tokens: Any, output: str) -> Pair:
@@ -217,18 +202,18 @@ def dictionaries(task: Any) -> tuple[Any, Any]:
 def plain(hypothesis: Any) -> Hypothesis:
     import torch
 
-    alignment = hypothesis["alignment"]
-    # Divided as the tensors that they are, in their own precision.
-    score = hypothesis["score"] / _BASE_2
-    history = hypothesis.get("history")
-    return Hypothesis(
-        tokens=hypothesis["tokens"].tolist(),
-        score=score.item() if torch.is_tensor(score) else score,
-        positional_scores=hypothesis["positional_scores"].div(_BASE_2).tolist(),
-        alignment=alignment.tolist() if torch.is_tensor(alignment) else alignment,
-        steps=hypothesis.get("steps"),
-        history=[step["tokens"].tolist() for step in history] if history is not None else None,
-    )
+    def number(value: Any) -> Any:
+        return value.tolist() if torch.is_tensor(value) else value
+
+    return {
+        "tokens": hypothesis["tokens"].tolist(),
+        # Divided as the tensors that they are, in their own precision.
+        "score": number(hypothesis["score"] / _BASE_2),
+        "positional_scores": number(hypothesis["positional_scores"].div(_BASE_2)),
+        "alignment": number(hypothesis["alignment"]),
+        "steps": hypothesis.get("steps"),
+        "history": [step["tokens"].tolist() for step in hypothesis.get("history") or ()],
+    }
 
 
 def unpadded(tokens: Any, row: int, pad: int) -> list[int] | None:
