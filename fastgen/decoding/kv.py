@@ -335,7 +335,7 @@ class LayerKV:
     def keep(self, inputs: Tensor) -> None:
         """Goes on with the given inputs only, [n] in ascending order. To be called before `Beams.keep`."""
         if self._beams is None:
-            raise ValueError("inputs can be left out once they have branched, not before")
+            raise ValueError("inputs can leave only after the beams are expanded")
         rows = rows_of(inputs, self._beams.per_input)
         if self._prefix is not None:
             kept = inputs if self._is_shared else rows

@@ -177,8 +177,8 @@ def test_a_reorder_stays_within_an_input(whole, monkeypatch):
             layer.reorder(torch.tensor(index))
 
 
-def test_inputs_leave_a_layer_only_when_they_have_branched():
-    with pytest.raises(ValueError, match="branched"):
+def test_inputs_leave_a_layer_only_after_the_beams_are_expanded():
+    with pytest.raises(ValueError, match="expanded"):
         LayerKV(1).keep(torch.tensor([0]))
 
 

@@ -127,7 +127,7 @@ class StoreInCache:
             translate: makes a reorder of the rows that are left from what the library passes to `reorder_cache`.
         """
         if self._beams is None:
-            raise RuntimeError("inputs can leave once they have branched, not before")
+            raise RuntimeError("inputs can leave only after the beams are expanded")
         for part in _parts(self.cache):
             for layer in part.layers:
                 layer.kv.keep(inputs)

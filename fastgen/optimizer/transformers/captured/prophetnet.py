@@ -47,10 +47,10 @@ def _buckets(module: Any, position_ids: Tensor, rows: int, keys: int) -> dict[st
     """
     found = getattr(position_ids, "_fastgen_buckets", None)
     if found is None:
-        places = torch.arange(keys + 1, device=position_ids.device) - position_ids
+        relative_positions = torch.arange(keys + 1, device=position_ids.device) - position_ids
         main, predicting = (
             compute_relative_buckets(module.num_buckets, module.relative_max_distance, distances, False)
-            for distances in (places[:, :keys] + 1, places)
+            for distances in (relative_positions[:, :keys] + 1, relative_positions)
         )
         found = {
             "main_relative_position_buckets": main.expand(rows, 1, -1),
