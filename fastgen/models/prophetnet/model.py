@@ -106,7 +106,6 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         self.relative_max_distance = args.relative_max_distance
         self.padding_idx = pad
         self.max_target_positions = args.max_target_positions
-        self.need_attn = False
         self.embed_tokens = embed_tokens
         # A predicting stream stands one position ahead.
         self.embed_positions = LearnedPositionalEmbedding(args.max_target_positions + pad + 2, dim, pad)
@@ -168,7 +167,7 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
         source, padding = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]
         last, weights = self.layers[-1], None
         for layer in self.layers:
-            need_weights = layer is last and self.need_attn and not self.training
+            need_weights = layer is last and layer.need_attn and not self.training
             x, weights, _ = layer(
                 x, source, padding, incremental_state, self_attn_mask=relations, need_head_weights=need_weights
             )
@@ -199,10 +198,6 @@ class ProphetNetDecoder(FairseqIncrementalDecoder):
     def max_positions(self) -> int:
         """Longest target."""
         return self.max_target_positions
-
-    def make_generation_fast_(self, need_attn: bool = False, **unused: Any) -> None:
-        """FairSeq's call before generation."""
-        self.need_attn = need_attn
 
 
 class ProphetNetModel(FairseqEncoderDecoderModel):
