@@ -21,6 +21,13 @@ class UsageError(Exception):
 def fail(program: str, message: str, status: int) -> int:
     """Reports an error; returns the exit status."""
     print(f"{program}: {message}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python would try again when the process ends, print a traceback and change the status.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
     return status
 
 

@@ -27,6 +27,9 @@ settings.load_profile("fastgen")
 if not any(argument.startswith("--device") for argument in (*sys.argv, os.environ.get("PYTEST_ADDOPTS", ""))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes that tests start keep what they print in a buffer, as a user's do.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # What tests measure while others run is nothing to remember.
 os.environ.setdefault("FASTGEN_CACHE", "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -68,7 +69,8 @@ def on_the_cpu():
     matter of CPUs, and of one call: a graph cannot be replayed without them.
     """
     with (
-        settings.changed(packed_weights="never"),
+        # In all threads, unlike `settings.changed`.
+        mock.patch.object(settings, "_current", dataclasses.replace(settings._current, packed_weights="never")),
         mock.patch.object(operators, "is_interpreted", lambda: False),
         mock.patch.object(loop, "_is_for", lambda device: True),
         mock.patch.object(graph, "unavailable", lambda device: None),

@@ -40,11 +40,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    before = settings.current()
+    monkeypatch.setattr(settings, "_current", settings._current)
     fastgen.enable()
     fastgen.reset_stats()
     yield
-    settings.change(strict=before.strict)
     fastgen.enable()
 
 
