@@ -7,7 +7,9 @@ import fastgen
 from fastgen.comparison import Comparison, Side, _first_difference
 
 transformers = pytest.importorskip("transformers")
+# Patches are applied when their target is imported.
 pytest.importorskip("transformers.generation.utils")
+pytest.importorskip("transformers.models.prophetnet.modeling_prophetnet")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def choose_column(source: Source, settings: RunOptions) -> str:
         return f"translation.{settings.src_lang}"
     if wanted is None and len(columns) != 1:
         raise SetupError(f"{source.name}: choose the input column, {_listed(columns)}")
-    return _checked(source, wanted or columns[0], "input column")
+    return _checked(source, columns[0] if wanted is None else wanted, "input column")
 
 
 def _checked(source: Source, wanted: str, what: str) -> str:

@@ -299,7 +299,9 @@ class DatasetSource:
 
     def _choose_split(self, splits: Mapping[str, Any]) -> Any:
         usual = ["test", "validation", *(splits if len(splits) == 1 else ())]
-        chosen = self._split or next((name for name in usual if name in splits), None)
+        chosen = self._split
+        if chosen is None:
+            chosen = next((name for name in usual if name in splits), None)
         if chosen is None or chosen not in splits:
             asked = f"has no split {chosen!r}" if chosen else "needs a split"
             raise SetupError(f"data set {self.name} {asked}: there are {', '.join(splits)}")

@@ -243,7 +243,7 @@ def check_free(settings: RunOptions) -> None:
     A file that FastGen did not write is never replaced, except those that `overwrite` is about: OUTPUT, scores and
     report.
     """
-    placed = [Path(name) for name in (settings.score_path, settings.report) if name]
+    placed = [Path(name) for name in (settings.score_path, settings.report) if name is not None]
     left = None
     if not settings.to_stdout:
         path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path

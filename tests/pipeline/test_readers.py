@@ -75,7 +75,7 @@ def test_every_format_gives_the_same_records(tmp_path, form):
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet", "dataset"])
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, form):
     path = write(tmp_path / f"in.{form}", TEXTS, form)
-    for options in ({"input_column": "document"}, {}):
+    for options in ({"input_column": "document"}, {"input_column": ""}, {}):
         with pytest.raises(SetupError, match=r"columns are: a, text"):
             read(path, **options)
 
@@ -368,8 +368,9 @@ def test_splits(tmp_path):
     DatasetDict(train=split("x"), test=split("y")).save_to_disk(str(tmp_path / "data"))
     assert read(tmp_path / "data")[0].text == "y"
     assert read(tmp_path / "data", split="train")[0].text == "x"
-    with pytest.raises(SetupError, match="there are train, test"):
-        read(tmp_path / "data", split="dev")
+    for other in ("dev", ""):
+        with pytest.raises(SetupError, match="there are train, test"):
+            read(tmp_path / "data", split=other)
 
 
 def test_a_changed_file_has_another_identity(tmp_path):
