@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastgen import counters, patching
+from fastgen import counters, memory, patching
 from fastgen.decoding.randomness import RandomState
 
 
@@ -129,18 +129,10 @@ def _peak_memory(device: torch.device) -> Callable[[], int | None]:
         # What earlier calls freed goes back to the system first, or it would hide what this one needs.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark of the resident memory
-        resident = _resident("VmRSS")
+        resident = memory.entry("/proc/self/status", "VmRSS")
     except (OSError, AttributeError):
         return lambda: None  # not Linux with glibc
-    return lambda: max(_resident("VmHWM") - resident, 0)
-
-
-def _resident(name: str) -> int:
-    """Bytes in a line of the process's status. Raises OSError where the system does not tell."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")
+    return lambda: max(memory.entry("/proc/self/status", "VmHWM") - resident, 0)
 
 
 def _first_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
+from typing import Any
 
 from fastgen import settings
 
@@ -14,15 +15,18 @@ class FallbackError(RuntimeError):
 
 
 _lock = threading.Lock()
-_accelerated: Counter[str] = Counter()
-_fallbacks: dict[str, Counter[str]] = {}
-_not_used: dict[str, Counter[str]] = {}
+# By entry point, what happened ("accelerated", "fallback" or "not used"), and why.
+_counts: Counter[tuple[str, str, str]] = Counter()
+
+
+def _count(entry_point: str, outcome: str, reason: str = "") -> None:
+    with _lock:
+        _counts[entry_point, outcome, reason] += 1
 
 
 def count_accelerated(entry_point: str) -> None:
     """One call of `entry_point` ran accelerated."""
-    with _lock:
-        _accelerated[entry_point] += 1
+    _count(entry_point, "accelerated")
 
 
 def count_fallback(entry_point: str, reason: str) -> None:
@@ -31,26 +35,20 @@ def count_fallback(entry_point: str, reason: str) -> None:
     Raises:
         FallbackError: in strict mode, so that a test or a user can tell acceleration from fallback.
     """
-    with _lock:
-        _fallbacks.setdefault(entry_point, Counter())[reason] += 1
+    _count(entry_point, "fallback", reason)
     if settings.current().strict:
         raise FallbackError(f"{entry_point} would fall back to the original code: {reason}")
 
 
 def count_not_used(entry_point: str, reason: str) -> None:
     """One call does without `entry_point` because of `reason`. That is no fallback: the call is accelerated anyway."""
-    with _lock:
-        _not_used.setdefault(entry_point, Counter())[reason] += 1
+    _count(entry_point, "not used", reason)
 
 
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
     """An accelerated call of `entry_point` ended in `failure` and was repeated with the original code; warns of it.
 
-    Args:
-        stacklevel: of the warning, as `warnings.warn` in the calling function would take it.
-
-    Raises:
-        FallbackError: in strict mode, from `failure`.
+    `stacklevel` is as `warnings.warn` in the calling function would take it. In strict mode it raises FallbackError.
     """
     reason = f"{type(failure).__name__} in the accelerated call: {failure}"
     try:
@@ -66,19 +64,18 @@ def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
     """The counts since the start or the last reset, as `fastgen.stats()` returns them."""
+    found: dict[str, dict[str, Any]] = {}
     with _lock:
-        found: dict[str, dict[str, int | dict[str, int]]] = {
-            name: {"accelerated": _accelerated[name], "fallback": dict(_fallbacks.get(name, {}))}
-            for name in sorted({*_accelerated, *_fallbacks, *_not_used})
-        }
-        for name, reasons in _not_used.items():
-            found[name]["not used"] = dict(reasons)
-        return found
+        for (name, outcome, reason), calls in sorted(_counts.items()):
+            entry = found.setdefault(name, {"accelerated": 0, "fallback": {}})
+            if outcome == "accelerated":
+                entry[outcome] = calls
+            else:
+                entry.setdefault(outcome, {})[reason] = calls
+    return found
 
 
 def reset() -> None:
     """Sets every count to zero."""
     with _lock:
-        _accelerated.clear()
-        _fallbacks.clear()
-        _not_used.clear()
+        _counts.clear()

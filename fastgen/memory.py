@@ -33,11 +33,17 @@ def free_host_memory() -> int:
     return max(min([_available(), *_left_in_groups()]), 0)
 
 
+def entry(path: str, name: str) -> int:
+    """Bytes that a file such as /proc/meminfo gives for `name`. Raises OSError where there is none."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in {path}")
+
+
 def _available() -> int:
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        return entry("/proc/meminfo", "MemAvailable")
     with contextlib.suppress(OSError, ValueError, AttributeError):
         # Nothing tells what is free: assume half of the memory.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

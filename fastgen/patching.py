@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import wrapt
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+# Looks at a target before it is wrapped; returns why it must not be, or None.
+Condition = Callable[[Any], str | None]
 _MISSING = object()
 
 _enabled = False
@@ -41,6 +45,41 @@ def suspended() -> Iterator[None]:
         _suspended.reset(token)
 
 
+def has(parameters: str) -> Condition:
+    """The condition that the target has these parameters, named with spaces between them, and maybe others."""
+
+    def check(target: Any) -> str | None:
+        target = getattr(target, "__func__", target)  # of a static method
+        missing = set(parameters.split()) - set(inspect.signature(target).parameters)
+        return f"{target.__qualname__} has no parameter {', '.join(sorted(missing))}" if missing else None
+
+    return check
+
+
+def takes(parameters: str, *, optional: str = "", uses: str = "") -> Condition:
+    """The condition that the target has just these parameters in this order, with or without the `optional` ones.
+
+    Args:
+        uses: names of attributes and globals that the target must read.
+    """
+    expected = parameters.split()
+
+    def check(target: Any) -> str | None:
+        found = list(inspect.signature(target).parameters)
+        if found not in (expected, [*expected, *optional.split()]):
+            return f"{target.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
+        missing = set(uses.split()) - _names(target.__code__) if uses else ()
+        return f"{target.__qualname__} does not use {', '.join(sorted(missing))}" if missing else None
+
+    return check
+
+
+def _names(code: CodeType) -> set[str]:
+    """The attributes and globals that a function reads, comprehensions inside it included."""
+    nested = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*nested)
+
+
 @dataclass(eq=False)
 class Patch:
     """One function of another library, wrapped.
@@ -50,7 +89,7 @@ class Patch:
         target: path of the target inside the module, such as "GenerationMixin.generate".
         wrapper: "package.module:function", imported only when the patch is applied, so that importing FastGen stays
             light. It has wrapt's signature (wrapped, instance, args, kwargs).
-        condition: called with the target before it is wrapped; returns why the patch must not be applied, or None.
+        condition: what the target must look like; `has` and `takes` make such conditions.
         former: what the target was called in other releases; looked for when there is nothing at `target`.
         state: "not enabled", "waiting for import", "applied" or "not applied: <reason>".
     """
@@ -58,7 +97,7 @@ class Patch:
     module: str
     target: str
     wrapper: str
-    condition: Callable[[Any], str | None] = lambda target: None
+    condition: Condition = lambda target: None
     former: str | None = None
     state: str = "not enabled"
     _owner: Any = field(default=None, repr=False)
@@ -75,31 +114,31 @@ class Patch:
 
     def apply(self) -> None:
         """Wraps the target, or records in `state` why not. Does nothing when it is applied already."""
-        if self._installed is not None:
-            return
+        if self._installed is None:
+            reason = self._apply()
+            self.state = "applied" if reason is None else f"not applied: {reason}"
+
+    def _apply(self) -> str | None:
         owner, attribute, original = self._look_up(self.target)
         if original is _MISSING and self.former is not None:
             owner, attribute, original = self._look_up(self.former)
         if original is _MISSING:
-            self.state = f"not applied: {self.name} does not exist in this version"
-            return
+            return f"{self.name} does not exist in this version"
         reason = self.condition(original)
         if reason is not None:
-            self.state = f"not applied: {reason}"
-            return
+            return reason
         try:
             wrapper = self._find()
         except (ImportError, AttributeError) as error:
             if "partially initialized module" not in str(error):
                 # A release without something that the wrapper builds on: the user's own import must not fail for that.
-                self.state = f"not applied: {error}"
-                return
+                return str(error)
             # The wrapper needs a module that is being imported right now. It will be there when it is called.
             wrapper = self._find_at_call
         self._installed = wrapt.FunctionWrapper(original, wrapper)
         self._owner, self._attribute, self._original = owner, attribute, original
         setattr(owner, attribute, self._installed)
-        self.state = "applied"
+        return None
 
     def _look_up(self, target: str) -> tuple[Any, str, Any]:
         """Where `target` is defined, its name there, and what it is now or `_MISSING`."""
@@ -123,12 +162,11 @@ class Patch:
 
     def remove(self) -> None:
         """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""
+        self.state = "not enabled"
         if self._installed is None:
-            self.state = "not enabled"
             return
         if vars(self._owner).get(self._attribute) is self._installed:
             setattr(self._owner, self._attribute, self._original)
-            self.state = "not enabled"
         else:
             # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).
             self.state = "not enabled (left in place: another library has wrapped it since)"

@@ -71,6 +71,7 @@ def test_first_difference():
 
 
 def test_status_names_versions_patches_and_operators():
+    pytest.importorskip("transformers.models.prophetnet.modeling_prophetnet")  # which has a patch of its own
     status = fastgen.status()
     assert status.enabled and status.versions["torch"] == torch.__version__
     assert status.versions["transformers"] == transformers.__version__

@@ -12,7 +12,7 @@ import transformers
 
 import fastgen
 from fastgen.decoding import length_buckets
-from fastgen.optimizer.transformers import encoder
+from fastgen.optimizer.transformers import buckets
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
 from tests.equivalence.models import BY_NAME, FAMILIES, FIRST_WORD, LONG, PAD, VOCABULARY, Family
@@ -54,7 +54,7 @@ def test_every_model(family: Family, decoding: dict[str, Any], passes: list[tupl
     check(model, _inputs([7, LONG, 20, 6, 21, LONG]), decoding)
     assert accelerated() == 1
     # Others are not known to leave padding out of everything, and run whole.
-    assert bool(passes) is (type(model.get_encoder()).__module__ in encoder._ENCODERS)
+    assert bool(passes) is (type(model.get_encoder()).__module__ in buckets.ENCODERS)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
@@ -126,6 +126,6 @@ def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tupl
     def failing(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(encoder, "_only_state", failing)
+    monkeypatch.setattr(buckets, "_check_nothing_else", failing)
     with pytest.warns(RuntimeWarning, match="planted"):
         check(BY_NAME["bart"].build(), _inputs([7, LONG, 20]), BEAM)

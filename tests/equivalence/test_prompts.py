@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen.decoding import length_buckets
-from fastgen.optimizer.transformers import prompts
+from fastgen.optimizer.transformers import buckets
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check, fallbacks
 from tests.equivalence.models import BY_NAME, FAMILIES, FIRST_WORD, LONG, PAD, VOCABULARY, Family
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.usefixtures("strict")
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and length of the groups that were run. Groups pay for tiny inputs too."""
     found: list[tuple[int, int]] = []
-    in_groups = prompts._in_groups
+    in_groups = buckets._first_pass
 
     def recording(cut: list[tuple[torch.Tensor, int]], *arguments: Any) -> Any:
         found.extend((rows.shape[0], length) for rows, length in cut)
         return in_groups(cut, *arguments)
 
     monkeypatch.setattr(length_buckets, "PASS", 4)
-    monkeypatch.setattr(prompts, "_in_groups", recording)
+    monkeypatch.setattr(buckets, "_first_pass", recording)
     return found
 
 
@@ -133,7 +133,7 @@ def test_layers_with_one_scale_for_all_rows(passes: list[tuple[int, int]]) -> No
 
 
 def test_a_decoder_that_is_not_known(passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_DECODERS", prompts._DECODERS - {"transformers.models.gpt2.modeling_gpt2"})
+    monkeypatch.setattr(buckets, "DECODERS", buckets.DECODERS - {"transformers.models.gpt2.modeling_gpt2"})
     check(BY_NAME["gpt2"].build(), _inputs(LENGTHS), BEAM)
     assert passes == []
 
@@ -144,7 +144,7 @@ def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tupl
     def failing(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(prompts, "_last_logits", failing)
+    monkeypatch.setattr(buckets, "_check_nothing_else", failing)
     with pytest.warns(RuntimeWarning, match="planted"):
         check(BY_NAME["gpt2"].build(), _inputs(LENGTHS), BEAM)
     assert passes

@@ -1,8 +1,8 @@
-"""FastGen's K/V store inside the library's own cache object."""
+"""FastGen's K/V stores, those of a captured step too, inside the library's own cache objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,32 +11,21 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from fastgen.decoding.beams import Beams
+from fastgen.decoding.captured.kv import StaticKV
 from fastgen.decoding.kv import LayerKV
+from fastgen.decoding.shared import CannotBeCaptured
 
 DynamicSlidingWindowLayer = getattr(cache_utils, "DynamicSlidingWindowLayer", None)
 
 
-class SharedLayer(CacheLayerMixin):
-    """One layer of a `Cache`, backed by a `LayerKV`.
+class StoredLayer(CacheLayerMixin):
+    """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
-    A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
-    the masks that models build from `get_mask_sizes` leave that out; `unsupported` sees to it that they do.
-    """
-
-    is_compileable = False
     is_croppable = False
 
-    def __init__(self, initial_capacity: int, window: int | None = None) -> None:
+    def __init__(self, kv: Any) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
-        self.kv = LayerKV(initial_capacity, window)
-        self.is_sliding = window is not None
-        self.window = window
-        # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
-        self.translate: Callable[[torch.Tensor], torch.Tensor] = lambda index: index
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.kv.length > 0
+        self.kv = kv
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -46,8 +35,32 @@ class SharedLayer(CacheLayerMixin):
     def values(self) -> torch.Tensor | None:
         return self.kv.read()[1] if self.kv.length else None
 
-    def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
-        """Nothing to prepare: the store takes its shape from the first K/V."""
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing to prepare: the store is there."""
+
+    def get_max_cache_shape(self) -> int:  # the name of `get_max_length` up to transformers 5.x
+        return self.get_max_length()
+
+
+class SharedLayer(StoredLayer):
+    """A layer in a `LayerKV`.
+
+    A sliding-window layer drops what lies behind the window from the prefix only. It may hold more than the window, and
+    the masks that models build from `get_mask_sizes` leave that out; `unsupported` sees to it that they do.
+    """
+
+    is_compileable = False
+
+    def __init__(self, initial_capacity: int, window: int | None = None) -> None:
+        super().__init__(LayerKV(initial_capacity, window))
+        self.is_sliding = window is not None
+        self.window = window
+        # From a reorder of all rows, which is what the library passes, to one of those that are in the store.
+        self.translate: Callable[[torch.Tensor], torch.Tensor] = lambda index: index
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.kv.length > 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -65,8 +78,6 @@ class SharedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # the name up to transformers 5.x
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.kv.reorder(self.translate(beam_idx))
 
@@ -77,21 +88,59 @@ class SharedLayer(CacheLayerMixin):
         self.kv.crop(-tokens_to_remove)
 
 
+class StepLayer(StoredLayer):
+    """A layer in a `StaticKV`, of fixed capacity as the library's `StaticLayer` is: its length is on the device.
+
+    Args:
+        seen: positions in front of those of the step: of self-attention on the device.
+    """
+
+    is_compileable = True
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, kv: StaticKV, seen: torch.Tensor | int) -> None:
+        super().__init__(kv)
+        self._seen = seen
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.kv.has_suffix:
+            raise CannotBeCaptured("the model computes the keys of the encoder's output in every step")
+        if key_states.shape[2] != self.kv.width:
+            raise CannotBeCaptured(f"the model stores {key_states.shape[2]} positions in a step")
+        return self.kv.write(key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to do: the next step writes over what this one has stored besides its first position."""
+        if self.kv.has_suffix and -tokens_to_remove != self.kv.width - 1:
+            raise CannotBeCaptured("the model crops its cache")
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.kv.length, 0
+
+    def get_seq_length(self) -> torch.Tensor | int:
+        return self._seen
+
+    def get_max_length(self) -> int:
+        return self.kv.length
+
+
 class StoreInCache:
     """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
 
     The cache object stays the one the library or the user made. Only `layers` is exchanged, so nothing is lost when the
     call is given up half-way: `restore` puts everything back as it was.
+
+    Args:
+        cache: as accepted by `unsupported`.
+        per_input: sequences per input. A cache that holds something has one row per sequence, equal among the sequences
+            of an input.
+        initial_capacity: positions that will be generated, at least.
     """
 
     def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
-        """
-        Args:
-            cache: as accepted by `unsupported`.
-            per_input: sequences per input. A cache that holds something has one row per sequence, equal among the
-                sequences of an input.
-            initial_capacity: positions that will be generated, at least.
-        """
         self.cache = cache
         self._beams: Beams | None = None
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
@@ -113,12 +162,14 @@ class StoreInCache:
     def expand(self, beams: Beams) -> None:
         """The prompt is stored: from now on every input has `beams.per_input` rows."""
         self._beams = beams
-        for part in _parts(self.cache):
-            for layer in part.layers:
-                layer.kv.expand(beams)
-            if part.layer_class_to_replicate is not None and not part.layers:
-                # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
-                raise RuntimeError("the model did not fill the cache in its first forward pass")
+        if any(part.layer_class_to_replicate is not None and not part.layers for part in _parts(self.cache)):
+            # Nothing was stored, so there is nothing to share; a later layer would not know of the beams.
+            raise RuntimeError("the model did not fill the cache in its first forward pass")
+        for layer in self._layers():
+            layer.kv.expand(beams)
+
+    def _layers(self) -> Iterator[SharedLayer]:
+        return (layer for part in _parts(self.cache) for layer in part.layers)
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Goes on with the given inputs of those that are there, [n] in ascending order.
@@ -136,12 +187,11 @@ class StoreInCache:
 
     def release(self) -> None:
         """What is stored is not needed any more: the captured step has it."""
-        for part in _parts(self.cache):
-            for layer in part.layers:
-                layer.kv.release()
+        for layer in self._layers():
+            layer.kv.release()
 
     def hold(self, *stored: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Has what the captured step has stored, for who takes the cache over: of self- and of cross-attention."""
+        """Takes what the captured step has stored, of self- and of cross-attention, for who gets the cache."""
         for part, layers in zip(_parts(self.cache), stored, strict=False):
             for layer, kv in zip(part.layers, layers, strict=False):
                 layer.kv.hold(*kv)
@@ -234,3 +284,16 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
         return False
     rows = tensor.unflatten(0, (-1, per_input))
     return per_input == 1 or bool((rows[:, 1:] == rows[:, :1]).all())
+
+
+def cache_of(own: list[StaticKV], cross: list[StaticKV], seen: torch.Tensor) -> Cache:
+    """A cache with layers of self-attention and of cross-attention, which may be none.
+
+    `seen` is the number of positions in front of those of the step, one int64.
+    """
+    caches = DynamicCache(), DynamicCache()
+    caches[0].layers = [StepLayer(kv, seen) for kv in own]
+    caches[1].layers = [StepLayer(kv, kv.prefix_capacity) for kv in cross]
+    for cache in caches:
+        cache.layer_class_to_replicate = None
+    return EncoderDecoderCache(*caches) if cross else caches[0]

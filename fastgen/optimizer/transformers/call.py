@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from transformers.activations import NewGELUActivation
@@ -16,7 +16,7 @@ from fastgen import counters
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.compaction import BatchCompaction
-from fastgen.optimizer.transformers.rows import rows_depend_on_each_other
+from fastgen.optimizer.transformers.models import rows_depend_on_each_other
 from fastgen.optimizer.transformers.user_code import Errors
 
 ENTRY_POINT = "transformers.generate"
@@ -31,6 +31,7 @@ class NotAccelerated(Exception):
     """This call is not supported; the message says why. Nothing has been changed yet."""
 
 
+@dataclass(eq=False)
 class Call:
     """State of one `generate` call, found by the inner hooks through a context variable: threads do not meet.
 
@@ -42,31 +43,31 @@ class Call:
         runs_user_code: such code takes part; None until the decoding loop has begun, where that is looked at.
         accelerated, declined: what has been decided, once it has been.
         has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
-        store: FastGen's K/V store, once the call is accelerated.
-        layers: those of the model, in a faster form while the call is accelerated.
         takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
+        store: FastGen's K/V store, once the call is accelerated.
         compaction: the rows that the model runs on, where finished inputs may leave the batch.
         prefilled: the outputs of the first pass, made ahead of the library's loop, which gets them when it asks.
+        layers: those of the model, in a faster form while the call is accelerated.
     """
 
-    _active: ContextVar[Call | None] = ContextVar("fastgen_call", default=None)
+    _active: ClassVar[ContextVar[Call | None]] = ContextVar("fastgen_call", default=None)
 
-    def __init__(self, model: Any, scores_are_private: bool, cache_is_the_users: bool) -> None:
-        self.model = model
-        self.scores_are_private = scores_are_private
-        self.cache_is_the_users = cache_is_the_users
-        self.users_errors = Errors()
-        self.runs_user_code: bool | None = None
-        self.store: StoreInCache | None = None
-        self.compaction: BatchCompaction | None = None
-        self.prefilled: Any = None
-        self.accelerated = False
-        self.declined = False
-        self.layers = FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
-        self.has_intervened = False
-        self.takes_best = False
-        self._returns_cache = False
-        self._token: Any = None
+    model: Any
+    scores_are_private: bool
+    cache_is_the_users: bool
+    users_errors: Errors = field(default_factory=Errors)
+    runs_user_code: bool | None = None
+    accelerated: bool = False
+    declined: bool = False
+    has_intervened: bool = False
+    takes_best: bool = False
+    store: StoreInCache | None = None
+    compaction: BatchCompaction | None = None
+    prefilled: Any = None
+    _returns_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self.layers = FastLayers.of(self.model, _LINEAR_LAYERS, _ACTIVATIONS)
         self._packed = ExitStack()
 
     @cached_property
@@ -96,13 +97,11 @@ class Call:
         self._packed.close()
         counters.count_fallback(ENTRY_POINT, reason)
 
-    def accelerate(self, make_store: Callable[[], StoreInCache], config: Any) -> StoreInCache:
+    def accelerate(self, config: Any) -> None:
         """This call, of this generation config, goes on with FastGen's store in its cache."""
         self.accelerated = self.has_intervened = True
         self.takes_best = config.num_beams > 1 and not config.do_sample
         self._returns_cache = bool(config.return_dict_in_generate)
-        self.store = make_store()
-        return self.store
 
     def finish(self) -> None:
         """The call is done: the cache gets the library's own layers back."""

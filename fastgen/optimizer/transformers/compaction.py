@@ -31,7 +31,7 @@ _PER_ROW = {
     "token_type_ids": 2,
 }
 _ENCODER_OUTPUTS = "encoder_outputs"
-# The library gives a place without a hypothesis -1e9; what has a score is far above.
+# The library gives -1e9 where there is no hypothesis; what has a score is far above.
 _NO_SCORE = -1e8
 # The first ends a row, which gets padding then; the others end all rows at once.
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
@@ -55,7 +55,7 @@ class BatchCompaction:
         self._has_changed = False
         self._criteria: bool | None = None  # whether it is known what they mean
         self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
-        self._places = torch.arange(batch * per_input)  # of each of all rows: where it is among those; 0 if it has left
+        self._numbers = torch.arange(batch * per_input)  # of each of all rows: its number among those; 0 if it has left
         self._gone = torch.zeros(batch * per_input, dtype=torch.bool)  # by row: it has left
         self._slices: dict[int, tuple[Any, Any]] = {}
         self._translated: tuple[Tensor, Tensor] | None = None
@@ -92,15 +92,12 @@ class BatchCompaction:
         self._leave(inputs)
         if self._rows is None:
             return inputs
-        slices, self._slices = self._slices, {}
-        selected = {}
-        for name, value in inputs.items():
-            known = slices.get(id(value))
-            if known is None:
-                known = value, self._slice(name, value)
-            self._slices[id(value)] = known
-            selected[name] = known[1]
-        return selected
+        # What comes again in the next step, as the encoder's output does, is not cut again.
+        self._slices = {
+            id(value): self._slices.get(id(value)) or (value, self._slice(name, value))
+            for name, value in inputs.items()
+        }
+        return {name: self._slices[id(value)][1] for name, value in inputs.items()}
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits of the rows that are still there, for all rows: one that has left gets those of the first.
@@ -109,7 +106,7 @@ class BatchCompaction:
         """
         if self._rows is None:
             return logits
-        spread = logits.index_select(0, self._places)
+        spread = logits.index_select(0, self._numbers)
         if not bool(logits[0].max().isfinite()):
             spread[self._gone] = 0.0
         return spread
@@ -120,7 +117,7 @@ class BatchCompaction:
             return index
         if self._translated is None or self._translated[0] is not index:
             # One object for all layers: that is how `Beams` knows that it is one reorder.
-            self._translated = index, self._places[index.long()[self._rows]]
+            self._translated = index, self._numbers[index.long()[self._rows]]
         return self._translated[1]
 
     def _leave(self, inputs: dict[str, Any]) -> None:
@@ -137,8 +134,8 @@ class BatchCompaction:
         self._store.keep(staying, self.translate)
         self._inputs = self._inputs[staying]
         self._rows = rows_of(self._inputs, self._per_input)
-        self._places = torch.zeros_like(self._places)
-        self._places[self._rows] = torch.arange(self._rows.shape[0])
+        self._numbers = torch.zeros_like(self._numbers)
+        self._numbers[self._rows] = torch.arange(self._rows.shape[0])
         self._gone = torch.ones_like(self._gone)
         self._gone[self._rows] = False
         self._slices, self._translated = {}, None
@@ -156,8 +153,8 @@ class BatchCompaction:
     def _has_rows(self, name: str, value: Any) -> bool:
         """Whether it is known how an input of the model has to be cut when rows leave."""
         if isinstance(value, Tensor):
-            return value.dim() == _PER_ROW.get(name) and value.shape[0] == self._places.shape[0]
+            return value.dim() == _PER_ROW.get(name) and value.shape[0] == self._numbers.shape[0]
         if isinstance(value, ModelOutput):
             parts = [part for part in value.values() if isinstance(part, Tensor)]
-            return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._places.shape[0] for part in parts)
+            return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._numbers.shape[0] for part in parts)
         return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"

@@ -6,17 +6,12 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.modules import module as any_module
-from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from fastgen import counters, kept, patching
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
-from fastgen.optimizer.transformers import user_code
+from fastgen.optimizer.transformers import models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
-from fastgen.optimizer.transformers.prefill import model_unsupported
-from fastgen.optimizer.transformers.state import SavedState
 
 
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,42 +63,7 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
             return what
     if _option(model, arguments, "cache_implementation") == "paged":
         return "continuous batching"
-    if _is_sharded(model):
-        return "a model sharded over processes"
-    return model_unsupported(model) or _modules_unsupported(model)
-
-
-def _is_sharded(model: Any) -> bool:
-    """Whether parts of the model are in several processes, which wait for each other in every forward pass.
-
-    Such processes must run the same passes on the same rows. FastGen decides these from the values that a process sees:
-    which inputs are equal, how long they are, which have ended.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    return (
-        getattr(model, "_device_mesh", None) is not None  # distributed by Transformers
-        or is_deepspeed_zero3_enabled()
-        or is_fsdp_managed_module(model)
-        or any(type(parameter).__module__.startswith("torch.distributed.") for parameter in model.parameters())
-    )
-
-
-def _modules_unsupported(model: Any) -> str | None:
-    """Why a part of the model keeps it from being accelerated, or None.
-
-    Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
-    The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
-    """
-    if any_module._global_forward_hooks or any_module._global_forward_pre_hooks:
-        return "forward hooks are registered on the model"
-    for module in model.modules():
-        if module.training:
-            return "the model, or a part of it, is in training mode"
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
-                return "forward hooks are registered on the model"
-    return None
+    return models.unsupported(model)
 
 
 def _scores_are_private(model: Any, arguments: dict[str, Any]) -> bool:
@@ -126,7 +86,7 @@ class _Attempt:
         self._original = arguments
         self._random_state = RandomState(call.model.device)
         # Not the streamer's: what it was fed cannot be taken back, and is left out the second time instead.
-        self._user_state = SavedState(user_code.passed_to({**arguments, "streamer": None}))
+        self._user_state = user_code.SavedState(user_code.passed_to({**arguments, "streamer": None}))
         # `generate` repeats the tensors of a given encoder output in place.
         encoder_outputs = arguments.get("encoder_outputs")
         self._encoder_outputs = dict(encoder_outputs) if isinstance(encoder_outputs, dict) else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
 
 from fastgen import counters, patching
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
@@ -16,16 +19,22 @@ ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
 def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `NoRepeatNGramLogitsProcessor.__call__(input_ids, scores)`."""
+    """Wrapper of `__call__(input_ids, scores)` of both n-gram processors."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
     input_ids, scores = _arguments(*args, **kwargs)
-    reason = _unsupported(input_ids, scores)
+    context, reason = None, _unsupported(input_ids, scores)
+    if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        context = getattr(processor, ENCODER_TOKENS, None)
+        reason = reason or _context_unsupported(context, scores)
     if reason is not None:
         counters.count_fallback(_ENTRY_POINT, reason)
         return wrapped(*args, **kwargs)
     counters.count_accelerated(_ENTRY_POINT)
-    return no_repeat_ngram_(_writable(scores), input_ids, processor.ngram_size)
+    # A processor must not change its input, unless nobody else holds it.
+    scores = scores if _are_private() else scores.clone()
+    context = context if context is None else context.to(input_ids.dtype)
+    return no_repeat_ngram_(scores, input_ids, processor.ngram_size, context=context)
 
 
 def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,66 +45,26 @@ def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...],
         setattr(processor, ENCODER_TOKENS, tokens.unsqueeze(0) if tokens.dim() == 1 else tokens)
 
 
-def encoder_no_repeat_ngram(
-    wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """Wrapper of `EncoderNoRepeatNGramLogitsProcessor.__call__(input_ids, scores)`."""
-    if not patching.is_active():
-        return wrapped(*args, **kwargs)
-    input_ids, scores = _arguments(*args, **kwargs)
-    encoder_tokens = getattr(processor, ENCODER_TOKENS, None)
-    if encoder_tokens is None:
-        reason: str | None = "the processor was made before FastGen was enabled"
-    else:
-        reason = _unsupported(input_ids, scores) or _unsupported(encoder_tokens, scores)
-        if reason is None and (encoder_tokens.min() < 0 or encoder_tokens.max() >= scores.shape[1]):
-            reason = "the input has tokens outside the vocabulary of the scores"
-    if reason is not None:
-        counters.count_fallback(_ENTRY_POINT, reason)
-        return wrapped(*args, **kwargs)
-    counters.count_accelerated(_ENTRY_POINT)
-    return no_repeat_ngram_(
-        _writable(scores), input_ids, processor.ngram_size, context=encoder_tokens.to(input_ids.dtype)
-    )
-
-
 def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `MinLengthLogitsProcessor.__call__(input_ids, scores)`."""
-    return _ban_end(wrapped, processor, args, kwargs, lambda length: length < processor.min_length)
+    """Wrapper of `__call__(input_ids, scores)` of the processors that ban the end up to a length.
 
-
-def min_new_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Wrapper of `MinNewTokensLengthLogitsProcessor.__call__(input_ids, scores)`."""
-    return _ban_end(
-        wrapped,
-        processor,
-        args,
-        kwargs,
-        lambda length: length - processor.prompt_length_to_skip < processor.min_new_tokens,
-    )
-
-
-def _ban_end(
-    wrapped: Any,
-    processor: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_due: Callable[[int], bool],
-) -> torch.Tensor:
-    """Bans the end tokens where that is due. The original copies all scores twice, whether it is or not."""
+    The original copies all scores twice, whether the end is banned or not.
+    """
     input_ids, scores = _arguments(*args, **kwargs)
     ends = processor.eos_token_id
-    call = Call.current()
     if (
         not patching.is_active()
-        or call is None
-        or not call.scores_are_private
+        or not _are_private()
         or not isinstance(ends, torch.Tensor)
         or scores.device.type != "cpu"  # elsewhere, looking at the tokens would wait for the device
         or (scores.requires_grad and torch.is_grad_enabled())
     ):
         return wrapped(*args, **kwargs)
-    if is_due(input_ids.shape[-1]):
+    is_new = isinstance(processor, MinNewTokensLengthLogitsProcessor)
+    skipped, least = (
+        (processor.prompt_length_to_skip, processor.min_new_tokens) if is_new else (0, processor.min_length)
+    )
+    if input_ids.shape[-1] - skipped < least:
         # One column after the other: indexing with a tensor takes longer than the original's copies of small scores.
         for end in ends.flatten().tolist():
             if 0 <= end < scores.shape[-1]:
@@ -119,7 +88,16 @@ def _unsupported(tokens: torch.Tensor, scores: torch.Tensor) -> str | None:
     return None
 
 
-def _writable(scores: torch.Tensor) -> torch.Tensor:
-    """The scores themselves where nobody else holds them, a copy otherwise: a processor must not change its input."""
+def _context_unsupported(context: torch.Tensor | None, scores: torch.Tensor) -> str | None:
+    if context is None:
+        return "the processor was made before FastGen was enabled"
+    reason = _unsupported(context, scores)
+    if reason is None and (context.min() < 0 or context.max() >= scores.shape[1]):
+        reason = "the input has tokens outside the vocabulary of the scores"
+    return reason
+
+
+def _are_private() -> bool:
+    """Whether nobody but the decoding loop holds the scores that processors get."""
     call = Call.current()
-    return scores if call is not None and call.scores_are_private else scores.clone()
+    return call is not None and call.scores_are_private

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import wrapt
@@ -13,9 +14,23 @@ from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 
+# What finished inputs leave by. Models with their own may pass on, or read, anything.
+_HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# The loops are looked at before a call is accelerated. These are the parts of them that see all rows.
+_SEARCH = (
+    "_get_logits_processor",
+    "_get_stopping_criteria",
+    "_get_top_k_continuations",
+    "_get_running_beams_for_next_iteration",
+    "_update_finished_beams",
+    "_check_early_stop_heuristic",
+    "_beam_search_has_unfinished_sequences",
+)
+
 
 def may_leave(call: Call, config: Any, batch: int) -> bool:
     """Whether nothing outside the library's loop sees the rows of finished inputs."""
+    kind, librarys = type(call.model), vars(GenerationMixin)
     return (
         batch > 1
         and config.eos_token_id is not None  # nothing ends before all do
@@ -23,37 +38,10 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
         and not call.runs_user_code
         and not config.return_dict_in_generate
         and not call.cache_is_the_users
-        and all(_is_hooked(type(call.model), method) for method in _HOOKED)
-        and all(_owner(type(call.model), method) is GenerationMixin for method in _SEARCH)
+        and all(isinstance(librarys[name], wrapt.FunctionWrapper) for name in _HOOKED)
+        and all(inspect.getattr_static(kind, name, None) is librarys.get(name) for name in (*_HOOKED, *_SEARCH))
         and not call.rows_depend_on_each_other
     )
-
-
-# Models with their own may pass on, or read, anything.
-_HOOKED = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# The loops are looked at before a call is accelerated. These are the parts of them that see all rows.
-_SEARCH = tuple(
-    name
-    for name in (
-        "_get_logits_processor",
-        "_get_stopping_criteria",
-        "_get_top_k_continuations",
-        "_get_running_beams_for_next_iteration",
-        "_update_finished_beams",
-        "_check_early_stop_heuristic",
-        "_beam_search_has_unfinished_sequences",
-    )
-    if hasattr(GenerationMixin, name)
-)
-
-
-def _owner(kind: type, method: str) -> type:
-    return next(part for part in kind.__mro__ if method in vars(part))
-
-
-def _is_hooked(kind: type, method: str) -> bool:
-    owner = _owner(kind, method)
-    return owner is GenerationMixin and isinstance(vars(owner)[method], wrapt.FunctionWrapper)
 
 
 def _compaction(model: Any = None) -> BatchCompaction | None:
@@ -72,13 +60,10 @@ def update_kwargs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[
     """Wrapper of `GenerationMixin._update_model_kwargs_for_generation(outputs, ...)`, called after each step."""
     call = Call.current(model)
     if call is not None and call.accelerated and patching.is_active():
-        _replace_logits(call, *args, **kwargs)
+        outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
+        logits = outputs.logits if call.compaction is None else call.compaction.spread(outputs.logits)
+        outputs.logits = scores.uncopied(logits)
     return wrapped(*args, **kwargs)
-
-
-def _replace_logits(call: Call, outputs: Any, *args: Any, **kwargs: Any) -> None:
-    logits = outputs.logits if call.compaction is None else call.compaction.spread(outputs.logits)
-    outputs.logits = scores.uncopied(logits)
 
 
 def stopping_criteria(wrapped: Any, criteria: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

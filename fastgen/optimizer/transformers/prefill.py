@@ -7,24 +7,22 @@ Everything that could keep a call from being accelerated is looked at before any
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import ModelOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import patching
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
+from fastgen.optimizer.transformers.buckets import first_pass
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
-from fastgen.optimizer.transformers.prompts import first_pass
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -32,8 +30,6 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
-# Where models are from whose forward passes are known to treat the rows of a batch alike.
-_LIBRARIES = ("transformers.", "fastgen.models.")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # Allocated at first for the positions to come, at the most; more when that is full.
@@ -73,10 +69,18 @@ def _prefill(
     try:
         if call.runs_user_code is None:
             raise NotAccelerated("the decoding loop is not hooked")
-        _check_config(generation_config, model_kwargs)
+        mode = generation_config.get_generation_mode()
+        if mode not in _MODES:
+            raise NotAccelerated(f"generation mode {mode.value}")
+        if generation_config.is_assistant:
+            raise NotAccelerated("the model assists another one")
+        if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
+            raise NotAccelerated("no K/V cache (use_cache=False, or a model without one)")
         one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
         one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
-        prompt, to_generate = _lengths(input_ids, generation_config, model_kwargs)
+        embedded = model_kwargs.get("inputs_embeds")
+        prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
+        to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
         needs_window = _needs_window(call.model, generation_config)
         reason = caches.unsupported(model_kwargs.get("past_key_values"), per_input, prompt, to_generate, needs_window)
         if reason is not None:
@@ -86,9 +90,8 @@ def _prefill(
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
-    store = call.accelerate(
-        lambda: StoreInCache(model_kwargs["past_key_values"], per_input, initial_capacity), generation_config
-    )
+    call.accelerate(generation_config)
+    store = call.store = StoreInCache(model_kwargs["past_key_values"], per_input, initial_capacity)
     outputs = first_pass(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
     if outputs.get("past_key_values") is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
@@ -102,23 +105,6 @@ def _prefill(
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
-
-
-def _check_config(config: Any, model_kwargs: dict[str, Any]) -> None:
-    mode = config.get_generation_mode()
-    if mode not in _MODES:
-        raise NotAccelerated(f"generation mode {mode.value}")
-    if config.is_assistant:
-        raise NotAccelerated("the model assists another one")
-    if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
-        raise NotAccelerated("no K/V cache (use_cache=False, or a model without one)")
-
-
-def _lengths(input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Positions of the prompt, and how many more there will be at the most."""
-    embedded = model_kwargs.get("inputs_embeds")
-    prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
-    return prompt, max(config.max_length - input_ids.shape[1], 1)
 
 
 def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
@@ -181,38 +167,3 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
-
-
-def model_unsupported(model: Any) -> str | None:
-    """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
-    kind = type(model)
-    for method in ("_sample", "_beam_search"):
-        # Looked up without binding: a patched method is another object each time that it is bound.
-        if inspect.getattr_static(kind, method) is not vars(GenerationMixin)[method] or method in vars(model):
-            return f"{kind.__name__} has a decoding loop of its own ({method})"
-    if hasattr(model, "_reorder_cache"):
-        return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
-    if getattr(model, "_is_stateful", False):
-        return f"{kind.__name__} keeps state other than K/V"
-    for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if not getattr(kind, method).__module__.startswith(_LIBRARIES):
-            return f"{kind.__name__}.{method} is not the library's own"
-        if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
-            return f"{method} has been replaced on this model"
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        return "the model is compiled"
-    config = _text_config(model.config)
-    if config is not model.config and not model.config.is_encoder_decoder:
-        return f"{kind.__name__} takes more than text"
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return "chunked attention"
-    implementation = config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        return f"attention implementation {implementation}"
-    return None
-
-
-def _text_config(config: Any) -> Any:
-    """The configuration of the part that generates. The library copies a flat one, which takes a millisecond."""
-    is_flat = all(getattr(config, name, None) is None for name in ("decoder", "generator", "text_config"))
-    return config if is_flat else config.get_text_config(decoder=True)

@@ -9,10 +9,11 @@ everything else that is done with them they are what they stand for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastgen import patching
 from fastgen.decoding.shared import METADATA
@@ -23,41 +24,11 @@ from fastgen.optimizer.transformers.call import Call
 MIN_SCORES = 2**16
 
 
-class StepLogits(torch.Tensor):
-    """The logits of a step, [rows, 1, vocabulary], which nobody holds but the loop: its copy of them is none."""
+class _Scores(torch.Tensor):
+    """A tensor with rules for some operations. In others, and where a rule gives None, it is what it stands for."""
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.__getitem__:
-                return args[0].as_subclass(Tensor)[args[1]].as_subclass(cls)
-            if func is Tensor.to and len(args) == 1 and isinstance(args[0], cls):
-                logits = args[0].as_subclass(Tensor)
-                same = kwargs.get("dtype") is logits.dtype and kwargs.get("device") == logits.device
-                if same and kwargs.keys() == {"copy", "dtype", "device"}:
-                    return logits
-            return func(*_plain(args), **_plain(kwargs))
-
-
-class LogProbabilities(torch.Tensor):
-    """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
-
-    Its data are those without the running scores, in the shape of the sum.
-    """
-
-    _running: Tensor | None
-
-    @classmethod
-    def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
-        """
-        Args:
-            scores: any shape that is [inputs, beams, vocabulary] in order.
-            running: [inputs, beams], added to them, or None.
-        """
-        made = scores.as_subclass(cls)
-        made._running = running
-        return made
+    _rules: ClassVar[dict[Any, Callable[..., Any]]]
+    _running: Tensor | None = None
 
     def plain(self) -> Tensor:
         """The ordinary tensor that this one stands for."""
@@ -72,13 +43,15 @@ class LogProbabilities(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA:
                 return func(*args, **kwargs)
-            rule = _RULES.get(func)
-            done = rule(*args, **kwargs) if rule is not None and isinstance(args[0] if args else None, cls) else None
-            if done is not None:
-                return done
-            if _writes(func) and isinstance(args[0], cls) and args[0]._running is not None:
-                raise RuntimeError(f"{func.__name__} writes into a sum of scores that has not been computed")
-            return func(*_plain(args), **_plain(kwargs))
+            if args and isinstance(args[0], cls):
+                rule = cls._rules.get(func)
+                done = rule(*args, **kwargs) if rule is not None else None
+                if done is not None:
+                    return done
+                if args[0]._running is not None and _writes(func):
+                    raise RuntimeError(f"{func.__name__} writes into a sum of scores that has not been computed")
+            args, kwargs = tree_map_only(_Scores, _Scores.plain, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 def _writes(func: Callable) -> bool:
@@ -86,49 +59,58 @@ def _writes(func: Callable) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
-def _reshape(scores: LogProbabilities, *shape: Any, **options: Any) -> Any:
-    reshaped = scores.as_subclass(Tensor).reshape(*shape, **options)
-    return LogProbabilities.of(reshaped, scores._running)
+class StepLogits(_Scores):
+    """The logits of a step, [rows, 1, vocabulary], which nobody holds but the loop: its copy of them is none."""
+
+    def _select(self, index: Any) -> Any:
+        return self.as_subclass(Tensor)[index].as_subclass(StepLogits)
+
+    def _copy(self, *args: Any, **options: Any) -> Any:
+        is_copy = not args and options == {"copy": True, "dtype": self.dtype, "device": self.device}
+        return self.as_subclass(Tensor) if is_copy else None
+
+    _rules: ClassVar = {Tensor.__getitem__: _select, Tensor.to: _copy}
 
 
-def _add(scores: LogProbabilities, running: Any, **options: Any) -> Any:
-    if scores._running is not None or not isinstance(running, Tensor) or running.dtype is not scores.dtype or options:
-        return None
-    if scores.dim() != 3 or running.shape != (*scores.shape[:2], 1):
-        return None
-    return LogProbabilities.of(scores.as_subclass(Tensor), running.squeeze(2))
+class LogProbabilities(_Scores):
+    """Log-probabilities after the processors, [rows, vocabulary], to which running scores may have been added.
 
+    Its data are those without the running scores, in the shape of the sum.
+    """
 
-def _topk(scores: LogProbabilities, k: int, *more: Any, **options: Any) -> Any:
-    running = scores._running
-    if running is None or more or options or scores.dim() != 2 or scores.shape[0] != running.shape[0]:
-        return None
-    rows = scores.as_subclass(Tensor).reshape(running.numel(), -1)
-    return torch.return_types.topk(best_candidates(rows, running, k))
+    @classmethod
+    def of(cls, scores: Tensor, running: Tensor | None = None) -> LogProbabilities:
+        """Of scores in the order [inputs, beams, vocabulary], in any shape, and what is added, [inputs, beams]."""
+        made = scores.as_subclass(cls)
+        made._running = running
+        return made
 
+    def _reshape(self, *shape: Any, **options: Any) -> Any:
+        return LogProbabilities.of(self.as_subclass(Tensor).reshape(*shape, **options), self._running)
 
-# What is done on the parts; None as a result leaves it to the plain tensor.
-_RULES: dict[Any, Callable[..., Any]] = {
-    torch.reshape: _reshape,
-    Tensor.reshape: _reshape,
-    torch.add: _add,
-    Tensor.add: _add,
-    Tensor.__add__: _add,
-    torch.topk: _topk,
-    Tensor.topk: _topk,
-}
+    def _add(self, running: Any, **options: Any) -> Any:
+        if self._running is not None or not isinstance(running, Tensor) or running.dtype is not self.dtype or options:
+            return None
+        if self.dim() != 3 or running.shape != (*self.shape[:2], 1):
+            return None
+        return LogProbabilities.of(self.as_subclass(Tensor), running.squeeze(2))
 
+    def _topk(self, k: int, *more: Any, **options: Any) -> Any:
+        running = self._running
+        if running is None or more or options or self.dim() != 2 or self.shape[0] != running.shape[0]:
+            return None
+        rows = self.as_subclass(Tensor).reshape(running.numel(), -1)
+        return torch.return_types.topk(best_candidates(rows, running, k))
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, LogProbabilities):
-        return value.plain()
-    if isinstance(value, StepLogits):
-        return value.as_subclass(Tensor)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_plain(part) for part in value)
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return value
+    _rules: ClassVar = {
+        torch.reshape: _reshape,
+        Tensor.reshape: _reshape,
+        torch.add: _add,
+        Tensor.add: _add,
+        Tensor.__add__: _add,
+        torch.topk: _topk,
+        Tensor.topk: _topk,
+    }
 
 
 def _pays(scores: Any) -> bool:

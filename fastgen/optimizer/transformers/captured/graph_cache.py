@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +23,13 @@ MOST = 8
 MOST_OF_MEMORY = 0.25
 
 
+@dataclass
 class _OfModel:
     """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
 
-    def __init__(self, state: Hashable) -> None:
-        self.state = state
-        self.steps: OrderedDict[Key, CapturedStep] = OrderedDict()
-        self.refused: dict[Key, str] = {}
+    state: Hashable
+    steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
+    refused: dict[Key, str] = field(default_factory=dict)
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -36,8 +38,7 @@ _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
     """A step of this key, which nobody else uses until it is given back.
 
-    Raises:
-        CannotBeCaptured: that has been tried before.
+    Raises `CannotBeCaptured` where that has been tried before.
     """
     cached = _of(model)
     if key in cached.refused:
@@ -80,9 +81,8 @@ kept.register_captured_steps(drop_all)
 
 
 def _most_bytes(device: torch.device) -> float:
-    if device.type != "cuda":
-        return float("inf")
-    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    on_gpu = device.type == "cuda"
+    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
 
 
 def _of(model: Any) -> _OfModel:
@@ -100,11 +100,11 @@ def _state(model: Any) -> Hashable:
     What is written into parameters and buffers is not frozen: a replay reads it.
     """
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
-    tensors = tuple(_place(t) for t in (*model.parameters(), *model.buffers()))
+    tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
     return modules, tensors, _settings(model.config)
 
 
-def _place(tensor: Tensor) -> Hashable:
+def _memory(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
@@ -126,7 +126,7 @@ def _settings(owner: Any) -> Hashable:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of numbers, words and tensors' places, also in collections; of anything else that it is there."""
+    """A copy of numbers, words and tensors' memory, also in collections; of anything else that it is there."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -136,7 +136,7 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if isinstance(value, (set, frozenset)):
         return frozenset(map(_frozen, value))
-    return _place(value) if isinstance(value, Tensor) else kind
+    return _memory(value) if isinstance(value, Tensor) else kind
 
 
 def _forward(module: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,9 +35,8 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, processors
-from fastgen.optimizer.transformers.captured.models import is_served, positions_of_step
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
-from fastgen.optimizer.transformers.state import SavedState
+from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step
 
 ENTRY_POINT = "transformers.captured_step"
 
@@ -107,7 +107,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured(unavailable)
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         raise CannotBeCaptured("the model is on several devices")
-    if not is_served(call.model):
+    if not has_captured_steps(call.model):
         raise CannotBeCaptured("a model that the library does not run with a static cache")
     if torch.is_autocast_enabled(call.model.device.type):
         # It keeps copies of weights until its end, which a graph would go on reading.
@@ -129,7 +129,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
-    lengths = [criterion.max_length for criterion in arguments["stopping_criteria"] if _limits_length(criterion)]
+    lengths = [x.max_length for x in arguments["stopping_criteria"] if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
     if config.max_length - input_ids.shape[1] < MIN_STEPS:
@@ -156,17 +156,20 @@ class _Decoding:
         self._call, self._model = call, call.model
         self._config = arguments["generation_config"]
         self._processors = arguments["logits_processor"]
-        searches = self._config.num_beams > 1
         self._per_input = max(self._config.num_beams, self._config.num_return_sequences)
-        self._returned = self._config.num_return_sequences if searches else self._per_input
         self._input_ids = arguments["input_ids"]
         self._model_kwargs = model_kwargs
         self._raised: Exception | None = None
         self._has_released = False
-        self._eos = _eos(arguments["stopping_criteria"])
-        self._criteria = [
-            criterion for criterion in arguments["stopping_criteria"] if not _is_in_search(criterion, self._config)
-        ]
+        criteria = arguments["stopping_criteria"]
+        ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
+        self._eos = tuple(itertools.chain.from_iterable(ends))
+        # The search stops at these by itself: not at a maximum length that is less than the call's.
+        own = (EosTokenCriteria, MaxLengthCriteria)
+        limit = self._config.max_length
+        self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
+        # The name of the mask of the sequences themselves.
+        self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
         self._host = Host(self._process, self._stops)
         self._prompt = self._make_prompt()
         self._key = self._make_key()
@@ -177,7 +180,8 @@ class _Decoding:
         Raises:
             CannotBeCaptured: it does not work; nothing has been changed then.
         """
-        random_state, state = RandomState(self._model.device), SavedState((*self._processors, *self._criteria))
+        random_state = RandomState(self._model.device)
+        state = user_code.SavedState((*self._processors, *self._criteria))
         try:
             step = self._decode(self._step())
         except Exception as error:
@@ -195,9 +199,10 @@ class _Decoding:
         return result
 
     def _result(self, step: CapturedStep) -> Any:
-        search, count = step.search, (self._prompt.inputs, self._returned)
+        config, search = self._config, step.search
+        count = self._prompt.inputs, config.num_return_sequences if config.num_beams > 1 else self._per_input
         sequences = search.results(*count)
-        if not self._config.return_dict_in_generate:
+        if not config.return_dict_in_generate:
             return sequences
         store = self._call.store
         store.hold(*step.stored())
@@ -229,7 +234,7 @@ class _Decoding:
             raise
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
-        """Runs the search to its end; returns the step, or the larger one that has taken its place."""
+        """Runs the search to its end; returns the step, or the larger one that has replaced it."""
         prompt, config = self._prompt, self._config
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
@@ -307,8 +312,10 @@ class _Decoding:
         self._windows = [layer.window for layer in own]
         own_kv = [layer.kv.prefix() for layer in own]
         stored = own[0].kv.length
-        masks = {name: self._model_kwargs[name] for name in _MASKS if self._model_kwargs.get(name) is not None}
-        masks = {name: mask[:: self._per_input] for name, mask in masks.items()}
+        given = {
+            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
+        }
+        masks = {name: given[name] for name in _MASKS if name in given}
         own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
         if cross and any(layer.kv.length for layer in cross):
             cross_kv = [layer.kv.prefix() for layer in cross]
@@ -318,51 +325,37 @@ class _Decoding:
             own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
         if stored != (length if own_mask is None else own_mask.shape[1]):
             raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
-        span = _span(own_mask, inputs, stored, tokens.device)
-        self._check_positions(span)
+        starts, ends = span = _span(own_mask, inputs, stored, tokens.device)
+        new_tokens, config = self._config.max_length - length, self._model.config
+        follows = getattr(config, "target_follows_source", False)
+        # Such a model says so when it has no position left, which it cannot in a captured step.
+        if follows and int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
+            raise CannotBeCaptured("more positions than the model has")
         return Prompt(
             tokens=tokens,
-            new_tokens=self._config.max_length - length,
+            new_tokens=new_tokens,
             stored=stored,
             own=own_kv,
             cross=cross_kv,
             span=span,
             cross_span=cross_span,
-            tensors=masks | self._next_inputs(tokens, masks, span),
+            tensors=masks | self._next_inputs(tokens, given, ends - starts),
             logits=self._call.prefilled.logits[:, -1],
         )
 
-    def _check_positions(self, span: tuple[Tensor, Tensor]) -> None:
-        """Such a model says so when it has no position left, which it cannot in a captured step."""
-        config = self._model.config
-        if getattr(config, "target_follows_source", False):
-            starts, ends = span
-            new_tokens = self._config.max_length - self._input_ids.shape[1]
-            if int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
-                raise CannotBeCaptured("more positions than the model has")
-
-    @property
-    def _own_mask(self) -> str:
-        """The name of the mask of the sequences themselves."""
-        return "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
-
-    def _next_inputs(self, tokens: Tensor, masks: dict[str, Tensor], span: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """What the next step gets of the other inputs; and what models would ask the host for."""
-        given = {
-            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
-        }
+    def _next_inputs(self, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+        """What the next step gets of the inputs besides masks; and what models would ask the host for."""
         found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
         found |= {name: given[name][:, -1:] for name in _LAST if name in given}
         if not self._model.config.is_encoder_decoder:
             return found
         parameters = inspect.signature(self._model.forward).parameters
-        if self._own_mask in parameters and self._own_mask not in masks:
+        if self._own_mask in parameters and self._own_mask not in given:
             # Some models make a mask of ones, of a size that is on the device.
             found[self._own_mask] = torch.ones_like(tokens)
         if "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
-            # They might be counted from that mask otherwise, which has room for the positions to come.
-            starts, ends = span
-            if bool((ends - starts < tokens.shape[1]).any()):
+            # They might be counted from that mask otherwise, which has the capacity of the buffer.
+            if bool((lengths < tokens.shape[1]).any()):
                 raise CannotBeCaptured("a padded decoder prompt")
             found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
         return found
@@ -376,7 +369,11 @@ class _Decoding:
         encoder_capacity = None if encoded is None else encoded[0].shape[1]
         if encoder_capacity is not None and not (source_in_front and length > 1):
             encoder_capacity = processors.round_up(encoder_capacity, _PREFIX)
-        prompt_capacity = processors.round_up(length, _PREFIX) if self._may_pad() else length
+        # A prompt may be put behind padding where its mask says so, and its positions are given.
+        may_pad = (
+            not self._model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+        )
+        prompt_capacity = processors.round_up(length, _PREFIX) if may_pad else length
         stored_capacity = encoder_capacity + length - 1 if source_in_front else prompt_capacity
         captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
         return Key(
@@ -410,34 +407,9 @@ class _Decoding:
             ),
         )
 
-    def _may_pad(self) -> bool:
-        """Whether a prompt may be put behind padding: its mask says so, and its positions are given."""
-        is_alone = not self._model.config.is_encoder_decoder
-        return is_alone and {"attention_mask", "position_ids"} <= self._prompt.tensors.keys()
-
-
-def _is_in_search(criterion: Any, config: Any) -> bool:
-    """Whether the search stops there by itself."""
-    if _limits_length(criterion):
-        return criterion.max_length == config.max_length
-    return type(criterion) is EosTokenCriteria
-
-
-def _limits_length(criterion: Any) -> bool:
-    return type(criterion) is MaxLengthCriteria
-
-
-def _eos(criteria: Any) -> tuple[int, ...]:
-    found = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
-    return tuple(int(token) for tokens in found for token in tokens)
-
 
 def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[inputs] starts and ends of what a mask [inputs, length] lets through.
-
-    Raises:
-        CannotBeCaptured: that is not one piece, or the mask has another length.
-    """
+    """[inputs] starts and ends of what a mask [inputs, length] lets through, which must be one piece."""
     if mask is None:
         return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
     if mask.shape != (inputs, length):
@@ -445,8 +417,8 @@ def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -
     counts = mask != 0
     starts = counts.int().argmax(dim=1)
     ends = starts + counts.sum(dim=1)
-    place = torch.arange(length, device=device)
-    if not bool((counts == ((place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)))).all()):
+    positions = torch.arange(length, device=device)
+    if not bool((counts == ((positions >= starts.unsqueeze(1)) & (positions < ends.unsqueeze(1)))).all()):
         raise CannotBeCaptured("a mask with holes")
     if bool((starts == ends).any()):
         raise CannotBeCaptured("an input that is masked altogether")

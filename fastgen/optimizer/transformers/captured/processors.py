@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,54 @@ from transformers.generation import logits_process as library
 
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
-from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, Place, Unknown
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 
 # Sizes of what is frozen are rounded up to a multiple of this, so that calls of about the same size share a graph.
 _ROUNDING = 128
+
+
+# How a processor is captured: the class, and its arguments after the bucket, which are what is frozen.
+Signature = tuple[Any, ...]
+
+
+class _Call(NamedTuple):
+    """A processor in a call, and the numbers of the call that its own follow."""
+
+    processor: Any
+    prompt_length: int
+    max_length: int
+
+
+class _Reader(NamedTuple):
+    """How to read a processor: `sign` gets the call and the attributes of these names.
+
+    The processor may have no more attributes than these and `others`, which a release may have added.
+    """
+
+    sign: Callable[..., Signature]
+    names: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+def signature(processor: Any, prompt_length: int, max_length: int) -> Signature | None:
+    """All that is frozen in the capture of a processor: two of the same signature may share a graph.
+
+    Args:
+        processor: any logits processor. Its class must be one of the library's itself, not one derived from it.
+        prompt_length: the library's length of the prompt in this call, `StepTokens.prompt - StepTokens.start`.
+        max_length: the library's `max_length` in this call, `StepTokens.limit`.
+
+    Returns:
+        None if this processor cannot be captured: its class is not known, or it has parameters of an unknown kind.
+    """
+    reader = _READERS.get(type(processor))
+    found = vars(processor) if reader is not None else {}
+    if reader is None or not set(reader.names) <= found.keys() <= {*reader.names, *reader.others}:
+        return None
+    try:
+        return reader.sign(_Call(processor, prompt_length, max_length), *(found[name] for name in reader.names))
+    except Unknown:
+        return None
 
 
 def captured(
@@ -38,70 +82,20 @@ def captured(
     """The capturable form of one of the library's processors.
 
     Args:
-        processor: any logits processor. Its class must be one of the library's itself, not one derived from it.
+        processor, prompt_length, max_length: as of `signature`.
         device: where the scores are going to be.
-        prompt_length: the library's length of the prompt in this call, `StepTokens.prompt - StepTokens.start`.
-        max_length: the library's `max_length` in this call, `StepTokens.limit`.
         inputs: inputs of the bucket, those that fill it included; the inputs of the call by default. Those come first.
         per_input: rows of scores of each input: beams, or sequences that are returned.
 
     Returns:
-        None if this processor cannot be captured: its class is not known, or it has parameters of an unknown kind.
+        None if it has no signature, or does not fit into its buffers (`CapturedProcessor.refresh`).
     """
-    plan = _plan(processor, prompt_length, max_length)
-    if plan is None:
+    signed = signature(processor, prompt_length, max_length)
+    if signed is None:
         return None
-    kind, *frozen = plan
-    made = kind(Place(device, inputs, per_input), *frozen)
+    kind, *frozen = signed
+    made = kind(Bucket(device, inputs, per_input), *frozen)
     return made if made.refresh(processor) else None
-
-
-def signature(processor: Any, prompt_length: int, max_length: int) -> Hashable | None:
-    """All that is frozen in the capture of a processor: two of the same signature may share a graph.
-
-    Arguments as of `captured`, the result of which may not fit for its buffers alone (`CapturedProcessor.refresh`).
-
-    Returns:
-        None if and only if this processor cannot be captured.
-    """
-    plan = _plan(processor, prompt_length, max_length)
-    return None if plan is None else (type(processor).__name__, *plan[1:])
-
-
-class _Call(NamedTuple):
-    """A processor in a call, and the numbers of the call that its own follow."""
-
-    processor: Any
-    prompt_length: int
-    max_length: int
-
-
-# How a processor is captured: the class, and its arguments after the place, which are what is frozen.
-_Plan = tuple[Any, ...]
-
-
-class _Reader(NamedTuple):
-    """How to read a processor: `plan` gets the call and the attributes of these names.
-
-    The processor may have no more attributes than these and `others`, which a release may have added.
-    """
-
-    plan: Callable[..., _Plan]
-    names: tuple[str, ...]
-    others: tuple[str, ...] = ()
-
-
-def _plan(processor: Any, prompt_length: int, max_length: int) -> _Plan | None:
-    reader = _READERS.get(type(processor))
-    if reader is None:
-        return None
-    found = vars(processor)
-    if not set(reader.names) <= found.keys() <= {*reader.names, *reader.others}:
-        return None
-    try:
-        return reader.plan(_Call(processor, prompt_length, max_length), *(found[name] for name in reader.names))
-    except Unknown:
-        return None
 
 
 def _of_type(value: Any, *types: type) -> Any:
@@ -131,21 +125,21 @@ def _encoder_width(processor: Any) -> int:
 def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: str, *names: str) -> _Reader:
     """Tokens, the first attribute, banned or forced where the position compares so to the sum of the others."""
 
-    def plan(call: _Call, tokens: Any, *numbers: Any) -> _Plan:
+    def sign(call: _Call, tokens: Any, *numbers: Any) -> Signature:
         offset = {"start": 0, "prompt": call.prompt_length, "limit": call.max_length}[origin]
         bound = sum(_of_type(number, int) for number in numbers) - offset
         return kind, _token_ids(tokens), rewritten.When(compare, origin, bound)
 
-    return _Reader(plan, names)
+    return _Reader(sign, names)
 
 
-def _forced_bos(call: _Call, token: Any) -> _Plan:
+def _forced_bos(call: _Call, token: Any) -> Signature:
     if _of_type(token, int) < 0:
         raise Unknown
     return rewritten.Force, (token,), rewritten.When(torch.eq, "start", 1)
 
 
-def _repetition_penalty(call: _Call, penalty: Any, ignored: Any, *unused: Any) -> _Plan:
+def _repetition_penalty(call: _Call, penalty: Any, ignored: Any, *unused: Any) -> Signature:
     if any(value is not None for value in unused):
         raise Unknown
     if isinstance(ignored, Tensor):
@@ -157,12 +151,12 @@ def _repetition_penalty(call: _Call, penalty: Any, ignored: Any, *unused: Any) -
     return rewritten.RepetitionPenalty, _of_type(penalty, float), ignored
 
 
-def _encoder_repetition_penalty(call: _Call, penalty: Any, tokens: Any) -> _Plan:
+def _encoder_repetition_penalty(call: _Call, penalty: Any, tokens: Any) -> Signature:
     width, all_rows = _encoder_width(call.processor), _all_rows_have_encoder_tokens()
     return rewritten.EncoderRepetitionPenalty, width, _of_type(penalty, float), all_rows
 
 
-def _length_penalty(call: _Call, start: Any, factor: Any, ends: Any) -> _Plan:
+def _length_penalty(call: _Call, start: Any, factor: Any, ends: Any) -> Signature:
     steps = round_up(max(call.max_length - _of_type(start, int), 1))
     try:
         pow(_of_type(factor, float), steps)
@@ -172,11 +166,11 @@ def _length_penalty(call: _Call, start: Any, factor: Any, ends: Any) -> _Plan:
     return rewritten.LengthPenalty, _token_ids(ends), start, factor, steps, _length_penalty_is_finite()
 
 
-def _encoder_no_repeat_ngram(call: _Call, n: Any, *others: Any) -> _Plan:
+def _encoder_no_repeat_ngram(call: _Call, n: Any, *others: Any) -> Signature:
     return rewritten.EncoderNoRepeatNGram, _encoder_width(call.processor), _of_type(n, int)
 
 
-def _sequence_bias(call: _Call, biases: Any) -> _Plan:
+def _sequence_bias(call: _Call, biases: Any) -> Signature:
     items = [(tuple(int(token) for token in sequence), _of_type(bias, float)) for sequence, bias in biases.items()]
     if not all(sequence and min(sequence) >= 0 for sequence, _ in items):
         raise Unknown
@@ -187,7 +181,7 @@ def _sequence_bias(call: _Call, biases: Any) -> _Plan:
     return rewritten.SequenceBias, tuple(sorted(items, key=lambda item: lengths.index(len(item[0])))), 0
 
 
-def _eta(call: _Call, epsilon: Any, filter_value: Any, keep: Any) -> _Plan:
+def _eta(call: _Call, epsilon: Any, filter_value: Any, keep: Any) -> Signature:
     if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
         raise Unknown
     return rewritten.Eta, epsilon.item(), _of_type(filter_value, int, float), _of_type(keep, int)
@@ -196,11 +190,11 @@ def _eta(call: _Call, epsilon: Any, filter_value: Any, keep: Any) -> _Plan:
 def _library(*names: str, others: tuple[str, ...] = ()) -> _Reader:
     """The library's own, with numbers of these names."""
 
-    def plan(call: _Call, *values: Any) -> _Plan:
+    def sign(call: _Call, *values: Any) -> Signature:
         numbers = tuple((name, _of_type(value, int, float)) for name, value in zip(names, values, strict=True))
         return rewritten.Library, type(call.processor), numbers
 
-    return _Reader(plan, names, others)
+    return _Reader(sign, names, others)
 
 
 _GROUPED = "multi_token_biases"

@@ -1,9 +1,9 @@
 """Where a captured step of Transformers' ProphetNet is.
 
 The model makes its position a number of the host's, and finds how far the keys are away by how many there are. In a
-captured step the position is on the device, and the keys are as many as there is room for. These two hooks give the
-model the position, and the buckets of the distances, for which its own attention has arguments. Outside a captured step
-they do nothing.
+captured step the position is on the device, and there are as many keys as the cache has capacity for. These two hooks
+give the model the position, and the buckets of the distances, for which its own attention has arguments. Outside a
+captured step they do nothing.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class StepTokens(NamedTuple):
     limit: Tensor
 
 
-class Place(NamedTuple):
-    """Where constants and buffers are made, and for how many rows: the arguments of `captured` of these names."""
+class Bucket(NamedTuple):
+    """What constants and buffers are made for: the arguments of `captured` of these names."""
 
     device: torch.device
     inputs: int | None
@@ -55,21 +55,13 @@ class CapturedProcessor:
     """A logits processor that can be captured."""
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        """
-        Args:
-            scores: [rows, vocabulary], float32. They may be changed in place.
-            step: the sequences that they continue.
-
-        Returns:
-            The processed scores, `scores` itself or a new tensor.
-        """
+        """`scores`, [rows, vocabulary] in float32, of what may continue the sequences, processed; maybe in place."""
         raise NotImplementedError
 
     def refresh(self, processor: Any) -> bool:
         """Takes over the tensors of another call's processor with the same signature.
 
-        Returns:
-            False if they do not fit into the buffers that are there; then nothing has been changed.
+        False if they do not fit into the buffers that are there; then nothing has been changed.
         """
         return True
 
@@ -77,39 +69,32 @@ class CapturedProcessor:
 # Tokens that are banned or forced ---------------------------------------------------------------------------------
 
 
-def _position(step: StepTokens, origin: str) -> Tensor:
-    """The current length, measured from the start, from the prompt's end, or, with the next token, from the maximum."""
-    if origin == "prompt":
-        return step.length - step.prompt
-    length = step.length - step.start
-    return length + 1 - step.limit if origin == "limit" else length
-
-
 class When(NamedTuple):
-    """A comparison of the position with a number, such as `torch.lt`. The origin is "start", "prompt" or "limit"."""
+    """A comparison of the current length with a number, such as `torch.lt`.
+
+    The length is measured from the "start", from the end of the "prompt", or, with the next token, from the "limit".
+    """
 
     compare: Callable[..., Tensor]
     origin: str
     bound: int
 
     def __call__(self, step: StepTokens) -> Tensor:
-        return self.compare(_position(step, self.origin), self.bound)
+        position = step.length - (step.prompt if self.origin == "prompt" else step.start)
+        return self.compare(position + 1 - step.limit if self.origin == "limit" else position, self.bound)
 
 
 class _Columns:
     """The columns of the scores that belong to some tokens."""
 
-    def __init__(self, place: Place, tokens: tuple[int, ...]) -> None:
+    def __init__(self, bucket: Bucket, tokens: tuple[int, ...]) -> None:
         self._tokens = tokens  # in order, so that those of a vocabulary come first
-        self._index = torch.tensor(tokens, dtype=torch.int64, device=place.device)
+        self._index = torch.tensor(tokens, dtype=torch.int64, device=bucket.device)
 
-    def known(self, scores: Tensor) -> Tensor:
-        """Without tokens outside the vocabulary."""
-        return self._index[: bisect_left(self._tokens, scores.shape[1])]
-
-    def all(self, scores: Tensor) -> Tensor:
-        known = self.known(scores)
-        if len(known) < len(self._tokens):
+    def of(self, scores: Tensor, skips: bool = False) -> Tensor:
+        """Their numbers. Tokens outside the vocabulary are skipped, or raise IndexError."""
+        known = self._index[: bisect_left(self._tokens, scores.shape[1])]
+        if len(known) < len(self._tokens) and not skips:
             raise IndexError(f"token {self._tokens[-1]} is outside the vocabulary of {scores.shape[1]}")
         return known
 
@@ -121,11 +106,11 @@ def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> T
 class Ban(CapturedProcessor):
     """Tokens that cannot come at some positions, or at none."""
 
-    def __init__(self, place: Place, tokens: tuple[int, ...], when: When | None) -> None:
-        self._columns, self._when = _Columns(place, tokens), when
+    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When | None) -> None:
+        self._columns, self._when = _Columns(bucket, tokens), when
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        index = self._columns.known(scores)
+        index = self._columns.of(scores, skips=True)
         if self._when is None:
             return scores.index_fill_(1, index, -math.inf)
         return _fill_columns(scores, index, -math.inf, self._when(step))
@@ -134,13 +119,13 @@ class Ban(CapturedProcessor):
 class Force(CapturedProcessor):
     """Tokens of which one must come at some position."""
 
-    def __init__(self, place: Place, tokens: tuple[int, ...], when: When) -> None:
-        self._columns, self._when = _Columns(place, tokens), when
+    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When) -> None:
+        self._columns, self._when = _Columns(bucket, tokens), when
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         due = self._when(step)
         scores.masked_fill_(due, -math.inf)
-        return _fill_columns(scores, self._columns.all(scores), 0.0, due)
+        return _fill_columns(scores, self._columns.of(scores), 0.0, due)
 
 
 # Penalties --------------------------------------------------------------------------------------------------------
@@ -149,32 +134,27 @@ class Force(CapturedProcessor):
 class _Buffer:
     """A tensor that changes from call to call, at an address that does not. The first values make it."""
 
-    def __init__(self, place: Place, per_input: int, *width: int, fill: int) -> None:
-        self._rows = None if place.inputs is None else place.inputs * per_input
-        self._device, self._width, self._fill = place.device, width, fill
-        self._tensor: Tensor | None = None
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self._tensor is not None  # `captured` has filled it
-        return self._tensor
+    def __init__(self, bucket: Bucket, per_input: int, *width: int, fill: int) -> None:
+        self._rows = None if bucket.inputs is None else bucket.inputs * per_input
+        self._device, self._width, self._fill = bucket.device, width, fill
+        self.tensor: Any = None  # until `refill`
 
     def refill(self, values: Tensor) -> bool:
         """Whether `values` fit, which are then in the buffer, at its beginning."""
-        if self._tensor is None:
+        if self.tensor is None:
             shape = (len(values) if self._rows is None else self._rows, *self._width)
-            self._tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
-        if any(size > room for size, room in zip(values.shape, self._tensor.shape, strict=True)):
+            self.tensor = torch.full(shape, self._fill, dtype=torch.int64, device=self._device)
+        if any(size > capacity for size, capacity in zip(values.shape, self.tensor.shape, strict=True)):
             return False
-        self._tensor.fill_(self._fill)
-        self._tensor[tuple(slice(size) for size in values.shape)].copy_(values)
+        self.tensor.fill_(self._fill)
+        self.tensor[tuple(slice(size) for size in values.shape)].copy_(values)
         return True
 
 
 def _penalise(scores: Tensor, tokens: Tensor, penalty: float) -> Tensor:
     """Multiplies or divides the score of each of `tokens`, [rows, any], once; other numbers are no tokens.
 
-    As in the n-gram operator, every place writes: those that hold no token repeat what another one of their row
+    As in the n-gram operator, every element writes: those that hold no token repeat what another one of their row
     writes, and where there is none, the score that is there.
     """
     tokens = torch.where(tokens < scores.shape[1], tokens, -1)
@@ -190,9 +170,9 @@ class RepetitionPenalty(CapturedProcessor):
 
     ROWS = "rows"  # how much of the prompt is left out is a number of each row
 
-    def __init__(self, place: Place, penalty: float, ignored: int | str | None) -> None:
+    def __init__(self, bucket: Bucket, penalty: float, ignored: int | str | None) -> None:
         self._penalty, self._ignored = penalty, ignored
-        self._ignored_rows = _Buffer(place, place.per_input, fill=0)
+        self._ignored_rows = _Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = step.tokens
@@ -212,11 +192,7 @@ class RepetitionPenalty(CapturedProcessor):
 
 
 def encoder_tokens(processor: Any) -> Tensor:
-    """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them.
-
-    Raises:
-        Unknown: they are something else.
-    """
+    """The tokens of the encoder's input, [inputs, length], as the library or FastGen has kept them."""
     tokens = getattr(processor, "encoder_input_ids", getattr(processor, logits.ENCODER_TOKENS, None))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
         raise Unknown
@@ -226,21 +202,18 @@ def encoder_tokens(processor: Any) -> Tensor:
 class _EncoderTokens(CapturedProcessor):
     """What processors that look at the encoder's input have in common: its tokens, [inputs, length], -1 behind them."""
 
-    def __init__(self, place: Place, width: int) -> None:
-        self._encoder = _Buffer(place, 1, width, fill=-1)
+    def __init__(self, bucket: Bucket, width: int) -> None:
+        self._encoder = _Buffer(bucket, 1, width, fill=-1)
 
     def refresh(self, processor: Any) -> bool:
         return self._encoder.refill(encoder_tokens(processor))
 
 
 class EncoderRepetitionPenalty(_EncoderTokens):
-    """
-    Args:
-        all_rows: whether all rows of an input share its tokens; otherwise row i has the tokens of input i.
-    """
+    """With `all_rows`, all rows of an input share its tokens; otherwise row i has the tokens of input i."""
 
-    def __init__(self, place: Place, width: int, penalty: float, all_rows: bool) -> None:
-        super().__init__(place, width)
+    def __init__(self, bucket: Bucket, width: int, penalty: float, all_rows: bool) -> None:
+        super().__init__(bucket, width)
         self._penalty, self._all_rows = penalty, all_rows
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
@@ -261,18 +234,18 @@ class LengthPenalty(CapturedProcessor):
     """
 
     def __init__(
-        self, place: Place, tokens: tuple[int, ...], start: int, factor: float, steps: int, finite_only: bool
+        self, bucket: Bucket, tokens: tuple[int, ...], start: int, factor: float, steps: int, finite_only: bool
     ) -> None:
         self._start, self._finite_only = start, finite_only
         # As the library has them, in double precision; a power on the device may differ in the last place.
         factors = [pow(factor, step) - 1 for step in range(steps)]
-        self._factors = torch.tensor(factors, dtype=torch.float32, device=place.device)
-        self._columns = _Columns(place, tokens)
+        self._factors = torch.tensor(factors, dtype=torch.float32, device=bucket.device)
+        self._columns = _Columns(bucket, tokens)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        steps = _position(step, "prompt") - self._start
+        steps = step.length - step.prompt - self._start
         factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(1))
-        index = self._columns.all(scores)
+        index = self._columns.of(scores)
         found = scores.index_select(1, index)
         penalty = found.abs() * factor
         if self._finite_only:
@@ -285,7 +258,7 @@ class LengthPenalty(CapturedProcessor):
 
 class NoRepeatNGram(CapturedProcessor):
     # The -1 in front of a sequence are in no n-gram that one of its tokens begins or would complete.
-    def __init__(self, place: Place, n: int) -> None:
+    def __init__(self, bucket: Bucket, n: int) -> None:
         self._n = n
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
@@ -294,8 +267,8 @@ class NoRepeatNGram(CapturedProcessor):
 
 class EncoderNoRepeatNGram(_EncoderTokens):
     # Nor are those behind the encoder's tokens: an n-gram that has one of them ends with one, and that is no token.
-    def __init__(self, place: Place, width: int, n: int) -> None:
-        super().__init__(place, width)
+    def __init__(self, bucket: Bucket, width: int, n: int) -> None:
+        super().__init__(bucket, width)
         self._n = n
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
@@ -311,9 +284,9 @@ class SequenceBias(CapturedProcessor):
         more: by how much a running sequence must be longer than what comes before the last token of one of `biases`.
     """
 
-    def __init__(self, place: Place, biases: tuple[tuple[tuple[int, ...], float], ...], more: int) -> None:
+    def __init__(self, bucket: Bucket, biases: tuple[tuple[tuple[int, ...], float], ...], more: int) -> None:
         def constant(values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=place.device)
+            return torch.tensor(values, dtype=dtype, device=bucket.device)
 
         self._largest = max((token for sequence, _ in biases for token in sequence), default=-1)
         columns = {token: i for i, token in enumerate(sorted({sequence[-1] for sequence, _ in biases}))}
@@ -370,7 +343,7 @@ class SequenceBias(CapturedProcessor):
 class Library(CapturedProcessor):
     """The library's own processor: it looks at nothing but the scores, and its operations can be captured."""
 
-    def __init__(self, place: Place, kind: type, values: tuple[tuple[str, Any], ...]) -> None:
+    def __init__(self, bucket: Bucket, kind: type, values: tuple[tuple[str, Any], ...]) -> None:
         self._processor: Any = object.__new__(kind)
         self._processor.__dict__.update(values)
 
@@ -381,8 +354,8 @@ class Library(CapturedProcessor):
 class Eta(CapturedProcessor):
     """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
 
-    def __init__(self, place: Place, epsilon: float, filter_value: float, keep: int) -> None:
-        self._epsilon = torch.tensor(epsilon, device=place.device)
+    def __init__(self, bucket: Bucket, epsilon: float, filter_value: float, keep: int) -> None:
+        self._epsilon = torch.tensor(epsilon, device=bucket.device)
         self._filter_value, self._keep = filter_value, keep
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:

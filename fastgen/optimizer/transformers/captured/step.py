@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fastgen.decoding.captured.step_state import StepState
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.optimizer.transformers.captured.cache import cache_of
+from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
@@ -35,26 +34,17 @@ POSITIONS = ("position_ids", "decoder_position_ids")
 
 
 class Host(NamedTuple):
-    """What of a step the host does.
+    """What of a step the host does: the processors and the stopping criteria."""
 
-    Attributes:
-        process: (tokens [rows, length], scores [rows, vocabulary]) -> scores: the processors.
-        stops: (tokens [continuations, length]) -> [continuations], bool: the stopping criteria.
-    """
-
-    process: Callable[[Tensor, Tensor], Tensor]
-    stops: Callable[[Tensor], Tensor]
+    process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
+    stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
 
 
-class Scores(NamedTuple):
-    """What a search chooses from: the arguments of its `propose`."""
-
-    scores: Tensor
-    normalise: bool
-
-
-# A part of a step that the host does: called with the number of tokens that have been generated.
-HostPart = Callable[[int], None]
+# What a search chooses from, and whether it has to be normalised: the arguments of its `propose`.
+Scores = tuple[Tensor, bool]
+# What the host does after a part of a step, from the number of tokens that there are; and such a part, with that.
+OnHost = Callable[["CapturedStep", Host, int], None]
+Part = tuple[Callable[[], None], OnHost | None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class Key:
     """All that is frozen in a captured step: calls that agree on it can share one.
 
     Attributes:
-        batch, per_input: inputs there is room for, and sequences of each.
+        batch, per_input: inputs and sequences of each, at the most.
         prompt_capacity, new_capacity: positions of the sequences' buffers for the prompt, and for what is generated.
         stored_capacity, capacity: positions of K and V of self-attention for what the first pass has stored, and for
             what is generated.
@@ -139,17 +129,13 @@ class Prompt:
 class CapturedStep:
     """The step, its buffers, and, once it has been captured, its graph.
 
-    Attributes:
+    Args:
         key: what is frozen.
-        is_captured: there is a graph.
+        prompt: any with K and V of the key's kind; nothing of it is stored.
+        processors: the captured ones; None if the host runs them.
     """
 
     def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
-        """
-        Args:
-            prompt: any with K and V of the key's kind; nothing of it is stored.
-            processors: the captured ones; None if the host runs them.
-        """
         self.key = key
         self.processors = processors
         self.device = device = prompt.tokens.device
@@ -186,11 +172,12 @@ class CapturedStep:
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
         self._lengths: tuple[list[int], list[int]] = ([], [])
-        self._graphs: list[graph.Graph] = []
+        self._graphs: list[tuple[graph.Graph, OnHost | None]] = []
         self._warm_ups = 0
 
     @property
     def is_captured(self) -> bool:
+        """Whether there is a graph."""
         return bool(self._graphs)
 
     @property
@@ -199,7 +186,7 @@ class CapturedStep:
         return sum(kv.nbytes for kv in (*self._own, *self._cross))
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
-        """Where an input of the model is: [rows, width], with a width that leaves room for the positions to come."""
+        """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
         key = self.key
         width = 1
         if self._grows(name):
@@ -211,14 +198,10 @@ class CapturedStep:
     # ---- a call
 
     def begin(self, prompt: Prompt, fill: int, **options: Any) -> None:
-        """Takes over a prompt.
-
-        Args:
-            fill, options: those of the search's `begin`.
-        """
+        """Takes over a prompt. The other arguments are those of the search's `begin`."""
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
-            span = ((place - dropped).clamp(min=0) for place in prompt.span)
+            span = ((bound - dropped).clamp(min=0) for bound in prompt.span)
             kv.load(*stored, *span, at_end=not self.key.source_in_front)
         for kv, stored in zip(self._cross, prompt.cross, strict=True):
             kv.load(*stored, *prompt.cross_span, at_end=False)
@@ -263,24 +246,22 @@ class CapturedStep:
         return self._flag.is_set()
 
     def start(self, model: Any, done: int, host: Host) -> None:
-        """Starts the step that gives the next token. The first ones run as they are; then one is captured.
-
-        Args:
-            done: tokens that have been generated.
+        """Starts the step for the token after `done` of them. The first ones run as they are; then one is captured.
 
         Raises:
-            CannotBeCaptured: it does something that a captured step cannot do.
+            CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
+                there is a graph means that, too.
         """
         if not self.is_captured:
             parts = self._parts(lambda: self._logits(model), self._advance)
             if self._warm_ups < _WARM_UPS:
                 self._warm_up(parts, done, host)
                 return
-            self._graphs = [self._capture(part) for part in parts]
-            del self._logits_seen  # it would keep its place in the memory that all graphs share
-        self._run([made.replay for made in self._graphs], done, host)
+            self._graphs = [(self._capture(part), on_host) for part, on_host in parts]
+            del self._logits_seen  # it would keep its memory in the pool that all graphs share
+        self._run([(made.replay, on_host) for made, on_host in self._graphs], done, host)
 
-    def _warm_up(self, parts: list[Callable[[], None]], done: int, host: Host) -> None:
+    def _warm_up(self, parts: list[Part], done: int, host: Host) -> None:
         """A step that is not captured. In the first one the host looks at what may not be looked at later."""
         is_first = self._warm_ups == 0
         self._warm_ups += 1
@@ -293,36 +274,30 @@ class CapturedStep:
         if is_first and bool(self._logits_seen[: self._present * self.key.per_input].isnan().any()):
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
-    def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Callable[[], None]]:
+    def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Part]:
         """From the logits to the chosen tokens, and what ends the step; cut where the host does something.
 
         What runs before the capture is what is captured, so that nothing is done for the first time in there.
         """
-        parts: list[Callable[[], None]] = []
-        scores = partial(self._processed, logits)
+        parts: list[Part] = []
+        scores: Callable[[], Scores] = partial(self._processed, logits)
         if self.processors is None:
-            parts.append(partial(self._put_scores, logits))
-            scores = partial(Scores, self._scores, normalise=False)
+            parts.append((partial(self._put_scores, logits), CapturedStep._process_on_host))
+            scores = self._processed_on_host
         if self.key.has_criteria:
-            parts += [partial(self._put_proposal, scores), partial(self._take, end)]
+            parts += [
+                (partial(self._put_proposal, scores), CapturedStep._stop_on_host),
+                (partial(self._take, end), None),
+            ]
         else:
-            parts.append(partial(self._choose, scores, end))
-        return [graph.capturable(part) for part in parts]
+            parts.append((partial(self._choose, scores, end), None))
+        return [(graph.capturable(part), on_host) for part, on_host in parts]
 
-    def _host_parts(self, host: Host) -> list[HostPart]:
-        """What the host does between the parts."""
-        parts: list[HostPart] = []
-        if self.processors is None:
-            parts.append(partial(self._process_on_host, host))
-        if self.key.has_criteria:
-            parts.append(partial(self._stop_on_host, host))
-        return parts
-
-    def _run(self, parts: list[Callable[[], None]], done: int, host: Host) -> None:
-        for part, on_host in zip_longest(parts, self._host_parts(host)):
+    def _run(self, parts: list[Part], done: int, host: Host) -> None:
+        for part, on_host in parts:
             part()
             if on_host is not None:
-                on_host(done)
+                on_host(self, host, done)
 
     def _process_on_host(self, host: Host, done: int) -> None:
         search, rows = self.search, self._present * self.key.per_input
@@ -336,13 +311,7 @@ class CapturedStep:
 
     def _capture(self, part: Callable[[], None]) -> graph.Graph:
         made = graph.Graph(self.device)
-        try:
-            made.capture(part)
-        except CannotBeCaptured:
-            raise
-        except Exception as error:  # whatever it is, the call can go on with steps that are not captured
-            reason = (str(error).splitlines() or [""])[0]
-            raise CannotBeCaptured(f"the step cannot be captured: {type(error).__name__}: {reason}") from error
+        made.capture(part)
         return made
 
     def stored(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -412,7 +381,7 @@ class CapturedStep:
     def _processed(self, logits: Callable[[], Tensor]) -> Scores:
         """What the search chooses from, after the captured processors."""
         if not self.processors:
-            return Scores(logits(), normalise=True)
+            return logits(), True
         search = self.search
         scores = self._normalised(logits())
         tokens = StepTokens(
@@ -424,7 +393,10 @@ class CapturedStep:
         )
         for processor in self.processors:
             scores = processor(scores, tokens)
-        return Scores(scores, normalise=False)
+        return scores, False
+
+    def _processed_on_host(self) -> Scores:
+        return self._scores, False
 
     def _put_scores(self, logits: Callable[[], Tensor]) -> None:
         self._scores.copy_(self._normalised(logits()))

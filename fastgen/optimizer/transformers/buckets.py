@@ -1,0 +1,174 @@
+"""Inputs of about the same length run together: padding costs little.
+
+The groups are those of `fastgen.decoding.length_buckets`. The encoder runs on one group after the other, without the
+padding behind its inputs; and so does the first pass of a decoder-only model, without the padding that all prompts of a
+group have in front. What was left out is zero in the whole result. Decoders and later steps mask it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fastgen import patching
+from fastgen.decoding import length_buckets
+from fastgen.optimizer.transformers.call import Call
+
+
+def _modules(*names: str) -> frozenset[str]:
+    return frozenset(f"transformers.models.{name}.modeling_{name}" for name in names)
+
+
+# The modules whose encoders are known to leave padding out of everything, and those whose decoders are known to give
+# the same whatever padding is in front: equivalence tests run them. Other encoders look at neighbouring positions, in
+# blocks or in convolutions, or adapt to the length of the batch; other decoders may count from its first column.
+ENCODERS = _modules("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
+DECODERS = _modules(
+    "bloom", "gemma", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "opt", "phi",
+    "qwen2", "qwen3",
+)  # fmt: skip
+# Arguments of `generate` that the library does not pass to the encoder.
+_OF_DECODER = ("decoder_", "cross_attn")
+# Inputs with a column for each position of the prompt.
+_PER_POSITION = ("attention_mask", "position_ids")
+_FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+Groups = list[tuple[Tensor, int]]
+Pass = Callable[[Tensor, Any, dict[str, Any], bool], Any]
+
+
+def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Wrapper of `GenerationMixin._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, ...)`."""
+    call = Call.current(model)
+    if call is None or not patching.is_active():
+        return wrapped(*args, **kwargs)
+    return _encode(call, wrapped, *args, **kwargs)
+
+
+def _encode(
+    call: Call,
+    wrapped: Any,
+    inputs_tensor: Tensor,
+    model_kwargs: dict[str, Any],
+    model_input_name: str | None,
+    generation_config: Any,
+) -> dict[str, Any]:
+    ids, config, mask = inputs_tensor, generation_config, model_kwargs.get("attention_mask")
+    groups: Groups = []
+    if model_input_name == "input_ids" and not ids.is_floating_point() and _is_all(model_kwargs):
+        encoder = call.model.get_encoder()
+        if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
+            groups = _groups(call, encoder, ids, mask, config)
+    if not groups:
+        return wrapped(ids, model_kwargs, model_input_name, config)
+    call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
+    result: dict[str, Any] = {}
+    encoded = None
+    for rows, length in groups:
+        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
+        result = wrapped(ids[rows, :length], part, model_input_name, config)
+        _check_nothing_else("the encoder", result["encoder_outputs"], "last_hidden_state")
+        state = result["encoder_outputs"].last_hidden_state
+        if state.shape[:2] != (len(rows), length):
+            raise RuntimeError(f"the encoder gives {tuple(state.shape)} for {len(rows)} inputs of {length} positions")
+        if encoded is None:
+            encoded = state.new_zeros(*ids.shape, state.shape[-1])
+        encoded[rows, :length] = state
+    outputs = type(result["encoder_outputs"])(last_hidden_state=encoded)
+    call.has_intervened = False
+    return {**result, "attention_mask": mask, "encoder_outputs": outputs}
+
+
+def _is_all(model_kwargs: dict[str, Any]) -> bool:
+    """Whether the encoder gets no tensor but the tokens and their mask."""
+    others = (name for name, value in model_kwargs.items() if isinstance(value, Tensor))
+    return all(name == "attention_mask" or name.startswith(_OF_DECODER) for name in others)
+
+
+def first_pass(
+    call: Call, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
+) -> Any:
+    """What the library's `_prefill` gives for prompts [batch, longest]: the logits of the last position at least.
+
+    The cache of `model_kwargs` has FastGen's layers in it, and is filled.
+    """
+    groups: Groups = []
+    if (
+        type(call.model).forward.__module__ in DECODERS
+        and all(
+            name in _PER_POSITION and value.shape == ids.shape
+            for name, value in model_kwargs.items()
+            if isinstance(value, Tensor)
+        )
+        and model_kwargs["past_key_values"].get_seq_length() == 0
+        and config.prefill_chunk_size is None
+        and not call.cache_is_the_users  # it would have the K/V of the padding in it
+    ):
+        groups = _groups(call, call.model, ids, model_kwargs.get("attention_mask"), config, in_front=True)
+    if not groups:
+        return wrapped(ids, config, model_kwargs, is_first_iteration)
+    return _first_pass(groups, wrapped, ids, config, model_kwargs, is_first_iteration)
+
+
+def _first_pass(
+    groups: Groups, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
+) -> Any:
+    cache = model_kwargs["past_key_values"]
+    layers = cache.layers  # empty, or none yet
+    stored: list[tuple[Tensor, Tensor]] = []
+    logits = outputs = None
+    for rows, length in groups:
+        part = {name: value[rows, -length:] for name, value in model_kwargs.items() if name in _PER_POSITION}
+        cache.layers = copy.deepcopy(layers)
+        outputs = wrapped(ids[rows, -length:], config, {**model_kwargs, **part}, is_first_iteration)
+        if outputs.get("past_key_values") is not cache:
+            return outputs  # the caller looks at that too
+        _check_nothing_else("the model", outputs, "logits", "past_key_values")
+        last = outputs.logits[:, -1:]
+        if logits is None:
+            logits = last.new_empty(ids.shape[0], *last.shape[1:])
+            stored = [(_zeros(layer.keys, ids), _zeros(layer.values, ids)) for layer in cache.layers]
+        logits[rows] = last
+        for layer, (keys, values) in zip(cache.layers, stored, strict=True):
+            keys[rows, :, -length:], values[rows, :, -length:] = layer.keys, layer.values
+    cache.layers = layers
+    for index, (keys, values) in enumerate(stored):
+        cache.update(keys, values, index)
+    outputs.logits = logits
+    return outputs
+
+
+def _zeros(part: Tensor, ids: Tensor) -> Tensor:
+    """For K or V of all prompts, where `part` is that of some, [rows, heads, positions, dim]."""
+    return part.new_zeros(ids.shape[0], part.shape[1], ids.shape[1], part.shape[3])
+
+
+def _groups(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Groups:
+    """Which rows run together and how long they are; none where groups do not pay, or more than their result is seen.
+
+    `part` is the encoder, or the model that has only a decoder; `in_front` tells where the padding is.
+    """
+    if (
+        ids.dim() != 2
+        or ids.shape[0] == 1
+        or ids.device.type != "cpu"  # elsewhere, looking at the lengths would wait for the device
+        or not isinstance(mask, Tensor)
+        or mask.shape != ids.shape
+        or config.return_dict_in_generate  # what is returned has the K/V of the padding in it
+        or any(getattr(source, name, False) for source in (config, part.config) for name in _FURTHER_OUTPUTS)
+        or call.rows_depend_on_each_other
+    ):
+        return []
+    lengths = length_buckets.lengths(mask.flip(1) if in_front else mask).tolist()
+    groups = length_buckets.by_length(lengths, ids.shape[1])
+    return groups if len(groups) > 1 else []
+
+
+def _check_nothing_else(what: str, outputs: Any, *known: str) -> None:
+    """Raises RuntimeError if there are further outputs, of which it is not known how to put the groups together."""
+    others = [name for name, value in outputs.items() if name not in known and value is not None]
+    if others:
+        raise RuntimeError(f"{what} gives {', '.join(others)} besides {known[0]}")

@@ -1,0 +1,143 @@
+"""What is known of models: which are accelerated, whose rows depend on each other, which have captured steps."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.modules import module as any_module
+from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+# Where models are from whose forward passes are known to treat the rows of a batch alike.
+_LIBRARIES = ("transformers.", "fastgen.models.")
+# Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
+_ADAPTIVE_ROPE = ("dynamic", "longrope")
+_ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
+# With this, rows compete for the places of an expert.
+_EXPERT_CAPACITY = "moe_eval_capacity_token_fraction"
+_COUPLING = _ROPE | {_EXPERT_CAPACITY}
+# The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
+# looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
+# run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
+_CAPTURABLE = frozenset(
+    f"transformers.models.{name}"
+    for name in (
+        "fsmt.modeling_fsmt.FSMTForConditionalGeneration",
+        "led.modeling_led.LEDForConditionalGeneration",
+        "longt5.modeling_longt5.LongT5ForConditionalGeneration",
+        "m2m_100.modeling_m2m_100.M2M100ForConditionalGeneration",
+        "mvp.modeling_mvp.MvpForConditionalGeneration",
+        "plbart.modeling_plbart.PLBartForConditionalGeneration",
+        "prophetnet.modeling_prophetnet.ProphetNetForConditionalGeneration",  # with the hooks of captured/prophetnet.py
+        "xglm.modeling_xglm.XGLMForCausalLM",
+    )
+)
+
+
+def unsupported(model: Any) -> str | None:
+    """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
+    kind = type(model)
+    if _is_sharded(model):
+        return "a model sharded over processes"
+    for method in ("_sample", "_beam_search"):
+        # Looked up without binding: a patched method is another object each time that it is bound.
+        if inspect.getattr_static(kind, method) is not vars(GenerationMixin)[method] or method in vars(model):
+            return f"{kind.__name__} has a decoding loop of its own ({method})"
+    if hasattr(model, "_reorder_cache"):
+        return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
+    if getattr(model, "_is_stateful", False):
+        return f"{kind.__name__} keeps state other than K/V"
+    for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if not getattr(kind, method).__module__.startswith(_LIBRARIES):
+            return f"{kind.__name__}.{method} is not the library's own"
+        if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
+            return f"{method} has been replaced on this model"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "the model is compiled"
+    config = model.config
+    # The library copies a flat configuration, which takes a millisecond.
+    if any(getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")):
+        config = config.get_text_config(decoder=True)
+    if config is not model.config and not model.config.is_encoder_decoder:
+        return f"{kind.__name__} takes more than text"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked attention"
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return f"attention implementation {config._attn_implementation}"
+    return _modules_unsupported(model)
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether parts of the model are in several processes, which wait for each other in every forward pass.
+
+    Such processes must run the same passes on the same rows. FastGen decides these from the values that a process sees:
+    which inputs are equal, how long they are, which have ended.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return (
+        getattr(model, "_device_mesh", None) is not None  # distributed by Transformers
+        or is_deepspeed_zero3_enabled()
+        or is_fsdp_managed_module(model)
+        or any(type(parameter).__module__.startswith("torch.distributed.") for parameter in model.parameters())
+    )
+
+
+def _modules_unsupported(model: Any) -> str | None:
+    """Why a part of the model keeps it from being accelerated, or None.
+
+    Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
+    The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
+    """
+    if any_module._global_forward_hooks or any_module._global_forward_pre_hooks:
+        return "forward hooks are registered on the model"
+    for module in model.modules():
+        if module.training:
+            return "the model, or a part of it, is in training mode"
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
+                return "forward hooks are registered on the model"
+    return None
+
+
+def rows_depend_on_each_other(model: Any) -> bool:
+    """Whether what the model says of one input depends on which others are in the batch, or on how long they are."""
+    holders = {}
+    for module in model.modules():
+        kind, own = type(module), vars(module)
+        if kind.__module__.startswith("torch.ao."):
+            return True  # dynamically quantised layers have one scale for all rows
+        if not _COUPLING.isdisjoint(own) or _class_has(kind, *_COUPLING):
+            holders[id(module)] = module
+        config = module.config if "config" in own or _class_has(kind, "config") else None
+        if config is not None:
+            holders[id(config)] = config
+    ropes = (getattr(holder, name, None) for holder in holders.values() for name in _ROPE)
+    return any(getattr(holder, _EXPERT_CAPACITY, None) is not None for holder in holders.values()) or any(
+        rope is not None and any(kind in repr(rope) for kind in _ADAPTIVE_ROPE) for rope in ropes
+    )
+
+
+@functools.cache
+def _class_has(kind: type, *names: str) -> bool:
+    return any(hasattr(kind, name) for name in names)
+
+
+def has_captured_steps(model: Any) -> bool:
+    """Whether a step of this model reads the cache in a way that buffers of a fixed size allow, as far as is known.
+
+    Whether it can be captured is found out by trying.
+    """
+    kind = type(model)
+    return (
+        getattr(model, "_can_compile_fullgraph", False)
+        or hasattr(kind, "step_positions")
+        or f"{kind.__module__}.{kind.__qualname__}" in _CAPTURABLE
+    )
+
+
+def positions_of_step(model: Any) -> int:
+    """How many positions a step of the model stores; all but the first are dropped again. FastGen's own models say."""
+    return getattr(type(model), "step_positions", 1)
