@@ -12,8 +12,6 @@ from benchmarks.__main__ import run_workload
 from benchmarks.backends import Job
 from tests.benchmarks.tiny_gpu import CONFIGS, ON_CPU, WORKLOADS, tiny
 
-pytestmark = pytest.mark.usefixtures("in_a_hurry")
-
 
 class TestCompiledLoop:
     def job(self, **changes):

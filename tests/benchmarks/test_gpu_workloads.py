@@ -27,8 +27,6 @@ from benchmarks.workloads.gpu_models import news_lengths, sentence_lengths
 from tests.benchmarks.tiny_gpu import GENERATION, ON_CPU, WORKLOADS, tiny
 from tests.pipeline import tiny as pipeline_models
 
-pytestmark = pytest.mark.usefixtures("in_a_hurry")
-
 
 @pytest.mark.parametrize("name", GENERATION)
 def test_generation_in_half_precision(name):

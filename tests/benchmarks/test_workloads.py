@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -66,16 +64,9 @@ _GENERATION = [name for name, w in _ALL.items() if isinstance(w, Generation) and
 
 
 @pytest.fixture(autouse=True)
-def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Threads that wait for one another are most of the time of a tiny model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # So are collections, with all of the library in memory.
-    monkeypatch.setattr(gc, "collect", lambda *generation: 0)
-    # Tiny tensors are shared like large ones.
+def shared_when_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny tensors are shared like large ones."""
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0, raising=False)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny(name: str, /, **changes) -> Generation:
