@@ -10,8 +10,8 @@ FAIRSEQ ?= fairseq==0.12.2
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
-# The test processes share out the files of tests. On a GPU there is one process.
-SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist loadfile)
+# The test processes share out the tests: one that is done takes over some of another's. On a GPU there is one process.
+SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick gpu-check wheel check-wheel check-fresh clean

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +19,7 @@ from hypothesis import settings
 
 from tests import near_ties
 
+ROOT = Path(__file__).parents[1]
 _NEAR_TIE = "near-tie"
 
 # A shared or cold machine makes any single case slow; that is not a failure. Every run tries the same cases; others are
@@ -106,3 +112,25 @@ def kernels(device: torch.device) -> None:
 
     if not package.available(torch.empty(0, device=device)):
         pytest.skip(f"the Triton kernels cannot run on {device}: {package.backend()}")
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Path]:
+    """The folder of `python` and the commands, as forks of a process that has imported what takes long.
+
+    For tests of what a program does, not of how Python starts or imports.
+    """
+    # A short path: that of a socket has at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="fastgen-"))
+    command = [sys.executable, "-m", "tests.fork_server", str(folder)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        yield folder / "bin"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        shutil.rmtree(folder)

@@ -6,12 +6,7 @@ import importlib.util
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,25 +50,6 @@ def runs(block: Block) -> bool:
     found = {left_out(command) is None for command in commands(block)}
     assert len(found) == 1, f"line {block.line}: commands that are run and commands that are not, in one block"
     return found.pop()
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Path]:
-    """The folder of `python` and the commands, as forks of a process that has imported what takes long."""
-    # A short path: that of a socket has at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="fastgen-docs-"))
-    command = [sys.executable, "-m", "tests.docs.fork_server", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert server.stdout is not None and server.stdout.readline() == "ready\n"
-        yield folder / "bin"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        shutil.rmtree(folder)
 
 
 def run_page(name: str, folder: Path, programs: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,13 +152,13 @@ print(hashlib.sha256(b"".join(step.numpy().tobytes() for step in result.scores))
 """
 
 
-def test_processes_with_a_cold_and_a_warm_cache(tmp_path: Path) -> None:
+def test_processes_with_a_cold_and_a_warm_cache(tmp_path: Path, programs: Path) -> None:
     """A fresh one, one that measures, and one that has measured and generated before."""
 
     def digest(products: str, cache: str, calls: int) -> str:
         environment = {**os.environ, "FASTGEN_LINEAR_PRODUCTS": products, "FASTGEN_CACHE": str(tmp_path / cache)}
         environment["FASTGEN_STRICT"] = "1"
-        command = [sys.executable, "-c", _PROGRAM, str(calls)]
+        command = [str(programs / "python"), "-c", _PROGRAM, str(calls)]
         return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     digest("measured", "warm", 4)

@@ -37,11 +37,11 @@ def counts():
 """
 
 
-def python(script: str, **environment: str) -> str:
+def python(script: str, program: str | Path = sys.executable, **environment: str) -> str:
     """What a script prints, run in a process of its own."""
     settings = {key: value for key, value in os.environ.items() if not key.startswith("FASTGEN_")}
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [str(program), "-c", script],
         cwd=ROOT,
         env={**settings, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -116,7 +116,7 @@ assert fastgen.stats()["transformers.no_repeat_ngram"]["accelerated"] > 0
 """)
 
 
-def test_environment_disable() -> None:
+def test_environment_disable(programs: Path) -> None:
     """FASTGEN_DISABLE=1: importing changes nothing until it is enabled."""
     script = f"""
 import fastgen
@@ -129,10 +129,10 @@ assert fastgen.stats() == {{}}
 fastgen.enable()
 assert call() == expected and counts()["accelerated"] == 1
 """
-    python(script, FASTGEN_DISABLE="1")
+    python(script, programs / "python", FASTGEN_DISABLE="1")
 
 
-def test_environment_strict() -> None:
+def test_environment_strict(programs: Path) -> None:
     """FASTGEN_STRICT=1: a fallback raises."""
     script = f"""
 import fastgen
@@ -143,7 +143,7 @@ try:
 except fastgen.FallbackError as error:
     print(error)
 """
-    assert "use_cache=False" in python(script, FASTGEN_STRICT="1")
+    assert "use_cache=False" in python(script, programs / "python", FASTGEN_STRICT="1")
 
 
 def test_module_prints_the_status() -> None:

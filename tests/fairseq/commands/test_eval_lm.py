@@ -31,14 +31,14 @@ def evaluated(monkeypatch) -> list[dict[str, Any]]:
     return results
 
 
-def test_eval_lm_says_the_same_numbers(language, evaluated):
+def test_eval_lm_says_the_same_numbers(language, evaluated, programs):
     """But for the last digit printed: a sum in another order may be rounded to the other side."""
     # FairSeq silently leaves out what is longer than the model takes, and the loss of nothing is zero.
     words = [language.data, "--path", language.model, "--cpu", "--num-workers", 0, "--tokens-per-sample", 32]
     words += ["--context-window", 8]
     command_of_fairseq("--no-fastgen", "eval-lm", *words)
     # A process of its own: what it prints depends on no logger that others have set.
-    done = run("fastgen_cli.fairseq", "eval-lm", *words)
+    done = run("fastgen_cli.fairseq", "eval-lm", *words, program=programs / "python")
     printed = done.stdout + done.stderr
     loss, perplexity = map(float, re.search(r"Loss \(base 2\): (\S+), Perplexity: (\S+)", printed).groups())
     assert 1 < loss == pytest.approx(float(evaluated[0]["loss"]), abs=2e-4)

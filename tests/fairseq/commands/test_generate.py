@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -66,14 +67,15 @@ def test_the_same_lines(world, options):
     assert ("--quiet" in options) == (len(ours) == 1)
 
 
-def test_a_whole_command_and_its_workers(world):
+def test_a_whole_command_and_its_workers(world, programs):
     """The commands as they are called, with workers, and with FastGen's generation."""
     words = [world.data, "--path", world.model, *BASE, "--nbest", 2, "--remove-bpe", "--scoring", "sacrebleu"]
-    original = run("fastgen.fairseq", "--no-fastgen", "generate", *words)
-    plain = run("fastgen_cli.fairseq", "generate", *words, "--no-fastgen", "--postprocess-workers", 2)
+    command = functools.partial(run, program=programs / "python")
+    original = command("fastgen.fairseq", "--no-fastgen", "generate", *words)
+    plain = command("fastgen_cli.fairseq", "generate", *words, "--no-fastgen", "--postprocess-workers", 2)
     assert lines(plain.stdout) == lines(original.stdout)
     assert re.search(r"the model waited \S+ % of the time for input and \S+ % for post-processing", plain.stderr)
-    fast = run("fastgen_cli.fairseq", "generate", *words, "--postprocess-workers", 1)
+    fast = command("fastgen_cli.fairseq", "generate", *words, "--postprocess-workers", 1)
     same_but_for_rounding(lines(fast.stdout), lines(original.stdout))
 
 

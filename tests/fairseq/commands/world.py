@@ -46,10 +46,12 @@ def command_of_fairseq(*words: object) -> None:
     assert commands_of_fairseq([str(word) for word in words]) == 0
 
 
-def run(module: str, *words: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    module: str, *words: object, program: str | Path = sys.executable, status: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """`python -m module words`, which must end with the status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTGEN_CACHE": ""}
-    command = [sys.executable, "-m", module, *map(str, words)]
+    command = [str(program), "-m", module, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, **options)
     assert done.returncode == status, done.stderr[-3000:]
     return done

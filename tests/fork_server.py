@@ -1,6 +1,6 @@
 """Runs Python programs in forks of one process that has imported torch and Transformers already.
 
-    python -m tests.docs.fork_server FOLDER
+    python -m tests.fork_server FOLDER
 
 It listens on FOLDER/socket, and writes to FOLDER/bin a `python` and the commands of pyproject.toml. Each of them runs
 what the real one would run, with the same arguments, environment, folder and standard streams, and ends with its exit
@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
