@@ -43,19 +43,26 @@ def arguments_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
-@pytest.mark.parametrize("precision", ["fp32", *quantized_linear.PRECISIONS])
-def test_the_option_of_the_commands(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "precision"),
+    [
+        *((["--weight-dtype", precision], precision) for precision in ("fp32", *quantized_linear.PRECISIONS)),
+        ([], "fp32"),
+        (["--cpu-weights", "int8"], "int8"),
+        (["--cpu-weights=bf16"], "bf16"),
+    ],
+    ids=str,
+)
+def test_the_option_of_the_commands(option: list[str], precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
 
     def run(cfg: Any, own: Any) -> None:
         seen.append(settings.current().weight_dtype)
 
-    for option in (["--weight-dtype", precision], [], ["--cpu-weights", precision], [f"--cpu-weights={precision}"]):
-        words = ["data", "--path", "model.pt", *option]
-        assert commands._command("test", words, commands._generation_parser, run) == 0
-        told = "test: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
-        assert capsys.readouterr().err == (told if "cpu" in "".join(option) else "")
-    assert seen == [precision, "fp32", precision, precision] and settings.current().weight_dtype == "fp32"
+    assert commands._command("test", ["data", "--path", "model.pt", *option], commands._generation_parser, run) == 0
+    told = "test: DeprecationWarning: --cpu-weights is now called --weight-dtype\n"
+    assert capsys.readouterr().err == (told if "cpu" in "".join(option) else "")
+    assert seen == [precision] and settings.current().weight_dtype == "fp32"
 
 
 def test_a_precision_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

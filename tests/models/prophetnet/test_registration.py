@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,6 @@ def test_architectures_are_the_published_shapes():
     assert shape("_large", ngram=3, decoder_layers=2)[2::4] == (2, 3)
 
 
-def python(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 PLUG_IN = """
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.models import FairseqEncoderDecoderModel, register_model, register_model_architecture
@@ -99,5 +93,6 @@ assert models.ARCH_MODEL_REGISTRY["ngram_transformer_prophet_large"].__module__ 
     ],
     ids=["first", "a module of it", "authors after", "authors before"],
 )
-def test_registered_once_and_the_authors_own_code_comes_first(code):
-    python(code)
+def test_registered_once_and_the_authors_own_code_comes_first(code, programs):
+    done = subprocess.run([str(programs / "python"), "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
