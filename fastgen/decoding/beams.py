@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ def rows_of(inputs: Tensor, per_input: int) -> Tensor:
     return (inputs.unsqueeze(1) * per_input + torch.arange(per_input, device=inputs.device)).flatten()
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """What a reorder has to move: row `rows[i]` takes positions `start:` of row `sources[i]`; the rest stays."""
 
     rows: Tensor
@@ -68,11 +67,8 @@ class Beams:
         All layers of a model are reordered by the same `index` object one after another: the answer is worked out once.
 
         Args:
-            index: [rows], integer; row r must continue a row of the same input.
+            index: [rows], integer; errors are those of `check`.
             length: suffix positions that are filled.
-
-        Raises:
-            ValueError: `index` has another length, or crosses from one input to another.
         """
         if index is not self._index:
             self._move = self._plan(index, length)
@@ -91,15 +87,12 @@ class Beams:
             self._ancestry = self._ancestry[rows] - moved.unsqueeze(1)
 
     def update_ancestry(self, index: Tensor, length: int) -> None:
-        """Every row r continues row `index[r]`, and nothing is moved: `ancestry` says where its positions lie.
+        """`reorder` without moving anything: `ancestry` says where the positions of a row lie. CPU only.
 
-        All layers of a model pass the same `index` object one after another; the first changes the table. CPU only.
-
-        Args:
-            index, length: as for `reorder`. The length is the same for all layers.
+        All layers of a model pass the same `index` object one after another; the first changes the table.
 
         Raises:
-            ValueError: as in `reorder`, or the lengths differ.
+            ValueError: as in `check`, or the lengths of two layers differ.
         """
         if self._last_update is not None and index is self._last_update[0]:
             if length != self._last_update[1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,10 +26,7 @@ MAX_WHOLE_BYTES = 2**18
 
 
 def _span(rows: Tensor) -> slice | None:
-    """The rows, in ascending order, as a slice, if they lie next to each other.
-
-    Not looked at where the host would wait for a device.
-    """
+    """The rows, in ascending order, as a slice, if they lie next to each other. Not looked at on a device: it waits."""
     if rows.device.type != "cpu":
         return None
     first, last = int(rows[0]), int(rows[-1])
@@ -89,13 +85,6 @@ class GrowingTensor:
         self._data[:, :, : self.length] = kept
 
 
-def _materialize_suffix(layer: weakref.ref[LayerKV]) -> None:
-    """For the handles, which the layer holds: it must not be held by them."""
-    found = layer()
-    if found is not None:
-        found.materialize_suffix()
-
-
 class LayerKV:
     """K and V of one attention layer through one call of `generate`.
 
@@ -132,6 +121,8 @@ class LayerKV:
         # Positions of the suffix at the last reorder: up to there, `Beams` knows what the rows have in common.
         self._length_at_reorder = 0
         self._handles: tuple[Tensor, Tensor] | None = None
+        # For the handles, which must not hold what holds them.
+        self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
 
     @property
     def length(self) -> int:
@@ -187,14 +178,16 @@ class LayerKV:
         if self._prefix is not None and not self._is_shared:
             self._move_prefix(keys, values)
         else:
-            spare = max(self._initial_capacity - keys.shape[2], 0)
-            self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
+            self._start_suffix(keys, values, max(self._initial_capacity - keys.shape[2], 0))
+
+    def _start_suffix(self, keys: Tensor, values: Tensor, spare: int) -> None:
+        self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
 
     def _move_prefix(self, keys: Tensor, values: Tensor) -> None:
         """The suffix is the prefix, which is one row per sequence, and these."""
         first, self._prefix = self._prefix, None
         self._repeated = first[0].shape[2]
-        self._suffix = GrowingTensor(first[0], self._initial_capacity), GrowingTensor(first[1], self._initial_capacity)
+        self._start_suffix(*first, self._initial_capacity)
         self._suffix[0].append(keys)
         self._suffix[1].append(values)
 
@@ -215,11 +208,7 @@ class LayerKV:
         self._prefix = tuple(part.repeat_interleave(per_input, dim=0) for part in self._prefix)
 
     def prefix(self) -> tuple[Tensor, Tensor]:
-        """K and V of the prompt, [batch, heads, N, dim]: one row per input, before anything has been added to it.
-
-        Raises:
-            ValueError: nothing has been stored, or more than the prompt.
-        """
+        """K and V of the prompt, [batch, heads, N, dim]. ValueError if that is not all that is stored."""
         if self._prefix is None or self._suffix is not None:
             raise ValueError("this layer does not hold a prompt and nothing else")
         return self._prefix
@@ -246,14 +235,14 @@ class LayerKV:
             self._move_prefix(*own)
             self._length_at_reorder += self._repeated
         else:
-            self._suffix = GrowingTensor(own[0], self._initial_capacity), GrowingTensor(own[1], self._initial_capacity)
+            self._start_suffix(*own, self._initial_capacity)
         self._handles = None
 
     def crop(self, count: int) -> None:
-        """Forgets the last `count` positions, added since `expand` and the last `reorder`: what a step only looks at.
+        """Forgets the last `count` positions: what a step only looks at.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: not so many were added since `expand` and the last `reorder`.
         """
         self._handles = None
         if self._suffix is None and self._beams is None and self.stored > count:
@@ -276,11 +265,7 @@ class LayerKV:
         return self._beams is not None and self._prefix is not None and self._prefix[0].shape[0] != self._beams.rows
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """What stands for K and V of all rows: plain tensors or `SharedKV`, [rows, heads, length, dim].
-
-        Raises:
-            ValueError: nothing has been stored yet.
-        """
+        """What stands for K and V of all rows, as from `extend`. ValueError if nothing has been stored yet."""
         if self._handles is None:
             if self._is_short and self._suffix is None:
                 self._repeat_prefix()
@@ -297,7 +282,7 @@ class LayerKV:
         if self._beams is None or not self._is_shared:
             return prefix
         ancestry = self._beams.ancestry(suffix.shape[2]) if self._uses_ancestry else None
-        materialize_suffix = partial(_materialize_suffix, weakref.ref(self)) if self._uses_ancestry else None
+        materialize_suffix = self._materialize_suffix if self._uses_ancestry else None
         return SharedKV.of(prefix, suffix, self._beams.per_input, ancestry, materialize_suffix)
 
     def reorder(self, index: Tensor) -> None:

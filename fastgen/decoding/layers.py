@@ -1,12 +1,10 @@
 """Layers of a model in a faster form, for as long as it generates.
 
-Inside `FastLayers`, layers that spell out a function that torch has in one piece use that, RMS norms are one kernel in
-the captured step of a GPU (`fastgen.decoding.norms`), and linear layers have a `forward` of their own, which multiplies
-with the weight as it is, or packs it once that pays, where that is faster (`fastgen.ops.linear`), or, if the user asks
-for it, multiplies with one of 8 bits or in bfloat16 (`fastgen.ops.quantized_linear`).
-Everything that makes a layer more than its weight and bias leaves it alone: a forward pass of its own or replaced by
-somebody (adapters, quantised layers, offloading), parametrisations, weights of other types. Hooks keep working: they
-run around `forward`.
+Inside `FastLayers`, a layer that spells out a function of torch uses that, an RMS norm is one kernel in the captured
+step of a GPU (`fastgen.decoding.norms`), and a linear layer has a `forward` that chooses its product
+(`fastgen.decoding.products`). Everything that makes a layer more than its weight and bias leaves it alone: a forward
+pass of its own or replaced by somebody (adapters, quantised layers, offloading), parametrisations, weights of other
+types. Hooks keep working: they run around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
 not count writing through `parameter.data`. So a call does not use what was packed before it began, even if that belongs
@@ -17,12 +15,12 @@ later, or only in the next call: when, depends on whether the weight is packed.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ from torch.nn.utils import parametrize
 
 from fastgen import counters, kept, patching, settings
 from fastgen.decoding import norms
-from fastgen.decoding.products import FixedProducts, Float32Products, MeasuredProducts, QuantizedProducts
+from fastgen.decoding.products import FixedProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
 from fastgen.ops import linear, quantized_linear
 
@@ -49,11 +47,7 @@ _MAX_MEMORY = 0.5
 
 
 class _PackingBudget:
-    """What decides whether a call packs another weight: how often it will be used, and the memory that is left.
-
-    Attributes:
-        steps: each layer of the decoder will be used so often at least.
-    """
+    """What decides whether a call packs another weight: memory, and the uses of each layer that are certain to come."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -113,58 +107,44 @@ class Replacement:
 
 
 class _Function(Replacement):
-    """A function of torch for what the layer spells out."""
+    """A function for what the layer spells out, where it serves the layer's input."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "_serves")
 
-    def __init__(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, function: Callable[[Tensor], Tensor], serves: Callable[[Any], bool] = _serves
+    ) -> None:
         super().__init__(module)
-        self._function = function
-
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        x = self._input(arguments, named)
-        return self._function(x) if _serves(x) else self._plain(*arguments, **named)
-
-
-class _Norm(Replacement):
-    """An RMS norm that is one kernel in a captured step."""
-
-    __slots__ = ("_form",)
-
-    def __init__(self, module: nn.Module, form: norms.Form) -> None:
-        super().__init__(module)
-        self._form = form
+        self._function, self._serves = function, serves
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        x = self._input(arguments, named)  # with a gate beside its input it is more than a norm
-        if norms.serves(x, self._module.weight) and patching.is_active():
-            return norms.normalise(x, self._module, self._form)
-        return self._plain(*arguments, **named)
+        x = self._input(arguments, named)  # a norm with a gate beside its input, say, is more than the function
+        return self._function(x) if self._serves(x) else self._plain(*arguments, **named)
 
 
-class _Packed(NamedTuple):
-    """A packed weight, and which weight it is of.
+class _Weight:
+    """A parameter as it was when a call first multiplied with it.
 
     Attributes:
-        generation: of its layer, when the weight was read.
-        weight: the parameter.
-        data: its memory, held so that no other tensor can come to lie there.
-        version: counts the changes of the parameter.
-        panels: what it was packed to; None when it is not to be packed.
+        is_plain: its layer was its weight and bias then, and nothing else.
+        may_be_packed: it is plain, and memory was not too short for its panels.
+        panels: what it was packed to; None as long as it is not.
     """
 
-    generation: int
-    weight: Tensor
-    data: Tensor
-    version: int
-    panels: Any
+    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "panels")
 
-    def is_of(self, weight: Tensor, generation: int) -> bool:
+    def __init__(self, parameter: Tensor, is_plain: bool) -> None:
+        # The memory is held, so that no other tensor can come to lie there.
+        self._parameter, self._data, self._version = parameter, parameter.detach(), parameter._version
+        self.is_plain = self.may_be_packed = is_plain
+        self.panels: Any = None
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether it is this parameter, unchanged."""
         return (
-            self.generation == generation
-            and self.weight is weight
-            and self.version == weight._version
-            and self.data.data_ptr() == weight.data_ptr()
+            self._parameter is parameter
+            and self._version == parameter._version
+            and self._data.data_ptr() == parameter.data_ptr()
         )
 
 
@@ -176,58 +156,40 @@ class _Linear(Replacement):
     ends.
 
     Attributes:
+        products: how it multiplies.
         budget: shared by the layers of a model.
         used: something was multiplied with a packed weight.
     """
 
-    __slots__ = (
-        "_as_it_is",
-        "_failed",
-        "_generation",
-        "_missed",
-        "_packed",
-        "_shape",
-        "_transposed",
-        "budget",
-        "used",
-    )
+    __slots__ = ("_failed", "_missed", "_transposed", "_weight", "budget", "products", "used")
 
-    def __init__(
-        self, module: nn.Module, transposed: bool, shape: Float32Products | QuantizedProducts, budget: _PackingBudget
-    ) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, products: FixedProducts, budget: _PackingBudget) -> None:
         super().__init__(module)
+        self.products = products
         self.used = False
         self._transposed = transposed
-        self._shape = shape
         self.budget = budget
         self._missed = 0.0
         self._failed = False
-        self._generation = 0
-        self._packed: _Packed | None = None
-        self._as_it_is: _Packed | None = None  # the weight that may be multiplied with unpacked
+        self._weight: _Weight | None = None
 
     @property
     def precision(self) -> str:
         """Of the packed weight."""
-        return self._shape.precision
+        return self.products.precision
 
     def forget(self) -> None:
         """Drops the packed weight, and that which another thread is packing just now: a call begins.
 
         What is multiplied at this moment is not disturbed.
         """
-        self._generation += 1
-        self._missed, self._packed = 0.0, None
+        self._missed, self._weight = 0.0, None
 
     def end_call(self) -> None:
         """Only a packed weight may outlive the call, if the user wants that."""
-        self.used, self._as_it_is = False, None
-
-    def go_on_as(self, other: _Linear) -> _Linear:
-        """This one in the place of `other`: with its packed weight, and what is known of the call that begins."""
-        # The weight may have another size since, and torch another number of threads.
-        self._shape, self.budget = other._shape, other.budget
-        return self
+        self.used = False
+        if self._weight is not None and self._weight.panels is None:
+            self._weight = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
@@ -236,7 +198,9 @@ class _Linear(Replacement):
         try:
             y = self._product(x)
         except Exception as error:  # whatever it is, the layer can do what it always did
-            self._failed, self._packed = True, None
+            if self.products.must_pack:
+                raise
+            self._failed, self._weight = True, None
             counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
             y = None
         return self._plain(x) if y is None else y
@@ -244,42 +208,50 @@ class _Linear(Replacement):
     def _product(self, x: Tensor) -> Tensor | None:
         """The result, or None where torch's product is as good."""
         parameters = self._module._parameters
-        weight, gain = parameters.get("weight"), self._shape.gain(x.numel() // x.shape[-1])
-        if weight is None:
+        parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
+        if parameter is None or not (gain.is_faster or gain.streams):
             return None
-        panels = self._panels(weight, gain.seconds) if gain.is_faster else None
-        if panels is not None:
-            self.used = True
-            return self._shape.multiply(x, panels, parameters["bias"])
-        if gain.streams and self._may_stream(weight):
-            return linear.streamed_linear(x, self._as_rows(weight), parameters["bias"])
+        weight = self._weight  # read once: another thread may replace it
+        if weight is None or not weight.is_of(parameter):
+            if weight is not None and weight.panels is not None:
+                self._missed = 0.0  # it has been changed since it was packed: see whether it may be packed again
+            weight = self._weight = _Weight(parameter, is_plain(self._module))
+        if gain.is_faster:
+            if weight.panels is None:
+                self._pack_if_due(weight, parameter, gain.seconds)
+            if weight.panels is not None:
+                self.used = True
+                return self.products.multiply(x, weight.panels, parameters["bias"])
+        if gain.streams and weight.is_plain:
+            return linear.streamed_linear(x, self._as_rows(parameter), parameters["bias"])
         return None
 
-    def _as_rows(self, weight: Tensor) -> Tensor:
+    def _as_rows(self, parameter: Tensor) -> Tensor:
         """[outputs, inputs]"""
-        return weight.t() if self._transposed else weight
+        return parameter.t() if self._transposed else parameter
 
-    def _may_stream(self, weight: Tensor) -> bool:
-        if self._as_it_is is None or not self._as_it_is.is_of(weight, self._generation):
-            found = _Packed(self._generation, weight, weight.detach(), weight._version, None)
-            self._as_it_is = found if is_plain(self._module) else None
-        return self._as_it_is is not None
+    def _pack_if_due(self, weight: _Weight, parameter: Tensor, gain: float) -> None:
+        """Packs the weight once that pays, by what this and earlier products have missed.
 
-    def _panels(self, weight: Tensor, gain: float) -> Any:
-        """The packed copy of this very weight; made when it is due, from what this and earlier products have missed."""
-        packed, generation = self._packed, self._generation  # read once: another thread may replace them
-        if packed is not None and packed.is_of(weight, generation):
-            return packed.panels
-        if packed is not None:  # it has been changed since: forget it, and see whether it may be packed again
-            self._missed, self._packed = 0.0, None
+        Raises:
+            torch.OutOfMemoryError: memory is too short for a weight that must be packed.
+        """
         self._missed += gain
-        if gain == 0.0 or self._missed + gain * self.budget.steps < self._shape.packing:
-            return None
-        version, panels = weight._version, None
-        if is_plain(self._module) and self.budget.take_memory(weight.numel() * self._shape.itemsize):
-            panels = self._shape.pack(self._as_rows(weight))
-        self._packed = _Packed(generation, weight, weight.detach(), version, panels)
-        return panels
+        is_due = gain > 0.0 and self._missed + gain * self.budget.steps >= self.products.packing
+        if not is_due or not weight.may_be_packed:
+            return
+        size = parameter.numel() * self.products.itemsize
+        if self.budget.take_memory(size):
+            weight.panels = self.products.pack(self._as_rows(parameter))
+        elif not self.products.must_pack:
+            weight.may_be_packed = False
+        elif size < free_host_memory():
+            weight.panels = self.products.pack(self._as_rows(parameter))
+        else:
+            raise torch.OutOfMemoryError(
+                f"there is no memory for weights in {self.precision}: {size} more bytes are needed. With "
+                'linear_products="fixed" no layer goes on in float32 instead'
+            )
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -355,7 +327,9 @@ class FastLayers:
                     self._remove()
                     raise
             elif settings.current().packed_weights != "keep":
-                self._forget()
+                for layer in self._linear_layers():
+                    layer.forget()
+                self._budget.forget()
             self._users += 1
         return self
 
@@ -367,7 +341,7 @@ class FastLayers:
                 self._remove()
 
     def _install(self) -> None:
-        model, precision = self._model(), functools.cache(_precision)
+        model, precision = self._model(), cache(_precision)
         self._budget = _PackingBudget()
         for module in model.modules() if model is not None else ():
             replacement = self._replacement(module, precision)
@@ -375,16 +349,15 @@ class FastLayers:
                 continue
             kept = self._kept.get(module)
             if type(kept) is _Linear and type(replacement) is _Linear and kept.precision == replacement.precision:
-                replacement = kept.go_on_as(replacement)
+                # The weight may have another size since, and torch another number of threads.
+                kept.products, kept.budget = replacement.products, replacement.budget
+                replacement = kept
             replacement.active = True
             module.forward = self._installed[module] = replacement
         self._kept = {}
 
-    def _forget(self) -> None:
-        for replacement in self._installed.values():
-            if type(replacement) is _Linear:
-                replacement.forget()
-        self._budget.forget()
+    def _linear_layers(self) -> list[_Linear]:
+        return [layer for layer in self._installed.values() if type(layer) is _Linear]
 
     def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> Replacement | None:
         own = vars(module).get("forward")
@@ -400,24 +373,36 @@ class FastLayers:
             return None
         form = norms.form_of(module)
         if form is not None:
-            return _Norm(module, form)
-        transposed = self._kind(module)
+            return _Function(module, partial(norms.normalise, module, form), partial(norms.serves, module))
+        transposed = next(
+            (t for kind, t in self._kinds.items() if isinstance(module, kind) and type(module).forward is kind.forward),
+            None,
+        )
         if transposed is None or settings.current().packed_weights == "never":
             return None
         weight = module._parameters.get("weight")
         if weight is None or weight.nbytes < MIN_WEIGHT_BYTES or not is_plain(module):
             return None
         if precision() != "fp32":
-            return _Linear(module, transposed, QuantizedProducts(precision()), self._budget)
+            return _Linear(module, transposed, FixedProducts(precision()), self._budget)
         if settings.current().linear_products == "fixed":
-            return _Linear(module, transposed, FixedProducts(), self._budget) if linear.has_vectors() else None
+            return _Linear(module, transposed, FixedProducts("fp32"), self._budget) if linear.has_vectors() else None
         if not linear.is_available():
             return None
         outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-        return _Linear(module, transposed, self._shape(inputs, outputs, transposed), self._budget)
+        # What a product costs depends on the number of threads.
+        key = torch.get_num_threads(), inputs, outputs, transposed
+        products = self._shapes.get(key)
+        if products is None:
+            products = self._shapes[key] = MeasuredProducts(inputs, outputs, transposed)
+        return _Linear(module, transposed, products, self._budget)
 
     def _remove(self) -> None:
-        self._count()
+        layers = self._linear_layers()
+        for precision in {layer.precision for layer in layers if layer.used} - {"fp32"}:
+            counters.count_accelerated(f"{precision} weights")
+        for layer in layers:
+            layer.end_call()
         for module, replacement in self._installed.items():
             replacement.active = False
             if vars(module).get("forward") is replacement:
@@ -425,27 +410,6 @@ class FastLayers:
         if settings.current().packed_weights == "keep":
             self._kept = self._installed
         self._installed = {}
-
-    def _count(self) -> None:
-        """Counts the calls in which weights of another precision took part."""
-        layers = [layer for layer in self._installed.values() if type(layer) is _Linear]
-        for precision in {layer.precision for layer in layers if layer.used} - {"fp32"}:
-            counters.count_accelerated(f"{precision} weights")
-        for layer in layers:
-            layer.end_call()
-
-    def _kind(self, module: nn.Module) -> bool | None:
-        """Whether the layer stores its weight transposed; None where it is no layer of a kind that is known."""
-        for kind, transposed in self._kinds.items():
-            if isinstance(module, kind) and type(module).forward is kind.forward:
-                return transposed
-        return None
-
-    @classmethod
-    def _shape(cls, inputs: int, outputs: int, transposed: bool) -> MeasuredProducts:
-        # What a product costs depends on the number of threads.
-        key = torch.get_num_threads(), inputs, outputs, transposed
-        return cls._shapes.setdefault(key, MeasuredProducts(inputs, outputs, transposed))
 
 
 kept.register(FastLayers.drop_kept)

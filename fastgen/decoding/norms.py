@@ -1,9 +1,9 @@
 """RMS norm layers as one kernel, inside a captured step.
 
 Models spell an RMS norm out: six operations, of which each is a kernel of its own that takes longer to start than to
-run on the few rows of a step. Which of its forms a layer computes cannot be told from its class, of which every model
-has one, so it is found out by running it: on made-up numbers and a made-up weight, its results must be those of one
-form. That holds for the layers of a class that have the same width and the same attributes: some have a size of groups.
+run on the few rows of a step. Every model has a class of its own for it. So which form of it a layer computes is found
+out by running the layer on made-up numbers with a made-up weight: its results must be those of one form. That holds for
+the layers of a class that have the same width and the same attributes: some have a size of groups.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastgen import patching
 from fastgen.ops import triton
 from fastgen.ops.triton.norm import reference, rms_norm
 
@@ -51,11 +52,13 @@ def fused() -> Iterator[None]:
         _inside.reset(token)
 
 
-def serves(x: Any, weight: Tensor) -> bool:
-    """Whether the kernel takes a layer's input and weight here and now."""
+def serves(module: nn.Module, x: Any) -> bool:
+    """Whether the kernel takes a layer's input here and now."""
+    weight = module.weight
     return (
         not torch.compiler.is_compiling()
         and _inside.get()
+        and patching.is_active()
         and type(x) is Tensor
         and x.dtype is weight.dtype
         and x.device == weight.device
@@ -66,7 +69,7 @@ def serves(x: Any, weight: Tensor) -> bool:
     )
 
 
-def normalise(x: Tensor, module: nn.Module, form: Form) -> Tensor:
+def normalise(module: nn.Module, form: Form, x: Tensor) -> Tensor:
     """What `module(x)` gives, for a module of this form."""
     eps = getattr(module, form.eps)
     return rms_norm(x, module.weight, eps, offset=form.offset, rounds_scaled=form.rounds_scaled)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fastgen import settings
 from fastgen.ops import linear, quantized_linear
-from fastgen.ops.quantized_linear import QuantizedWeight
 
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
@@ -30,56 +30,58 @@ class Gain(NamedTuple):
 
     is_faster: bool
     seconds: float
-    streams: bool = False
+    streams: bool
 
 
-NO_GAIN = Gain(False, 0.0)
+_NO_GAIN = Gain(False, 0.0, False)
 
 
-class Float32Products:
-    """Products in float32. The packed and the streamed product give the same bits; torch's gives others.
+class FixedProducts:
+    """FastGen's product for every number of rows, whatever has been measured: the result depends on nothing else.
+
+    In float32 the packed and the streamed product give the same bits. So the number of products so far decides when the
+    weight is packed. In another precision, every product needs the packed weight.
 
     Attributes:
-        precision: of the packed weight.
+        precision: of the packed weight: "fp32", "int8" or "bf16".
         itemsize: bytes of an element of it.
         packing: what packing takes, in the unit of `Gain.seconds`.
+        must_pack: without the packed weight a result would not be the one that the user asks for.
     """
 
-    precision = "fp32"
-    itemsize = 4
-    packing: float
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
+        is_float32 = precision == "fp32"
+        # In products: about what packing takes, with the few rows of a decoding step.
+        self.packing = 4.0 if is_float32 else 0.0
+        self.must_pack = not is_float32 and settings.current().linear_products == "fixed"
+        self._gain = Gain(is_faster=True, seconds=1.0, streams=is_float32)
 
     def gain(self, rows: int) -> Gain:
         """What a product with so many rows gains."""
-        raise NotImplementedError
+        return self._gain
 
     def pack(self, weight: Tensor) -> Any:
         """The weight, [outputs, inputs], packed for `multiply`."""
+        if self.precision != "fp32":
+            return quantized_linear.pack(weight, self.precision)
         # With its own number of outputs: a weight that replaces another may have more or fewer.
         return linear.pack(weight), weight.shape[0]
 
     def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         """The layer's result."""
+        if self.precision != "fp32":
+            return quantized_linear.quantized_linear(x, packed, bias)
         panels, outputs = packed
         return linear.packed_linear(x, panels, bias, outputs)
 
 
-class FixedProducts(Float32Products):
-    """FastGen's product for every number of rows, whatever has been measured: the result depends on nothing else.
-
-    When the weight is packed depends on the number of products so far. That changes the time only.
-    """
-
-    packing = 4.0  # products: about what packing takes, with the few rows of a decoding step
-
-    def gain(self, rows: int) -> Gain:
-        return Gain(is_faster=True, seconds=1.0, streams=True)
-
-
-class MeasuredProducts(Float32Products):
-    """The fastest product for the layers of one shape, by the number of rows."""
+class MeasuredProducts(FixedProducts):
+    """The fastest product in float32 for the layers of one shape, by the number of rows."""
 
     def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
+        super().__init__("fp32")
         self._shape = inputs, outputs, transposed
         self._uses: dict[int, int] = {}
         self._gains: dict[int, Gain] = {}
@@ -95,29 +97,10 @@ class MeasuredProducts(Float32Products):
         uses = self._uses[about] = self._uses.get(about, 0) + 1
         costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
         if costs is None:
-            return NO_GAIN
+            return _NO_GAIN
         self.packing = costs.packing
         unpacked = min(costs.plain, costs.streamed)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
         self._gains[rows] = Gain(saved > 0.0, seconds, streams=costs.streamed < costs.plain)
         return self._gains[rows]
-
-
-class QuantizedProducts:
-    """The same in a precision that the user has asked for: from the first product on, whatever the shape."""
-
-    packing = 0.0
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-        self.itemsize = 1 if precision == "int8" else 2
-
-    def gain(self, rows: int) -> Gain:
-        return Gain(True, 1.0)
-
-    def pack(self, weight: Tensor) -> QuantizedWeight:
-        return quantized_linear.pack(weight, self.precision)
-
-    def multiply(self, x: Tensor, packed: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        return quantized_linear.quantized_linear(x, packed, bias)

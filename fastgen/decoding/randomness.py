@@ -1,4 +1,4 @@
-"""The random state that sampling draws from, kept so that a call can be done over with the same draws."""
+"""The random state that sampling draws from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class RandomState:
-    """The state of torch's generators as it is now: the CPU's, and that of `device`."""
+    """The state of torch's generators as it is now, the CPU's and that of `device`: to draw the same once more."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -10,9 +10,10 @@ sinks stay the model's own code. Whatever else touches a `SharedKV` gets the ful
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,49 +29,17 @@ from fastgen.ops.attention import (
 )
 
 # Passed through without building the full tensor: they ask about it, not for its contents.
+_ATTRIBUTES = "shape dtype device ndim requires_grad is_cuda is_cpu is_mps is_xpu is_quantized is_nested layout"
 METADATA = frozenset(
     {
-        Tensor.shape.__get__,
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,
-        Tensor.ndim.__get__,
-        Tensor.requires_grad.__get__,
-        Tensor.is_cuda.__get__,
-        Tensor.is_cpu.__get__,
-        Tensor.is_mps.__get__,
-        Tensor.is_xpu.__get__,
-        Tensor.is_quantized.__get__,
-        Tensor.is_nested.__get__,
-        Tensor.layout.__get__,
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.is_floating_point,
-        Tensor.__len__,
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
     }
 )
 
 
-class Reader(Protocol):
-    """How a captured step reads the parts: `fastgen.decoding.captured.reader.StepReader`."""
-
-    def attend(
-        self,
-        query: Tensor,
-        prefix: tuple[Tensor, Tensor],
-        suffix: tuple[Tensor | None, Tensor | None],
-        ancestry: Tensor | None,
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor: ...
-
-    def leave_out(self, scores: Tensor, prefix: int) -> Tensor: ...
-
-    def with_own(self, shared: SharedKV, own: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The stored tensors, and the view of them that a `SharedKV` stands for.
 
     Attributes:
@@ -78,8 +47,9 @@ class _Parts:
         suffix: [rows, kv heads, T, dim] or None.
         per_input: rows per input.
         ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
-        materialize_suffix: called when the suffix is needed row by row: the store keeps it like that from now on.
-        reader: of a captured step: knows how much of prefix and suffix counts, which is on the device.
+        materialize_suffix: gives what is called when something else than the attention operator needs the suffix, row
+            by row: the store keeps it like that from now on.
+        reader: the `StepReader` of a captured step: knows how much of prefix and suffix counts, which is on the device.
         group: every kv head is repeated this many times (grouped-query attention).
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
         folded: heads are folded into rows: [rows * heads, length, dim].
@@ -91,8 +61,8 @@ class _Parts:
     suffix: Tensor | None
     per_input: int
     ancestry: Tensor | None = None
-    materialize_suffix: Callable[[], None] | None = None
-    reader: Reader | None = None
+    materialize_suffix: weakref.WeakMethod | None = None
+    reader: Any = None
     group: int = 1
     ungrouped: bool = False
     folded: bool = False
@@ -105,8 +75,8 @@ class _Parts:
 
     def own(self) -> Tensor | None:
         """The suffix with the positions of row r in row r."""
-        if self.suffix is not None and self.materialize_suffix is not None:
-            self.materialize_suffix()
+        if self.materialize_suffix is not None and (materialize := self.materialize_suffix()) is not None:
+            materialize()
         if self.suffix is None or self.ancestry is None:
             return self.suffix
         if not self.gathered:
@@ -137,29 +107,16 @@ class SharedKV(torch.Tensor):
     Valid until the store that made it changes: within one forward pass.
     """
 
-    _parts: _Parts
+    _parts: Parts
     _full: Tensor | None
 
     @staticmethod
-    def of(
-        prefix: Tensor,
-        suffix: Tensor | None,
-        per_input: int,
-        ancestry: Tensor | None = None,
-        materialize_suffix: Callable[[], None] | None = None,
-        reader: Reader | None = None,
-    ) -> SharedKV:
-        """The tensor [batch * per_input, kv heads, N + T, dim] made of `prefix` (repeated) and `suffix`.
-
-        Args:
-            ancestry: [rows, T], int32: where the positions of the suffix lie, if not in their own row.
-            materialize_suffix: called when something else than the attention operator needs the suffix.
-            reader: of a captured step.
-        """
-        return SharedKV._make(_Parts(prefix, suffix, per_input, ancestry, materialize_suffix, reader))
+    def of(prefix: Tensor, suffix: Tensor | None, per_input: int, *rest: Any, **more: Any) -> SharedKV:
+        """The tensor [batch * per_input, kv heads, N + T, dim] of these `Parts`."""
+        return SharedKV._make(Parts(prefix, suffix, per_input, *rest, **more))
 
     @staticmethod
-    def _make(parts: _Parts) -> SharedKV:
+    def _make(parts: Parts) -> SharedKV:
         prefix = parts.prefix
         made = Tensor._make_wrapper_subclass(SharedKV, parts.shape(), dtype=prefix.dtype, device=prefix.device)
         made._parts, made._full = parts, None
@@ -174,7 +131,7 @@ class SharedKV(torch.Tensor):
         if self._full is None:
             parts = self._parts
             if parts.reader is not None:
-                raise CannotBeCaptured("the model's attention wants all keys and values as one tensor")
+                raise CannotBeCaptured(ONE_TENSOR)
             full = parts.prefix.repeat_interleave(parts.per_input, dim=0)
             own = parts.own()
             if own is not None:
@@ -221,6 +178,9 @@ class CannotBeCaptured(RuntimeError):
     """A decoding step does something that a captured one cannot, or should not; the message says what."""
 
 
+ONE_TENSOR = "the model's attention wants all keys and values as one tensor"
+
+
 class _Unsupported(Exception):
     """A rule does not know this use: the full tensor is used instead."""
 
@@ -230,7 +190,7 @@ def _require(condition: bool) -> None:
         raise _Unsupported
 
 
-def _parts_of(value: Any) -> _Parts:
+def _parts_of(value: Any) -> Parts:
     _require(isinstance(value, SharedKV))
     return value._parts
 
@@ -266,18 +226,21 @@ def _transpose(tensor: Any, dim0: int, dim1: int) -> SharedKV:
 
 
 def _permute(tensor: Any, *dims: Any) -> SharedKV:
-    parts = _parts_of(tensor)
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    rank = len(parts.shape())
-    swapped = [*range(rank - 2), rank - 1, rank - 2]
-    _require([dim % rank for dim in order] == swapped)
-    return SharedKV._make(replace(parts, transposed=not parts.transposed))
+    order = _sizes(dims)
+    rank = len(order)
+    _require([dim % rank for dim in order] == [*range(rank - 2), rank - 1, rank - 2])
+    return _transpose(tensor, -1, -2)
+
+
+def _sizes(given: Any) -> Sequence[int]:
+    """One for each dimension, which torch takes one by one or together."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
 
 def _reshape(tensor: Any, *shape: Any) -> SharedKV:
     """Folding heads into rows and back, and the last step of repeating K/V heads."""
     parts = _parts_of(tensor)
-    wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    wanted = list(_sizes(shape))
     if -1 in wanted:
         known, total = math.prod(size for size in wanted if size != -1), math.prod(parts.shape())
         _require(known > 0 and total % known == 0)
@@ -302,14 +265,11 @@ def _index(tensor: Any, index: Any) -> SharedKV:
 
 def _expand(tensor: Any, *sizes: Any) -> SharedKV:
     parts = _parts_of(tensor)
-    wanted = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    shape = parts.shape()
+    wanted, shape = _sizes(sizes), parts.shape()
     if parts.ungrouped and parts.group == 1:
-        _require(len(wanted) == 5)
-        group = wanted[2]
-        rest = [(size, have) for place, (size, have) in enumerate(zip(wanted, shape, strict=True)) if place != 2]
-        _require(group > 0 and all(size in (-1, have) for size, have in rest))
-        return SharedKV._make(replace(parts, group=group))
+        _require(len(wanted) == 5 and wanted[2] > 0)
+        parts = replace(parts, group=wanted[2])
+        tensor, shape = SharedKV._make(parts), parts.shape()
     _require(len(wanted) == len(shape) and all(size in (-1, have) for size, have in zip(wanted, shape, strict=True)))
     return tensor
 
@@ -343,12 +303,9 @@ def _product(left: Any, right: Any) -> Tensor:
     return result.flatten(0, 1) if parts.folded else result
 
 
-def _matmul(input: Any, other: Any) -> Tensor:
-    return _product(input, other)
-
-
-def _bmm(input: Any, mat2: Any) -> Tensor:
-    return _product(input, mat2)
+def _matmul(input: Any, other: Any = None, *, mat2: Any = None) -> Tensor:
+    """`matmul`, or `bmm`, which has another name for what is behind the first matrix."""
+    return _product(input, other if mat2 is None else mat2)
 
 
 def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -389,35 +346,36 @@ def _attention(
     _require(keys.group == values.group and keys.length == values.length and query.shape[0] == keys.rows)
     _require(query.shape[1] == heads or (enable_gqa and query.shape[1] % heads == 0))
     if keys.reader is not None:
-        prefix, suffix = (keys.prefix, values.prefix), (keys.suffix, values.suffix)
-        return keys.reader.attend(query, prefix, suffix, keys.ancestry, attn_mask, scale)
+        return keys.reader.attend(query, keys, values, attn_mask, scale)
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
     if ancestry is not None and not suits_kernel(query, keys.prefix, values.prefix, *own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())
-    return shared_prefix_attention(
-        query, keys.prefix, values.prefix, *own, mask=attn_mask, scale=scale, ancestry=ancestry
-    )
+    return shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
 
 
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__setitem__": _refuse_write,
+    "contiguous": _same,
+    "to": _same,
+    "transpose": _transpose,
+    "permute": _permute,
+    "reshape": _reshape,
+    "view": _reshape,
+    "__getitem__": _index,
+    "expand": _expand,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    "bmm": _matmul,
+    "baddbmm": _baddbmm,
+}
 _RULES: dict[Any, Callable[..., Any]] = {
-    Tensor.__setitem__: _refuse_write,
-    Tensor.contiguous: _same,
-    Tensor.to: _same,
-    Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
-    Tensor.permute: _permute,
-    Tensor.reshape: _reshape,
-    Tensor.view: _reshape,
-    Tensor.__getitem__: _index,
-    Tensor.expand: _expand,
+    **{
+        getattr(owner, name): rule
+        for name, rule in _METHODS.items()
+        for owner in (Tensor, torch)
+        if hasattr(owner, name)
+    },
     torch.cat: _cat,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
-    torch.baddbmm: _baddbmm,
-    Tensor.baddbmm: _baddbmm,
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,
 }

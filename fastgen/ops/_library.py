@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,13 +46,20 @@ def backend(operator: str) -> str:
     """What serves `operator` ("fastgen::name"), by asking torch's dispatcher; for every kind of device it knows."""
     phrases = []
     for device in _devices():
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operator, device):
-            phrases.append(_NAMES[device])
-        else:
-            phrases.append(
-                f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}"
-            )
+        without = f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}"
+        there = torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+        phrases.append(_NAMES[device] if there else without)
     return ", ".join(phrases)
+
+
+def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]:
+    """A function that raises `error` with a message, after the operator's name, where a condition does not hold."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise error(f"{operator}: {message}")
+
+    return require
 
 
 def _devices() -> list[str]:

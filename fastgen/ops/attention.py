@@ -50,68 +50,53 @@ def reads_ancestry(device: str) -> bool:
 def _by_input(x: Tensor, kv_heads: int, per_input: int) -> Tensor:
     """[rows, heads, Q, c] -> [batch, kv heads, per_input * group * Q, c]: one matrix of all that reads the same K/V."""
     rows, heads, length, width = x.shape
-    group = heads // kv_heads
-    x = x.reshape(rows // per_input, per_input, kv_heads, group, length, width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(rows // per_input, kv_heads, per_input * group * length, width)
+    x = x.reshape(rows // per_input, per_input, kv_heads, heads // kv_heads, length, width)
+    return x.transpose(1, 2).flatten(2, 4)
 
 
 def _by_row(x: Tensor, heads: int, per_input: int) -> Tensor:
     """The inverse of `_by_input`: [batch, kv heads, per_input * group * Q, c] -> [rows, heads, Q, c]."""
     batch, kv_heads, length, width = x.shape
     group = heads // kv_heads
-    length //= per_input * group
-    x = x.reshape(batch, kv_heads, per_input, group, length, width)
-    return x.permute(0, 2, 1, 3, 4, 5).reshape(batch * per_input, heads, length, width)
+    x = x.reshape(batch, kv_heads, per_input, group, length // (per_input * group), width)
+    return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
-def _own(x: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, Q, c] -> [rows, kv heads, group * Q, c]: the query heads of a group read one kv head."""
+def _product_with_prefix(x: Tensor, prefix: Tensor) -> Tensor:
+    """[rows, heads, Q, c] x [batch, kv heads, c, d] -> [rows, heads, Q, d]."""
+    per_input = x.shape[0] // prefix.shape[0]
+    return _by_row(torch.matmul(_by_input(x, prefix.shape[1], per_input), prefix), x.shape[1], per_input)
+
+
+def _product_with_suffix(x: Tensor, suffix: Tensor) -> Tensor:
+    """[rows, heads, Q, c] x [rows, kv heads, c, d] -> [rows, heads, Q, d]."""
     rows, heads, length, width = x.shape
-    return x.reshape(rows, kv_heads, heads // kv_heads * length, width)
+    kv_heads = suffix.shape[1]  # the query heads of a group read one kv head
+    product = torch.matmul(x.reshape(rows, kv_heads, heads // kv_heads * length, width), suffix)
+    return product.view(rows, heads, length, suffix.shape[3])
 
 
 def shared_prefix_scores(query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor | None) -> Tensor:
-    """Query times transposed keys, without the full keys ever existing.
+    """Query times transposed keys, without the full keys ever existing: [rows, heads, Q, N + T], not scaled.
 
     Args:
-        query: [rows, heads, Q, dim], any floating dtype.
-        prefix_keys: [batch, kv heads, N, dim] of the same dtype; rows must be a multiple of batch.
-        suffix_keys: [rows, kv heads, T, dim] or None.
-
-    Returns:
-        [rows, heads, Q, N + T], not scaled.
+        query: [rows, heads, Q, dim], any floating dtype; keys of the same.
     """
-    rows, heads, length, _ = query.shape
-    batch, kv_heads, _, _ = prefix_keys.shape
-    per_input = rows // batch
-    scores = torch.matmul(_by_input(query, kv_heads, per_input), prefix_keys.transpose(-1, -2))
-    scores = _by_row(scores, heads, per_input)
+    scores = _product_with_prefix(query, prefix_keys.transpose(-1, -2))
     if suffix_keys is None:
         return scores
-    own = torch.matmul(_own(query, kv_heads), suffix_keys.transpose(-1, -2))
-    return torch.cat([scores, own.reshape(rows, heads, length, suffix_keys.shape[2])], dim=-1)
+    return torch.cat([scores, _product_with_suffix(query, suffix_keys.transpose(-1, -2))], dim=-1)
 
 
 def shared_prefix_context(weights: Tensor, prefix_values: Tensor, suffix_values: Tensor | None) -> Tensor:
-    """Attention weights times values, without the full values ever existing.
+    """Attention weights times values, without the full values ever existing: [rows, heads, Q, dim].
 
     Args:
-        weights: [rows, heads, Q, N + T], any floating dtype.
-        prefix_values: [batch, kv heads, N, dim] of the same dtype; rows must be a multiple of batch.
-        suffix_values: [rows, kv heads, T, dim] or None.
-
-    Returns:
-        [rows, heads, Q, dim].
+        weights: [rows, heads, Q, N + T], any floating dtype; values of the same.
     """
-    rows, heads, length, _ = weights.shape
-    batch, kv_heads, prefix_length, width = prefix_values.shape
-    per_input = rows // batch
-    context = torch.matmul(_by_input(weights[..., :prefix_length], kv_heads, per_input), prefix_values)
-    context = _by_row(context, heads, per_input)
-    if suffix_values is None:
-        return context
-    own = torch.matmul(_own(weights[..., prefix_length:], kv_heads), suffix_values)
-    return context + own.reshape(rows, heads, length, width)
+    length = prefix_values.shape[2]
+    context = _product_with_prefix(weights[..., :length], prefix_values)
+    return context if suffix_values is None else context + _product_with_suffix(weights[..., length:], suffix_values)
 
 
 def shared_prefix_attention(
@@ -265,10 +250,7 @@ def _check(
 ) -> None:
     """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
 
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise RuntimeError(f"shared_prefix_attention: {message}")
-
+    require = _library.checks("shared_prefix_attention", RuntimeError)
     require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
     require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
     require((suffix_keys is None) == (suffix_values is None), "a suffix needs both keys and values")

@@ -28,8 +28,7 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
         count: from 1 to beams * vocabulary.
 
     Returns:
-        Their values and their indices in [inputs, beams * vocabulary], both [inputs, count], best first: exactly what
-        `torch.topk` gives for the sum.
+        What `torch.topk` gives for the sum: values, and indices in [inputs, beams * vocabulary], both [inputs, count].
 
     Raises:
         RuntimeError: shapes, types or `count` are not as above.
@@ -54,8 +53,7 @@ def backend() -> str:
 def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
         raise RuntimeError("best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams]")
-    summed = scores.view(*running.shape, scores.shape[1]) + running.unsqueeze(2)
-    values, indices = summed.flatten(1).topk(count)
+    values, indices = (scores.view(*running.shape, scores.shape[1]) + running.unsqueeze(2)).flatten(1).topk(count)
     return values, indices
 
 

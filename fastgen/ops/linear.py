@@ -7,8 +7,8 @@ takes the weight as it is and rearranges it while it waits for memory: it needs 
 same result (see csrc/cpu/linear.cpp). Which of these is faster than torch's own product depends on the processor, on
 what torch was built with, and on the shape, so it is measured, once per machine and shape (`costs`).
 
-The operators are `torch.ops.fastgen.pack_linear`, `packed_linear` and `streamed_linear`; float32 only. The results
-differ from those of `torch.nn.functional.linear` by rounding.
+The operators are `torch.ops.fastgen.pack_linear`, `packed_linear` and `streamed_linear`; float32 only. They are defined
+by kernels alone (`is_available`). The results differ from those of `torch.nn.functional.linear` by rounding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
 _KERNEL = "linear 5"
-# Outputs of a panel, in the reference. Each kernel has a width of its own.
-_PANEL = 16
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
 # A wider layer is measured with fewer outputs, and in proportion.
@@ -36,7 +34,7 @@ _MAX_BYTES = 2**26
 # With many rows that makes no difference.
 _COLD_BYTES = 2**25
 _MANY_ROWS = 256
-# So often at least; more often, up to the latter, until a side's shortest time has been met twice.
+# So often at least; more often, up to the latter, until the shortest time of every product has been met twice.
 _ROUNDS, _MAX_ROUNDS = 3, 12
 _STEADY = 1.1
 
@@ -58,10 +56,7 @@ class Costs(NamedTuple):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight in panels: an opaque tensor for `packed_linear`, valid in this process.
-
-    Args:
-        weight: [outputs, inputs], float32, any strides.
+    """The weight, [outputs, inputs], float32, in panels: an opaque tensor for `packed_linear`, valid in this process.
 
     Raises:
         RuntimeError: the weight has another shape or dtype.
@@ -88,27 +83,12 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
-    rows = as_rows(x)
-    y = torch.ops.fastgen.packed_linear.default(rows, packed, bias, outputs)
+    y = torch.ops.fastgen.packed_linear.default(as_rows(x), packed, bias, outputs)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
 def streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear(x, weight, bias)`; not differentiable.
-
-    Where there are kernels, the result is that of `packed_linear` to the last bit.
-
-    Args:
-        x: [..., inputs], float32.
-        weight: [outputs, inputs], float32, any strides.
-        bias: [outputs] or None.
-
-    Returns:
-        [..., outputs].
-
-    Raises:
-        RuntimeError: shapes or dtypes do not fit together.
-    """
+    """`packed_linear` with the weight as it is, [outputs, inputs], any strides. The result has the same bits."""
     y = torch.ops.fastgen.streamed_linear.default(as_rows(x), weight, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
@@ -116,8 +96,7 @@ def streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process. Without them, nothing is gained."""
-    names = ("pack_linear", "packed_linear", "streamed_linear")
-    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{name}", "CPU") for name in names)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::packed_linear", "CPU")
 
 
 def has_vectors() -> bool:
@@ -157,9 +136,8 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
     if known is None:
         return None
-    scale = max(rows / bucket, 1.0)
-    plain, packed, packing, streamed = known
-    return Costs(plain * scale, packed * scale, packing, streamed * scale)
+    costs, scale = Costs(*known), max(rows / bucket, 1.0)
+    return Costs(costs.plain * scale, costs.packed * scale, costs.packing, costs.streamed * scale)
 
 
 @torch.no_grad()
@@ -180,19 +158,19 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     def streamed(weight: Tensor) -> Tensor:
         return streamed_linear(x, weight.t() if transposed else weight, bias)
 
-    sides: list[tuple[Callable[[Tensor], Tensor], list[Tensor]]] = [
+    products: list[tuple[Callable[[Tensor], Tensor], list[Tensor]]] = [
         (plain, weights),
         (lambda panels: packed_linear(x, panels, bias, some), packed),
     ]
     if rows < _MANY_ROWS:  # with more, laying the weight out is what torch's product does as well
-        # With copies, or it would find in the cache what the first side has just read.
-        sides.append((streamed, [weight.clone() for weight in weights]))
+        # With copies, or it would find in the cache what torch's product has just read.
+        products.append((streamed, [weight.clone() for weight in weights]))
     # In turns, so that what else the machine does meets all of them.
-    turns: list[tuple[float, ...]] = []
-    while len(turns) < _ROUNDS or (len(turns) < _MAX_ROUNDS and not all(map(_is_steady, zip(*turns, strict=True)))):
-        turns.append(tuple(_seconds(*side) for side in sides))
+    rounds: list[list[float]] = []
+    while len(rounds) < _ROUNDS or (len(rounds) < _MAX_ROUNDS and not all(map(_is_steady, zip(*rounds, strict=True)))):
+        rounds.append([_seconds(*product) for product in products])
     scale = outputs / some
-    seconds = [min(side) * scale for side in zip(*turns, strict=True)]
+    seconds = [min(times) * scale for times in zip(*rounds, strict=True)]
     return Costs(seconds[0], seconds[1], packing * scale, *seconds[2:])
 
 
@@ -210,30 +188,8 @@ def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> floa
     return (time.perf_counter() - start) / len(weights)
 
 
-def _pack_reference(weight: Tensor) -> Tensor:
-    if weight.dim() != 2 or weight.dtype != torch.float32:
-        raise RuntimeError("pack_linear: the weight must be [outputs, inputs] of float32")
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _PANEL))
-    return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
-
-
-def _packed_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    if x.dim() != 2 or packed.dim() != 3 or x.shape[1] != packed.shape[1] or -(-outputs // _PANEL) != packed.shape[0]:
-        raise RuntimeError("packed_linear: the weight was not packed for this product")
-    return F.linear(x, packed.transpose(1, 2).flatten(0, 1)[:outputs], bias)
-
-
-def _streamed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise RuntimeError("streamed_linear: x must have as many inputs as the weight")
-    return F.linear(x, weight, bias)
-
-
 _LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
 _LIBRARY.define("pack_linear(Tensor weight) -> Tensor")
 _LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _LIBRARY.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("pack_linear", _pack_reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_linear", _packed_linear_reference, "CompositeExplicitAutograd")
-_LIBRARY.impl("streamed_linear", _streamed_linear_reference, "CompositeExplicitAutograd")
 _library.load_kernels()

@@ -19,7 +19,6 @@ from torch import Tensor
 from fastgen.ops import _library
 
 _SCORE_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_TOKEN_TYPES = (torch.int32, torch.int64)
 
 
 def no_repeat_ngram_(
@@ -90,11 +89,9 @@ def reference(
     if scores.numel() == 0 or windows <= 0 or tokens.shape[1] < n - 1:
         return scores
 
-    lengths = _full(tokens) if lengths is None else lengths.long().clamp(0, tokens.shape[1])
-    if context is None:
-        source_lengths = lengths
-    else:
-        source_lengths = _full(context) if context_lengths is None else context_lengths.long().clamp(0, source.shape[1])
+    lengths = source_lengths = _clamped(lengths, tokens)
+    if context is not None:
+        source_lengths = _clamped(context_lengths, context)
         per_input = rows // source.shape[0]
         source = source.repeat_interleave(per_input, dim=0)
         source_lengths = source_lengths.repeat_interleave(per_input, dim=0)
@@ -114,8 +111,10 @@ def reference(
     return scores.scatter_(1, torch.where(last >= 0, last, spare.clamp(min=0)), value.expand_as(last))
 
 
-def _full(tokens: Tensor) -> Tensor:
-    return torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+def _clamped(lengths: Tensor | None, tokens: Tensor) -> Tensor:
+    """The lengths of the rows of `tokens`, [rows]."""
+    rows, longest = tokens.shape
+    return torch.full((rows,), longest, device=tokens.device) if lengths is None else lengths.long().clamp(0, longest)
 
 
 def _fake(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -133,24 +132,14 @@ def _check(
 ) -> None:
     """Raises on what the operator does not take. Keep in step with `check` in csrc/no_repeat_ngram.h."""
 
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise RuntimeError(f"no_repeat_ngram_: {message}")
-
-    def require_lengths(name: str, lengths: Tensor | None, rows: int) -> None:
-        if lengths is not None:
-            require(lengths.shape == (rows,), f"{name} must have one element for each of the {rows} rows")
-            require(lengths.dtype in _TOKEN_TYPES, f"{name} must be int32 or int64")
-
+    require = _library.checks("no_repeat_ngram_", RuntimeError)
     require(n >= 1, f"n must be at least 1, but is {n}")
     require(scores.dim() == 2, f"scores must be [rows, vocabulary], but has {scores.dim()} dimensions")
     require(scores.dtype in _SCORE_TYPES, "scores must be float32, float16, bfloat16 or float64")
     require(not _overlaps_itself(scores), "elements of scores share memory (an expanded tensor?); pass a copy")
-    rows = scores.shape[0]
+    rows = few = scores.shape[0]
     for_each_row = tokens.dim() == 2 and tokens.shape[0] == rows
     require(for_each_row, f"tokens must be [rows, length] with the {rows} rows of scores")
-    require(tokens.dtype in _TOKEN_TYPES, "tokens must be int32 or int64")
-    require_lengths("lengths", lengths, rows)
     require(context is not None or context_lengths is None, "context_lengths needs a context")
     if context is not None:
         require(context.dim() == 2, "context must be [context rows, length]")
@@ -158,7 +147,11 @@ def _check(
         few = context.shape[0]
         multiple = rows % few == 0 if few > 0 else rows == 0
         require(multiple, f"the {rows} rows of scores must be a multiple of the {few} rows of context")
-        require_lengths("context_lengths", context_lengths, few)
+    for name, of_rows, count in (("lengths", lengths, rows), ("context_lengths", context_lengths, few)):
+        fits = of_rows is None or of_rows.shape == (count,)
+        require(fits, f"{name} must have one element for each of the {count} rows")
+    for name, x in (("tokens", tokens), ("lengths", lengths), ("context_lengths", context_lengths)):
+        require(x is None or x.dtype in (torch.int32, torch.int64), f"{name} must be int32 or int64")
     together = all(x is None or x.device == scores.device for x in (tokens, lengths, context, context_lengths))
     require(together, "all tensors must be on the device of scores")
 

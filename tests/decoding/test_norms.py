@@ -116,7 +116,7 @@ def test_the_form_of_a_layer(kind, form, dtype):
             # The interpreter does not round to bfloat16: it cuts off.
             cuts = dtype is torch.bfloat16 and triton.is_interpreted()
             rtol = 2e-2 if cuts else 2e-3 if dtype in HALF else 1e-6
-            torch.testing.assert_close(norms.normalise(x, layer, found), layer(x), rtol=rtol, atol=1e-6)
+            torch.testing.assert_close(norms.normalise(layer, found, x), layer(x), rtol=rtol, atol=1e-6)
 
 
 def test_layers_of_one_class_have_numbers_of_their_own():
@@ -125,7 +125,7 @@ def test_layers_of_one_class_have_numbers_of_their_own():
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
         for layer in (one, other):
-            torch.testing.assert_close(norms.normalise(x, layer, norms.form_of(layer)), layer(x))
+            torch.testing.assert_close(norms.normalise(layer, norms.form_of(layer), x), layer(x))
 
 
 def test_layers_of_one_class_may_compute_different_things():

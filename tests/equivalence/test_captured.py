@@ -12,7 +12,7 @@ import torch
 
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.reader import StepReader
+from fastgen.decoding.captured.kv import StepReader
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache, loop
 from tests.equivalence.captured import (

@@ -133,6 +133,22 @@ def test_whether_a_precision_is_used_is_not_measured(
     assert fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
 
 
+@pytest.mark.parametrize("precision", quantized_linear.PRECISIONS)
+def test_no_precision_depends_on_free_memory(precision: str, strict: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights in the precision that was asked for do not fit, the call fails; nothing is float32 instead."""
+    if quantized_linear._missing(precision) is not None:
+        pytest.skip(quantized_linear._missing(precision) or "")
+    model = _bart()
+    fastgen.enable(linear_products="fixed", weight_dtype=precision)
+    plenty = run(model, INPUTS, SCORES)
+    # More than the half that is taken otherwise, and enough for each of the weights.
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 2 * 384 * 1024 + 1)
+    _assert_the_same_bits(plenty, run(model, INPUTS, SCORES))
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 0)
+    with pytest.raises(torch.OutOfMemoryError, match='linear_products="fixed"'):
+        run(model, INPUTS, SCORES)
+
+
 _PROGRAM = """
 import hashlib, sys, torch
 from transformers import BartConfig, BartForConditionalGeneration

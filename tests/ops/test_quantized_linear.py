@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import _library, _timings, quantized_linear
 from fastgen.ops.quantized_linear import PRECISIONS, QuantizedWeight
+from tests.ops import quantized_reference
 from tests.ops.instructions import instruction_set
 
 # Matrix registers where the machine has them, vectors where it has those, and the reference.
@@ -36,8 +37,8 @@ def _pack(backend: str, weight: torch.Tensor, precision: str) -> QuantizedWeight
     if backend != "reference":
         return quantized_linear.pack(weight, precision)
     if precision == "int8":
-        return QuantizedWeight(*quantized_linear._pack_int8_reference(weight), weight.shape[0])
-    return QuantizedWeight(quantized_linear._pack_bf16_reference(weight), None, None, weight.shape[0])
+        return QuantizedWeight(*quantized_reference.pack_int8(weight), weight.shape[0])
+    return QuantizedWeight(quantized_reference.pack_bf16(weight), None, None, weight.shape[0])
 
 
 def _product(backend: str, x: torch.Tensor, packed: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -46,8 +47,8 @@ def _product(backend: str, x: torch.Tensor, packed: QuantizedWeight, bias: torch
         if backend != "reference":
             return quantized_linear.quantized_linear(x, packed, bias)
         if scales is None:
-            return quantized_linear._bf16_linear_reference(x, panels, bias, outputs)
-        return quantized_linear._int8_linear_reference(x, panels, scales, totals, bias, outputs)
+            return quantized_reference.bf16_linear(x, panels, bias, outputs)
+        return quantized_reference.int8_linear(x, panels, scales, totals, bias, outputs)
 
 
 def _meaning(x: torch.Tensor, weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:

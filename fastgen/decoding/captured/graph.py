@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -37,17 +37,8 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
 _LEAST_CAPABILITY = (8, 0)
 
 
-class _Place(NamedTuple):
-    """Where the graphs of a device are captured.
-
-    One stream for all of them: torch keeps a workspace of cuBLAS for each stream, which would be in the pool.
-    """
-
-    pool: Any
-    stream: Any
-
-
-_places: dict[int, _Place] = {}
+# The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.
+_shared: dict[int, tuple[Any, Any]] = {}
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
 _abandoned: list[Any] = []
 
@@ -97,20 +88,20 @@ class Graph:
         with torch.cuda.device(index), _no_collection():
             # While a capture is under way, torch cannot give memory that it holds for others to the pool.
             torch.cuda.empty_cache()
-            place = _places.get(index)
-            if place is None:
-                place = _places[index] = _Place(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
-            place.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(place.stream):
+            if index not in _shared:
+                _shared[index] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            pool, stream = _shared[index]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 try:
                     # Other threads may go on allocating meanwhile.
-                    self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
+                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     function()
                     self._graph.capture_end()
                 except BaseException:
                     self._break_off(index)
                     raise
-            torch.cuda.current_stream().wait_stream(place.stream)
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _break_off(self, index: int) -> None:
         """Ends a capture that failed, and undoes what its beginning has changed in torch.
@@ -124,12 +115,12 @@ class Graph:
             return  # what failed was no matter of the device
         except RuntimeError:
             pass
-        place = _places.pop(index)
+        pool, _ = _shared.pop(index)
         self._graph.reset()
         _abandoned.append(self._graph)
         with contextlib.suppress(RuntimeError):  # which says that torch has done it
-            torch._C._cuda_endAllocateToPool(index, place.pool)
-            torch._C._cuda_releasePool(index, place.pool)
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
         # The end of any other capture tells the generator that none is under way.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
             number = torch.zeros((), device=torch.device("cuda", index))
@@ -156,7 +147,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def capturable(function: Callable[[], None]) -> Callable[[], None]:
-    """The function, so that what can be captured in one way and not in another is done in the first."""
+    """The function, with numbers that become tensors made on the device."""
 
     def run() -> None:
         with _NumbersOnDevice():
@@ -166,10 +157,9 @@ def capturable(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class _NumbersOnDevice(TorchFunctionMode):
-    """Numbers that become tensors: torch makes them on the host, and copies them to the device.
+    """`torch.where` with a number, and `torch.tensor` of one: made on the host, and copied to the device.
 
-    Such a copy cannot be captured; filling a tensor on the device can. It concerns `torch.where` with a number, and
-    `torch.tensor` of one.
+    Such a copy cannot be captured; filling a tensor on the device can.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -179,18 +169,17 @@ class _NumbersOnDevice(TorchFunctionMode):
         elif func is torch.Tensor.where and len(args) == 3:
             x, condition, y = args
             args = x, condition, _tensor(y, x, condition.device)
-        elif func is torch.tensor and _is_number_for_a_device(args, kwargs or {}):
+        elif func is torch.tensor and args and _is_number_for_a_device(*args, **(kwargs or {})):
             func, args = torch.full, ((), *args)
         return func(*args, **(kwargs or {}))
 
 
-def _is_number_for_a_device(args: tuple, kwargs: dict) -> bool:
-    is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
-    return is_number and kwargs.get("device") is not None and kwargs.keys() <= {"device", "dtype"}
+def _is_number_for_a_device(data: Any, device: Any = None, **more: Any) -> bool:
+    return isinstance(data, (bool, int, float)) and device is not None and more.keys() <= {"dtype"}
 
 
 def _tensor(x: Any, other: Any, device: torch.device) -> Any:
-    """A number as a tensor, which is filled on the device, of the type that it and `other` have together."""
+    """A number as a tensor of the type that it and `other` have together."""
     if isinstance(x, torch.Tensor):
         return x
     return torch.full((), x, dtype=torch.result_type(x, other), device=device)
@@ -199,14 +188,11 @@ def _tensor(x: Any, other: Any, device: torch.device) -> Any:
 class LateFlag:
     """A flag on the device that the host reads a few steps late, so that the device never waits for the host.
 
-    The flag must not be taken back once it is set.
+    The flag must not be taken back once it is set. `late` steps may be under way that the host does not know the
+    outcome of.
     """
 
     def __init__(self, device: torch.device, late: int) -> None:
-        """
-        Args:
-            late: how many steps may be under way that the host does not know the outcome of.
-        """
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._late = late

@@ -1,15 +1,94 @@
-"""K and V of one attention layer in buffers of a fixed capacity, for the captured step."""
+"""K and V of one attention layer in buffers of a fixed capacity, and how attention of a captured step reads them.
+
+`StepState` is where the step is: all layers read it, and the step changes it once. `StaticKV` has the buffers, and
+`StepReader` reads them.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastgen.decoding.captured.reader import StepReader
-from fastgen.decoding.captured.step_state import StepState
-from fastgen.decoding.shared import SharedKV
+from fastgen.decoding.captured.streams import StreamKV
+from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
 from fastgen.ops.attention import gather_suffix
+from fastgen.ops.triton.beam_step import advance_ancestry
+from fastgen.ops.triton.decode_attention import decode_attention
 from fastgen.ops.triton.kv_write import kv_write
+
+
+class StepState:
+    """Positions of a step over `batch` inputs with `per_input` rows each, on the device.
+
+    Attributes:
+        batch, per_input, capacity: inputs, rows of each, and positions of the suffix at the most.
+        width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
+        position: one int64: where the K/V of this step goes in the suffix.
+        positions: `width` of them: the same for each position of the step.
+        filled: one int64: positions of the suffix that attention reads, those of this step included.
+        ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
+    """
+
+    def __init__(self, batch: int, per_input: int, capacity: int, device: torch.device, width: int = 1) -> None:
+        self.batch, self.per_input, self.capacity, self.width = batch, per_input, capacity, width
+        self._positions = torch.arange(width, device=device)
+        self.positions = self._positions.unbind()
+        self.position = self.positions[0]
+        self.filled = torch.full((), width, dtype=torch.int64, device=device)
+        self._columns = torch.arange(capacity, device=device)
+        self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
+        self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
+        self._biases: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.per_input
+
+    def begin(self) -> None:
+        """Nothing has been written to the suffix yet."""
+        self._positions.copy_(torch.arange(self.width, device=self._positions.device))
+        self.filled.fill_(self.width)
+        if self.ancestry is not None:
+            self.ancestry.copy_(self._own.expand_as(self.ancestry))
+        self._write_biases()
+
+    def advance(self, parents: Tensor | None) -> None:
+        """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place."""
+        self._positions.add_(1)
+        self.filled.add_(1)
+        if self.ancestry is not None and parents is not None:
+            advance_ancestry(self.ancestry, parents, self.position)
+            if self.width > 1:  # the other positions of the next step lie in the row itself, too
+                self.ancestry.copy_(torch.where(self._columns >= self.position, self._own, self.ancestry))
+        self._write_biases()
+
+    def take_over(self, other: StepState) -> None:
+        """Goes on where `other`, which has a smaller capacity, is."""
+        self._positions.copy_(other._positions)
+        self.filled.copy_(other.filled)
+        if self.ancestry is not None and other.ancestry is not None:
+            self.ancestry[:, : other.capacity] = other.ancestry
+            self.ancestry[:, other.capacity :] = self._own
+        self._write_biases()
+
+    def causal_bias(self, heads: int, prefix: int) -> Tensor:
+        """What is added to the scores so that a position of the step does not see those of the step behind it.
+
+        A buffer that goes along with the steps: one for all layers of a shape.
+
+        Returns:
+            [1, heads * width, prefix + capacity], float32: the positions of the step one by one for each head.
+        """
+        if (heads, prefix) not in self._biases:
+            made = torch.zeros(1, heads * self.width, prefix + self.capacity, device=self._own.device)
+            self._biases[heads, prefix] = made
+            self._write_biases()
+        return self._biases[heads, prefix]
+
+    def _write_biases(self) -> None:
+        for (heads, prefix), bias in self._biases.items():
+            behind = self._columns > self._positions.unsqueeze(1)
+            bias.view(heads, self.width, -1)[:, :, prefix:].zero_().masked_fill_(behind, -torch.inf)
 
 
 class StaticKV:
@@ -19,6 +98,10 @@ class StaticKV:
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
         prefix_capacity: positions of the prefix.
         reader: how attention reads them.
+
+    Args:
+        keys, values: [any, heads, any, dim]: as those that will be stored.
+        window: a query sees so many positions, its own included; None for all.
     """
 
     def __init__(
@@ -30,17 +113,16 @@ class StaticKV:
         has_suffix: bool,
         window: int | None = None,
     ) -> None:
-        """
-        Args:
-            keys, values: [any, heads, any, dim]: as those that will be stored.
-            window: a query sees so many positions, its own included; None for all.
-        """
         self._state = state
         self.prefix_capacity = prefix_capacity
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
-        self._prefix = tuple(_zeros(part, state.batch, prefix_capacity) for part in (keys, values))
-        self._suffix = tuple(_zeros(part, state.rows, state.capacity) for part in (keys, values) if has_suffix)
+
+        def zeros(rows: int, length: int) -> tuple[Tensor, ...]:
+            return tuple(part.new_zeros(rows, part.shape[1], length, part.shape[3]) for part in (keys, values))
+
+        self._prefix = zeros(state.batch, prefix_capacity)
+        self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
         self.reader = StepReader(self.starts, self.ends, state if has_suffix else None, window)
 
     @property
@@ -109,18 +191,146 @@ class StaticKV:
         """
         first = self.prefix_capacity - length if at_end else 0
         per_input = self._state.per_input
-        found = [part[:inputs, :, first : first + length].repeat_interleave(per_input, dim=0) for part in self._prefix]
+        parts = [part[:inputs, :, first : first + length].repeat_interleave(per_input, dim=0) for part in self._prefix]
         if self._suffix:
-            ancestry = self._state.ancestry
-            for place, part in enumerate(self._suffix):
-                own = part[:, :, :new] if ancestry is None else gather_suffix(part[:, :, :new], ancestry[:, :new])
-                found[place] = torch.cat([found[place], own[: inputs * per_input]], dim=2)
-        return found[0], found[1]
+            own, ancestry = [part[:, :, :new] for part in self._suffix], self._state.ancestry
+            if ancestry is not None:
+                own = [gather_suffix(part, ancestry[:, :new]) for part in own]
+            parts = [
+                torch.cat([part, more[: inputs * per_input]], dim=2) for part, more in zip(parts, own, strict=True)
+            ]
+        return parts[0], parts[1]
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._prefix, *self._suffix))
 
 
-def _zeros(like: Tensor, rows: int, length: int) -> Tensor:
-    return like.new_zeros(rows, like.shape[1], length, like.shape[3])
+class StepReader:
+    """What of a layer's buffers counts, and what a mask says beyond that.
+
+    The lengths on the device leave out what is padding or not yet written. The masks that models build, from the sizes
+    of the buffers, mostly say the same once more; then they are not read. Whether it is so is found out in a step that
+    is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
+
+    Attributes:
+        host_may_wait: the host may look at a mask, and wait for the device.
+
+    Args:
+        starts, ends: [batch], int32: prefix positions that count are those in [start, end).
+        state: where the step is in the suffix; None for a layer without a suffix.
+        window: a query sees so many positions, its own included; None for all.
+    """
+
+    def __init__(self, starts: Tensor, ends: Tensor, state: StepState | None, window: int | None = None) -> None:
+        self._starts, self._ends, self._state, self._window = starts, ends, state, window
+        self.host_may_wait = False
+        self._says_nothing_new: bool | None = None
+
+    def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
+        """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.
+
+        Args:
+            query: [rows, heads, 1, dim], or [rows, kv heads, heads per kv head, dim]. Of a step that stores several
+                positions: [rows, heads, positions, dim].
+            keys, values: prefix [batch, kv heads, N, dim] and suffix [rows, kv heads, capacity, dim].
+            mask: broadcastable to [*query.shape[:3], N + capacity]: bool (True counts), or added to the scores.
+
+        Returns:
+            [*query.shape[:3], dim of the values].
+        """
+        rows, heads, queries, dim = query.shape
+        bias = self._bias(query, keys.prefix, keys.suffix, mask)
+        if bias is None and self._width > 1:
+            bias = self._state.causal_bias(heads, keys.prefix.shape[2])
+        context = decode_attention(
+            query.reshape(rows, heads * queries, dim),
+            keys.prefix,
+            values.prefix,
+            keys.suffix,
+            values.suffix,
+            starts=self._starts,
+            ends=self._ends,
+            suffix_length=None if self._state is None else self._state.filled,
+            ancestry=keys.ancestry,
+            bias=bias,
+            scale=scale,
+            window=self._window,
+        )
+        return context.view(rows, heads, queries, -1)
+
+    def leave_out(self, scores: Tensor, prefix: int) -> Tensor:
+        """Scores that a model goes on with itself: what does not count is taken out, in place.
+
+        A model without padding, or with a single query, may have no mask that does it.
+
+        Args:
+            scores: [rows, heads, queries, prefix + capacity].
+        """
+        counts = self._counts(prefix, scores.shape[-1] - prefix)
+        self._check(scores.shape[2])
+        counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
+        return scores.masked_fill_(~counts[:, None], torch.finfo(scores.dtype).min)
+
+    def with_own(self, shared: SharedKV, own: Tensor) -> Tensor:
+        """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
+        return StreamKV.of(shared, [own], None)
+
+    @property
+    def _width(self) -> int:
+        return 1 if self._state is None else self._state.width
+
+    def _check(self, queries: int) -> None:
+        """With one position per step, queries are heads of a group. With several there is one for each."""
+        if self._width not in (1, queries):
+            raise CannotBeCaptured(f"{queries} queries in a step that stores {self._width} positions")
+
+    def _counts(self, prefix: int, capacity: int) -> Tensor:
+        """[batch, width, prefix + capacity], bool: the positions that count for each position of the step."""
+        position = torch.arange(prefix + capacity, device=self._starts.device)
+        counts = (position >= self._starts.unsqueeze(1)) & (position < self._ends.unsqueeze(1))
+        if self._state is None:
+            return counts.unsqueeze(1)
+        # Its own position, and all of the suffix in front of it.
+        own = torch.stack(self._state.positions).unsqueeze(1) + prefix
+        seen = counts.unsqueeze(1) | ((position >= prefix) & (position <= own))
+        return seen if self._window is None else seen & (position > own - self._window)
+
+    def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if lengths say it all."""
+        self._check(query.shape[2])
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.dim())]
+        if self.host_may_wait:
+            # A mask that is left out because everything counts is made all the same where the host may not look at it.
+            capacity = 0 if suffix is None else suffix.shape[2]
+            self._says_nothing_new = mask is None or self._equals_lengths(mask, prefix, capacity)
+        if mask is None or self._says_nothing_new:
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+        if mask.shape[1:3] == (1, 1):
+            return mask[:, :, 0]
+        return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
+
+    def _equals_lengths(self, mask: Tensor, prefix: Tensor, capacity: int) -> bool:
+        visible = _visible(mask)
+        batch, _, length, _ = prefix.shape
+        counts = self._counts(length, capacity)
+        if visible is None or mask.shape[-1] != counts.shape[2]:
+            return False
+        if (visible.shape[0] != 1 and visible.shape[0] % batch) or self._width not in (1, visible.shape[2]):
+            return False
+        visible = visible.expand(max(visible.shape[0], batch), *visible.shape[1:])
+        # An input that only fills the batch up counts for nothing, whatever a mask says of it.
+        real = self._ends > self._starts
+        by_input = visible.unflatten(0, (batch, -1)).flatten(1, 2)  # [batch, rows and heads, queries, positions]
+        return bool(torch.where(real.view(-1, 1, 1, 1), by_input == counts.unsqueeze(1), True).all())
+
+
+def _visible(mask: Tensor) -> Tensor | None:
+    """What a mask lets through, bool; None for one that changes scores in other ways than taking them out."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None

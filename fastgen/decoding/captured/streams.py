@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.shared import METADATA, CannotBeCaptured, SharedKV
+from fastgen.decoding.shared import METADATA, ONE_TENSOR, CannotBeCaptured, SharedKV
 
 
 class StreamKV(Tensor):
@@ -23,21 +23,21 @@ class StreamKV(Tensor):
     Attributes:
         shared: [rows, heads, length, dim]: of all streams.
         own: [rows, heads, own length, dim] of each stream, which follows.
-        place: the dimension of the streams, 1 or 2; None for one stream without it.
+        stream_dim: the dimension of the streams, 1 or 2; None for one stream without it.
     """
 
     shared: SharedKV
     own: list[Tensor]
-    place: int | None
+    stream_dim: int | None
 
     @staticmethod
-    def of(shared: SharedKV, own: Sequence[Tensor], place: int | None) -> StreamKV:
+    def of(shared: SharedKV, own: Sequence[Tensor], stream_dim: int | None) -> StreamKV:
         rows, heads, length, width = shared.shape
         shape = [rows, heads, length + own[0].shape[2], width]
-        if place is not None:
-            shape.insert(place, len(own))
+        if stream_dim is not None:
+            shape.insert(stream_dim, len(own))
         made = Tensor._make_wrapper_subclass(StreamKV, shape, dtype=shared.dtype, device=shared.device)
-        made.shared, made.own, made.place = shared, list(own), place
+        made.shared, made.own, made.stream_dim = shared, list(own), stream_dim
         return made
 
     @classmethod
@@ -49,45 +49,39 @@ class StreamKV(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise CannotBeCaptured(_WANTED)
+        raise CannotBeCaptured(ONE_TENSOR)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        raise CannotBeCaptured(_WANTED)
+        raise CannotBeCaptured(ONE_TENSOR)
 
 
-_WANTED = "the model's attention wants all keys and values as one tensor"
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, StreamKV) and value.place is None
-
-
-def _join(streams: Any, place: int) -> Any:
-    """Streams of the same K or V on top of each other."""
-    parts = list(streams)
-    if not all(isinstance(part, StreamKV) and part.shared is parts[0].shared for part in parts):
-        return NotImplemented
-    return StreamKV.of(parts[0].shared, [own for part in parts for own in part.own], place)
+def _join(streams: Any, stream_dim: int | None, dim: int) -> Any:
+    """Streams of the same K or V on top of each other in dimension `dim`; what they had before is `stream_dim`."""
+    first = streams[0]
+    for part in streams:
+        if not isinstance(part, StreamKV) or part.shared is not first.shared or part.stream_dim != stream_dim:
+            return NotImplemented
+    own = [own for part in streams for own in part.own]
+    return StreamKV.of(first.shared, own, dim) if dim in (1, 2) else NotImplemented
 
 
 def _stack(streams: Any, dim: int = 0) -> Any:
-    return _join(streams, dim) if dim in (1, 2) and all(map(_is_stream, streams)) else NotImplemented
+    return _join(streams, None, dim)
 
 
 def _cat(streams: Any, dim: int = 0) -> Any:
-    alike = all(isinstance(part, StreamKV) and part.place == dim for part in streams)
-    return _join(streams, dim) if alike else NotImplemented
+    return _join(streams, dim, dim)
 
 
-def _unsqueeze(streams: StreamKV, dim: int) -> Any:
-    return StreamKV.of(streams.shared, streams.own, dim) if streams.place is None and dim in (1, 2) else NotImplemented
+def _unsqueeze(stream: StreamKV, dim: int) -> Any:
+    return _join([stream], None, dim)
 
 
 def _transpose(streams: StreamKV, first: int, second: int) -> Any:
-    if streams.place is None or {first, second} != {1, 2}:
+    if streams.stream_dim is None or {first, second} != {1, 2}:
         return NotImplemented
-    return StreamKV.of(streams.shared, streams.own, 3 - streams.place)
+    return StreamKV.of(streams.shared, streams.own, 3 - streams.stream_dim)
 
 
 def _einsum(equation: str, *operands: Any) -> Any:
@@ -96,7 +90,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
         operands = tuple(operands[0])
     inputs, _, output = equation.replace(" ", "").partition("->")
     left, _, right = inputs.partition(",")
-    if len(operands) != 2 or not isinstance(operands[1], StreamKV) or operands[1].place != 1:
+    if len(operands) != 2 or not isinstance(operands[1], StreamKV) or operands[1].stream_dim != 1:
         return NotImplemented
     if not len(left) == len(right) == len(output) == 5 or not left[:3] == right[:3] == output[:3]:
         return NotImplemented

@@ -4,9 +4,9 @@
     kv_write           the new K and V of all rows into the cache, at a position that is on the device
     beam_step          log-probabilities, accumulated scores, the best candidates, and what becomes of the beams
     norm               RMS norm: torch has a layer norm
+    _kernels           the kernels of all of them; only its import needs Triton
 
-Importing this package and its modules does not import Triton. A public function runs its kernel where there is one for
-its tensors (`available`), and its reference elsewhere. The kernels are in the modules with an underscore.
+A public function runs its kernel where there is one for its tensors (`available`), and its reference elsewhere.
 
 Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
 graph, and its replays read lengths, positions and tables as they are then. The captured step is made of them
@@ -64,26 +64,12 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **optio
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-
-
-def _limits_of(device: torch.device) -> tuple[int, int]:
+def limits(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory for a program. Where there is no GPU: those of an H200."""
     if device.type != "cuda":
         return 132, 227 * 1024
-    return _limits(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if each fills a multiprocessor."""
-    return _limits_of(device)[0]
-
-
-def shared_memory(device: torch.device) -> int:
-    """How many bytes of it a program may have."""
-    return _limits_of(device)[1]
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
 
 
 def power_of_two(n: int) -> int:

@@ -72,16 +72,13 @@ def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise
         or not package.available(scores, running)
     ):
         return reference(scores, running, count, normalise=normalise)
-    from fastgen.ops.triton import _beam_step as kernels
+    from fastgen.ops.triton import _kernels as kernels
 
-    part_best = torch.empty(rows * parts * keep, dtype=torch.int64, device=scores.device)
-    part_maximum = torch.empty(rows * parts, dtype=torch.float32, device=scores.device)
+    part_best = scores.new_empty(rows * parts * keep, dtype=torch.int64)
+    part_maximum = scores.new_empty(rows * parts, dtype=torch.float32)
     part_total = torch.empty_like(part_maximum)
-    out = Candidates(
-        torch.empty(batch, count, dtype=torch.float32, device=scores.device),
-        torch.empty(batch, count, dtype=torch.int64, device=scores.device),
-        torch.empty(batch, count, dtype=torch.int64, device=scores.device),
-    )
+    types = (torch.float32, torch.int64, torch.int64)
+    out = Candidates(*(scores.new_empty(batch, count, dtype=dtype) for dtype in types))
     package.launch(
         kernels.best_of_parts,
         (rows, parts),
@@ -113,12 +110,11 @@ def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise
 
 def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
     """`best_continuations` in plain torch, for any device and type, with the ties of torch.topk."""
-    batch, beams = running.shape
     vocabulary = scores.shape[1]
     accurate = torch.promote_types(scores.dtype, torch.float32)
     values = torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
-    values = values.view(batch, beams, vocabulary) + running.unsqueeze(2)
-    best, indices = values.view(batch, beams * vocabulary).topk(count, dim=1)
+    values = values.view(*running.shape, vocabulary) + running.unsqueeze(2)
+    best, indices = values.flatten(1).topk(count)
     return Candidates(best, indices // vocabulary, indices % vocabulary)
 
 
@@ -129,12 +125,9 @@ def advance_ancestry(ancestry: Tensor, parents: Tensor, position: Tensor) -> Ten
     all there is to a reorder: no K or V is moved. The table is small (rows x capacity x 4 bytes), so plain torch does.
 
     Args:
-        ancestry: [rows, capacity], int32.
+        ancestry: [rows, capacity], int32; returned.
         parents: [rows], integer: rows of the same input.
         position: one integer on the device: the suffix position that is written next.
-
-    Returns:
-        `ancestry` itself.
     """
     rows, capacity = ancestry.shape
     own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device).unsqueeze(1)

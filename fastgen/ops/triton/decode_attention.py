@@ -23,7 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops import _library
 from fastgen.ops import triton as package
+from fastgen.ops.attention import gather_suffix
 
 
 class Plan(NamedTuple):
@@ -110,7 +112,6 @@ def decode_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-    out: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of one query per row over what its input and its own history have.
@@ -129,7 +130,6 @@ def decode_attention(
             input. By default its own.
         bias: broadcastable to [rows, heads, N + capacity], any floating type: added to the scores; -inf masks.
         window: the query sees so many positions, its own the last of them; padding counts, and a prefix ends at N.
-        out: [rows, heads, value dim]: where to put the result.
         splits: in how many parts to work on a sequence; chosen by default.
 
     Returns:
@@ -139,50 +139,44 @@ def decode_attention(
         ValueError: shapes or types are not as above.
     """
     _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, suffix_length, ancestry, bias)
+    given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
+    if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
+        return reference(
+            query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
+            suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window,
+        )  # fmt: skip
+    from fastgen.ops.triton import _kernels as kernels
+
     rows, heads, dim = query.shape
     batch, kv_heads, length, _ = prefix_keys.shape
     value_dim = prefix_values.shape[3]
-    scale = dim**-0.5 if scale is None else scale
-    if out is None:
-        out = query.new_empty(rows, heads, value_dim)
-    given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
-    if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
-        return out.copy_(
-            reference(
-                query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
-                suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window,
-            )
-        )  # fmt: skip
-    from fastgen.ops.triton import _decode_attention as kernels
-
-    per_input, group = rows // max(batch, 1), heads // kv_heads
+    per_input, group = rows // batch, heads // kv_heads
     capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
-    seen = length + per_input * capacity
     chosen = plan(
-        batch, kv_heads, per_input * group, max(dim, value_dim), seen, query.element_size(),
-        package.multiprocessors(query.device), package.shared_memory(query.device),
+        batch, kv_heads, per_input * group, max(dim, value_dim), length + per_input * capacity, query.element_size(),
+        *package.limits(query.device),
     )  # fmt: skip
     splits = chosen.splits if splits is None else splits
+    out = query.new_empty(rows, heads, value_dim)
     # The parts are float32, and small: what a split of them takes is what the queries take.
-    parts = (1 if splits == 1 else splits * rows * heads,)
+    parts = (1 if splits == 1 else rows * heads * splits,)
     part_maximum = query.new_empty(parts, dtype=torch.float32)
     part_total = query.new_empty(parts, dtype=torch.float32)
     part_context = query.new_empty((*parts, value_dim), dtype=torch.float32)
-    if bias is not None:
-        bias = bias.expand(rows, heads, length + capacity)
     no_strides = (0, 0, 0)
+    block_v = max(package.power_of_two(value_dim), 16)
     package.launch(
         kernels.attend,
         (batch * kv_heads * chosen.m_tiles, splits),
         (
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
             out, part_maximum, part_total, part_context,
-            length, capacity, 0 if window is None else window, kv_heads, float(scale),
+            length, capacity, window or 0, kv_heads, float(dim**-0.5 if scale is None else scale),
             query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
-            0 if ancestry is None else ancestry.stride(0), *(no_strides if bias is None else bias.stride()),
-            out.stride(0), out.stride(1), rows * heads, splits,
+            0 if ancestry is None else ancestry.stride(0),
+            *(no_strides if bias is None else bias.expand(rows, heads, length + capacity).stride()), splits,
         ),
         PER_INPUT=per_input,
         GROUP=group,
@@ -191,7 +185,7 @@ def decode_attention(
         BLOCK_M=chosen.block_m,
         BLOCK_N=chosen.block_n,
         BLOCK_D=max(package.power_of_two(dim), 16),
-        BLOCK_V=max(package.power_of_two(value_dim), 16),
+        BLOCK_V=block_v,
         M_TILES=chosen.m_tiles,
         # The number of parts is none of these: it depends on the batch, and kernels would be compiled for each.
         IN_PARTS=splits > 1,
@@ -212,12 +206,12 @@ def decode_attention(
         package.launch(
             kernels.merge,
             (rows * heads,),
-            (part_maximum, part_total, part_context, out, heads, rows * heads, splits, out.stride(0), out.stride(1)),
+            (part_maximum, part_total, part_context, out, splits),
             VALUE_DIM=value_dim,
-            BLOCK_V=max(package.power_of_two(value_dim), 16),
+            BLOCK_V=block_v,
             BLOCK_S=package.power_of_two(splits),
             num_warps=1 if splits <= 8 else 4,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -239,47 +233,37 @@ def reference(
     """The operator in plain torch, for any device and type, on the full keys and values. Arguments as above."""
     rows, heads, dim = query.shape
     batch, kv_heads, length, _ = prefix_keys.shape
-    per_input, group = rows // max(batch, 1), heads // kv_heads
-    device = query.device
-    place = torch.arange(length, device=device)
-    seen = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if starts is not None:
-        seen &= place >= starts.unsqueeze(1)
-    if ends is not None:
-        seen &= place < ends.unsqueeze(1)
-    seen = seen.repeat_interleave(per_input, dim=0)
+    per_input, group, device = rows // batch, heads // kv_heads, query.device
     keys, values = (part.repeat_interleave(per_input, dim=0) for part in (prefix_keys, prefix_values))
+    capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
+    own, filled = torch.arange(capacity, device=device), torch.zeros((), dtype=torch.long, device=device)
     if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
-        capacity = suffix_keys.shape[2]
-        own = torch.arange(capacity, device=device)
         filled = suffix_length.reshape(()).clamp(0, capacity)
         if ancestry is not None:
             # What lies behind the filled positions may be anything, in the table as in the cache.
-            parents = torch.where(own < filled, ancestry[:, :capacity].long(), 0)
-            suffix_keys, suffix_values = (
-                # [rows, capacity, heads, dim]: position t of row ancestry[row, t]
-                part.transpose(1, 2)[parents, own].transpose(1, 2)
-                for part in (suffix_keys, suffix_values)
-            )
-        keys = torch.cat([keys, suffix_keys], dim=2)
-        values = torch.cat([values, suffix_values], dim=2)
-        seen = torch.cat([seen, (own < filled).expand(rows, capacity)], dim=1)
-        if window is not None:
-            seen &= torch.arange(length + capacity, device=device) >= length + filled - window
-    elif window is not None:
-        seen &= place >= length - window
+            parents = torch.where(own < filled, ancestry[:, :capacity], 0)
+            suffix_keys, suffix_values = (gather_suffix(part, parents) for part in (suffix_keys, suffix_values))
+        keys, values = torch.cat([keys, suffix_keys], dim=2), torch.cat([values, suffix_values], dim=2)
+    position = torch.arange(length + capacity, device=device)
+    seen = (position < length + filled).expand(batch, -1)
+    if starts is not None:
+        seen = seen & (position >= starts.unsqueeze(1))
+    if ends is not None:
+        seen = seen & ((position < ends.unsqueeze(1)) | (position >= length))
+    if window is not None:
+        seen = seen & (position >= length + filled - window)
+    seen = seen.repeat_interleave(per_input, dim=0)
     # What is not seen is not read: there may be anything, NaN too.
     unseen = ~seen[:, None, :, None]
-    keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     accurate = torch.promote_types(query.dtype, torch.float32)
-    scores = (keys.to(accurate) @ query.to(accurate).unsqueeze(3)).squeeze(3) * (dim**-0.5 if scale is None else scale)
+    keys, values = (part.masked_fill(unseen, 0).repeat_interleave(group, dim=1).to(accurate) for part in (keys, values))
+    scores = (keys @ query.to(accurate).unsqueeze(3)).squeeze(3) * (dim**-0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
     weights = torch.softmax(scores, dim=2)
     weights = weights.masked_fill(scores.isneginf().all(dim=2, keepdim=True), 0)
-    return (weights.unsqueeze(2) @ values.to(accurate)).squeeze(2).to(query.dtype)
+    return (weights.unsqueeze(2) @ values).squeeze(2).to(query.dtype)
 
 
 def _check(
@@ -292,10 +276,7 @@ def _check(
     ancestry: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"decode_attention: {message}")
-
+    require = _library.checks("decode_attention", ValueError)
     require(query.dim() == 3 and prefix_keys.dim() == 4 and prefix_values.dim() == 4, "not the dimensions it takes")
     rows, heads, dim = query.shape
     batch, kv_heads, _, width = prefix_keys.shape

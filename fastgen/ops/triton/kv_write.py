@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.ops import _library
 from fastgen.ops import triton as package
 
 
@@ -23,14 +24,13 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
-    for new, cache in ((keys, key_cache), (values, value_cache)):
-        _check(new, cache, position)
+    _check(keys, key_cache, position)
+    _check(values, value_cache, position)
     if key_cache.shape[2] != value_cache.shape[2] or keys.shape[:2] != values.shape[:2]:
         raise ValueError("kv_write: keys and values of different shapes")
     if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
-        reference(keys, values, key_cache, value_cache, position)
-        return
-    from fastgen.ops.triton import _kv_write as kernels
+        return reference(keys, values, key_cache, value_cache, position)
+    from fastgen.ops.triton import _kernels as kernels
 
     rows, heads, dim = keys.shape
     block_d = package.power_of_two(max(dim, values.shape[2]))
@@ -56,23 +56,16 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
     capacity = key_cache.shape[2]
     if capacity == 0:
         return
-    place = position.reshape(1).long()
-    valid = (place >= 0) & (place < capacity)
-    place = place.clamp(0, capacity - 1)
+    at = position.reshape(1).long().clamp(0, capacity - 1)
     for new, cache in ((keys, key_cache), (values, value_cache)):
-        old = cache.index_select(2, place)
-        cache.index_copy_(2, place, torch.where(valid, new.unsqueeze(2), old))
+        cache.index_copy_(2, at, torch.where(at == position, new.unsqueeze(2), cache.index_select(2, at)))
 
 
 def _check(new: Tensor, cache: Tensor, position: Tensor) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"kv_write: {message}")
-
+    require = _library.checks("kv_write", ValueError)
     require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
-    require(
-        (*cache.shape[:2], cache.shape[3]) == tuple(new.shape), f"{tuple(new.shape)} into a cache {tuple(cache.shape)}"
-    )
+    fits = (*cache.shape[:2], cache.shape[3]) == tuple(new.shape)
+    require(fits, f"{tuple(new.shape)} into a cache {tuple(cache.shape)}")
     require(new.dtype == cache.dtype, f"{new.dtype} into a cache of {cache.dtype}")
     require(position.numel() == 1 and not position.is_floating_point(), "position must be one integer")
     require(all(x.shape[-1] < 2 or x.stride(-1) == 1 for x in (new, cache)), "the last dimension must be contiguous")

@@ -17,14 +17,11 @@ def rms_norm(
     """`x / sqrt(mean(x ** 2) + eps) * (weight + offset)` over the last dimension.
 
     Args:
-        x: [..., width], any width.
+        x: [..., width], any width; the result is like it.
         weight: [width], of any floating type.
         offset: what is added to the weight: 1 for models (Gemma) that store its difference from one.
         rounds_scaled: whether the row is rounded to the type of `x` before it is multiplied by the weight, as in T5 and
             Llama, and not only after.
-
-    Returns:
-        Like `x`.
 
     Raises:
         ValueError: the weight has another width.
@@ -34,7 +31,7 @@ def rms_norm(
         raise ValueError(f"rms_norm: a weight of {tuple(weight.shape)} for a width of {width}")
     if x.dtype not in package.KERNEL_TYPES or not package.available(x, weight):
         return reference(x, weight, eps, offset=offset, rounds_scaled=rounds_scaled)
-    from fastgen.ops.triton import _norm as kernels
+    from fastgen.ops.triton import _kernels as kernels
 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.reshape(x.numel() // max(width, 1), width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.captured.search import BeamSearch
 from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")

@@ -135,7 +135,7 @@ class _Torch:
             (torch, "zeros", lambda size, device: real_zeros(size)),
         ):
             monkeypatch.setattr(owner, name, value)
-        monkeypatch.setattr(graph, "_places", {})
+        monkeypatch.setattr(graph, "_shared", {})
 
     def begin(self, pool: int) -> None:
         self.users[pool] = self.users.get(pool, 0) + 1

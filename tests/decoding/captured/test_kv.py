@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.step_state import StepState
+from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.shared import CannotBeCaptured, SharedKV
 
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.row_search import RowSearch
-from fastgen.decoding.captured.sequences import NOTHING
+from fastgen.decoding.captured.search import NOTHING, RowSearch
 
 VOCABULARY, EOS, PAD = 7, 2, 0
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.step_state import StepState
+from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops.attention import gather_suffix

@@ -92,7 +92,7 @@ def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     package.launch = compile_launch
     package.available = lambda *tensors: True
-    package.shared_memory = lambda device: SMALL_SHARED_BYTES if _case.startswith(SMALL) else SHARED_BYTES
+    package.limits = lambda device: (132, SMALL_SHARED_BYTES if _case.startswith(SMALL) else SHARED_BYTES)
     global _case
     for _case in sys.argv[1:]:
         try:

@@ -27,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import counters, patching, settings
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.beam_search import BeamSearch
+from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators

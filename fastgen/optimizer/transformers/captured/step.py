@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.beam_search import BeamSearch
-from fastgen.decoding.captured.kv import StaticKV
-from fastgen.decoding.captured.row_search import RowSearch
-from fastgen.decoding.captured.step_state import StepState
+from fastgen.decoding.captured.kv import StaticKV, StepState
+from fastgen.decoding.captured.search import BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured

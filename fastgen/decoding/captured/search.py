@@ -1,0 +1,343 @@
+"""The bookkeeping of a search in buffers of fixed sizes, with nothing that waits for the device.
+
+What becomes of the best candidates of a step: which of them are finished, which go on, and whether the search is over.
+The rules are those of Transformers' loops (5.x), number by number. There, shapes grow with the length and the host
+looks at a flag in every step; here, the length is on the device, every step does the same, and a step after the end
+changes nothing, so that the flag may be looked at late. It is all plain torch on small tensors: it can be captured in a
+CUDA graph as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.triton.beam_step import Candidates, best_continuations
+
+# Stands in front of a prompt that is shorter than its part of the buffer: no token.
+NOTHING = -1
+_NEVER = -1.0e9
+
+
+class Search:
+    """Sequences in buffers, and how far they are: at most `batch` inputs with `per_input` sequences each.
+
+    The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that what is
+    generated begins at the same position whatever the prompt's length. One search is run after the other. Tokens of
+    `eos` end a sequence.
+
+    Attributes:
+        prompt_capacity, new_capacity: positions for the prompt and for what is generated.
+        running_sequences: [batch, per_input, prompt_capacity + new_capacity], int64: filled up to `length`.
+        tokens: [rows], int64: what each row is continued with.
+        parents: [rows], int64: the row that each row continues; None: itself.
+        start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
+            prompt ends, up to where they are filled, and how far they may go.
+        done: one bool: the search is over.
+    """
+
+    parents: Tensor | None = None
+
+    def __init__(
+        self,
+        batch: int,
+        per_input: int,
+        prompt_capacity: int,
+        new_capacity: int,
+        device: torch.device,
+        eos: Sequence[int] = (),
+    ) -> None:
+        self._batch, self._per_input = batch, per_input
+        self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
+        self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self._positions = torch.arange(prompt_capacity + new_capacity, device=device)
+        self.running_sequences = self._positions.new_zeros(batch, per_input, prompt_capacity + new_capacity)
+        self.tokens = self._positions.new_zeros(batch * per_input)
+        self.prompt = torch.full((), prompt_capacity, dtype=torch.int64, device=device)
+        self.start, self.length, self.limit = (torch.zeros_like(self.prompt) for _ in range(3))
+        self.done = torch.zeros((), dtype=torch.bool, device=device)
+        # Inputs that are there; the others fill the batch up.
+        self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
+
+    @property
+    def running_tokens(self) -> Tensor:
+        """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
+        return self.running_sequences.flatten(0, 1)
+
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
+        """Starts a search.
+
+        Args:
+            prompt: [inputs, prompt length], int64, on the device: of encoder-decoder models the decoder's. Inputs may
+                be fewer than the capacity.
+            new_tokens: at the most, at least one.
+            fill: what stands behind the end of a sequence.
+
+        Raises:
+            ValueError: there is nothing to generate, or more than the capacity.
+        """
+        inputs, width = prompt.shape
+        if new_tokens < 1:
+            raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
+        if inputs > self._batch or width > self.prompt_capacity or new_tokens > self.new_capacity:
+            raise ValueError(
+                f"{inputs} prompts of {width} and {new_tokens} new tokens into buffers for {self._batch} prompts of "
+                f"{self.prompt_capacity} and {self.new_capacity} new tokens"
+            )
+        start = self.prompt_capacity - width
+        self.running_sequences.fill_(fill)
+        self.running_sequences[:, :, :start] = NOTHING
+        self.running_sequences[:inputs, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
+        self.tokens.copy_(self.running_tokens[:, self.prompt_capacity - 1].clamp(min=0))
+        self.start.fill_(start)
+        self.length.fill_(self.prompt_capacity)
+        self.limit.fill_(self.prompt_capacity + new_tokens)
+        self.done.fill_(False)
+        self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))
+
+    def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
+        """Continuations for `take`, by scores [rows, vocabulary]: logits, or as they are what processors made of them."""
+        raise NotImplementedError
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        """The sequences that are proposed for the first inputs, [inputs * continuations of each, end - start + 1].
+
+        Up to now, they are at [start, end) of their buffers, as the host knows.
+        """
+        raise NotImplementedError
+
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        """Goes on with what was proposed, in place. Continuations of `stops`, bools, end whatever their token is."""
+        raise NotImplementedError
+
+    def choose(self, scores: Tensor, normalise: bool) -> None:
+        """A step's choice from the scores, which are those of `propose`."""
+        self.take(self.propose(scores, normalise))
+
+    def results(self, inputs: int, count: int) -> Tensor:
+        """The `count` best sequences of each of the first inputs, [inputs * count, length of the longest], filled up.
+
+        Waits for the device.
+
+        Raises:
+            ValueError: tokens were to be drawn from what is no probabilities.
+        """
+        raise NotImplementedError
+
+    def take_over(self, other: Search) -> None:
+        """Goes on where `other`, a search of the same kind and size, is."""
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor):
+                buffer.copy_(getattr(other, name))
+
+    def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
+        """Which tokens end a sequence, in the shape of `tokens`."""
+        ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
+        return ends if stops is None else ends | stops.view_as(ends)
+
+    def _change(self, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:
+        """The end of a step: new contents of buffers. After the end of the search all stay what they are."""
+        for old, new in (*changes, (self.length, self.length + 1)):
+            old.copy_(torch.where(self.done, old, new))
+        self.done.logical_or_(over)
+
+
+class RowSearch(Search):
+    """Every row is continued for itself: with the most probable token, or with one that is drawn (`samples`).
+
+    Attributes:
+        unfinished: [rows], bool: sequences that go on.
+    """
+
+    def __init__(self, *sizes: Any, samples: bool = False) -> None:
+        super().__init__(*sizes)
+        self._samples = samples
+        self.unfinished = torch.ones_like(self.tokens, dtype=torch.bool)
+        self._fill = torch.zeros_like(self.length)
+        self._is_spoilt = torch.zeros_like(self.done)
+
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
+        super().begin(prompt, new_tokens, fill=fill)
+        self.unfinished.copy_(self._is_real.expand(-1, self._per_input).reshape(-1))
+        self._fill.fill_(fill)
+        self._is_spoilt.fill_(False)
+
+    def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
+        """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
+
+        With exponentially distributed e, the index with the largest p / e has the probabilities p: that is what
+        `torch.multinomial` does as well, after looking at the probabilities on the host.
+        """
+        if self._samples:
+            probabilities = torch.softmax(scores.float(), dim=-1)
+            # One score that is not a number spoils its whole row.
+            self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & self.unfinished).any())
+            scores = probabilities / torch.empty_like(probabilities).exponential_()
+        return (self._filled(scores.argmax(dim=-1)),)
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        rows = inputs * self._per_input
+        return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
+
+    def _filled(self, tokens: Tensor) -> Tensor:
+        return torch.where(self.unfinished, tokens, self._fill) if len(self._eos) else tokens
+
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        tokens = self._filled(proposal[0])
+        is_next = self._positions == self.length
+        written = torch.where(is_next, tokens.view(self._batch, -1, 1), self.running_sequences)
+        unfinished = self.unfinished & ~self._ends(tokens, stops)
+        self._change(
+            ~unfinished.any() | (self.length + 1 >= self.limit),
+            (self.running_sequences, written),
+            (self.unfinished, unfinished),
+            (self.tokens, tokens),
+        )
+
+    def results(self, inputs: int, count: int) -> Tensor:
+        if bool(self._is_spoilt):
+            raise ValueError("probabilities to draw from are not numbers")
+        return self.running_sequences[:inputs, :count, int(self.start) : int(self.length)].flatten(0, 1).clone()
+
+
+class BeamSearch(Search):
+    """Beam search; `early_stopping` as in `generate`.
+
+    Attributes:
+        running_scores: [batch, beams], float32: what `best_continuations` takes as `running`.
+        running_indices, indices: [batch, beams, new_capacity], int32: the row of the beam at each step.
+        sequences, scores: like the running ones: the finished hypotheses, best first.
+        finished: [batch, beams], bool: which of those are there.
+        candidates: how many candidates of each input `take` takes.
+    """
+
+    parents: Tensor
+
+    def __init__(self, *sizes: Any, early_stopping: bool | str = False) -> None:
+        super().__init__(*sizes)
+        batch, beams, device = self._batch, self._per_input, self.tokens.device
+        self._early_stopping = early_stopping
+        self.candidates = max(2, 1 + len(self._eos)) * beams
+
+        self.sequences = torch.zeros_like(self.running_sequences)
+        self.running_scores = torch.zeros(batch, beams, device=device)
+        self.scores = torch.zeros_like(self.running_scores)
+        self.running_indices = torch.zeros(batch, beams, self.new_capacity, dtype=torch.int32, device=device)
+        self.indices = torch.zeros_like(self.running_indices)
+        self.finished = torch.zeros(batch, beams, dtype=torch.bool, device=device)
+        self._own_rows = torch.arange(batch * beams, device=device)
+        self.parents = self._own_rows.clone()
+        self._improvable = torch.ones_like(self._is_real)
+
+        self._steps = torch.arange(self.new_capacity, device=device)
+        self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
+        self._best_beams = torch.arange(self.candidates, device=device) < beams
+        self._penalties = torch.ones(self.new_capacity + 2, device=device)
+        self._favours_length = torch.zeros_like(self.done)
+
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, length_penalty: float = 1.0) -> None:
+        """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
+        super().begin(prompt, new_tokens, fill=fill)
+        self.sequences.copy_(self.running_sequences)
+        # All beams are the same at first: only one of them may be continued.
+        self.running_scores.zero_()
+        self.running_scores[:, 1:] = _NEVER
+        self.scores.fill_(_NEVER)
+        self.running_indices.fill_(-1)
+        self.indices.fill_(-1)
+        self.finished.fill_(False)
+        self.parents.copy_(self._own_rows)
+        self._improvable.copy_(self._is_real)
+        # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
+        penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.new_capacity + 2)]
+        self._penalties.copy_(torch.tensor(penalties, dtype=torch.float64).float())
+        self._favours_length.fill_(length_penalty > 0.0)
+
+    def propose(self, scores: Tensor, normalise: bool) -> Candidates:
+        return best_continuations(scores, self.running_scores, self.candidates, normalise=normalise)
+
+    def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
+        candidates = Candidates(*(part[:inputs] for part in proposal))
+        sequences = _pick(self.running_sequences[:inputs, :, start:end], candidates.beams)
+        return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
+
+    def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        candidates = Candidates(*proposal)
+        step = self.length - self.prompt_capacity
+
+        # The candidates with their histories; an index behind the end (in a step after it) writes nothing.
+        sequences = _pick(self.running_sequences, candidates.beams)
+        sequences = torch.where(self._positions == self.length, candidates.tokens.unsqueeze(2), sequences)
+        rows = (candidates.beams + self._first_rows).int()
+        indices = _pick(self.running_indices, candidates.beams)
+        indices = torch.where(self._steps == step, rows.unsqueeze(2), indices)
+        ends = self._ends(candidates.tokens, stops) | (self.length + 1 >= self.limit)
+
+        # Those that go on.
+        open_scores = candidates.scores + ends.float() * _NEVER
+        chosen = open_scores.topk(self._per_input, dim=1).indices
+        running_scores = open_scores.gather(1, chosen)
+        parents = rows.gather(1, chosen).long().reshape(-1)
+        tokens = candidates.tokens.gather(1, chosen).reshape(-1)
+
+        # Those that are finished: of the best only, if their input can still be improved.
+        just_finished = ends & self._best_beams
+        scores = self._per_length(candidates.scores, step + 1)
+        if self._early_stopping is True:
+            scores = scores + self.finished.all(dim=1, keepdim=True).float() * _NEVER
+        scores = scores + (~self._improvable).float() * _NEVER
+        scores = scores + (~just_finished).float() * _NEVER
+        scores = torch.cat([self.scores, scores], dim=1)
+        kept = scores.topk(self._per_input, dim=1).indices
+        scores = scores.gather(1, kept)
+        finished = torch.cat([self.finished, just_finished], dim=1).gather(1, kept)
+
+        # Is there anything left that could become better than what is there?
+        steps = step + 1
+        if self._early_stopping == "never":
+            steps = torch.where(self._favours_length, self.limit - self.prompt_capacity, steps)
+        hoped = self._per_length(running_scores[:, :1], steps)
+        worst = scores.amin(dim=1, keepdim=True).masked_fill(~finished, _NEVER)
+        improvable = self._improvable & (hoped > worst).any(dim=1, keepdim=True)
+        over = ~improvable.any() | (ends | ~self._is_real).all()
+        if self._early_stopping is True:
+            over = over | (finished | ~self._is_real).all()
+
+        # What is read above is written below, and only here.
+        self.parents.copy_(torch.where(self.done, self._own_rows, parents))
+        self._change(
+            over,
+            (self.sequences, _pick(torch.cat([self.sequences, sequences], dim=1), kept)),
+            (self.indices, _pick(torch.cat([self.indices, indices], dim=1), kept)),
+            (self.running_sequences, _pick(sequences, chosen)),
+            (self.running_indices, _pick(indices, chosen)),
+            (self.running_scores, running_scores),
+            (self.scores, scores),
+            (self.finished, finished),
+            (self._improvable, improvable),
+            (self.tokens, tokens),
+        )
+
+    def results(self, inputs: int, count: int) -> Tensor:
+        start, end = int(self.start), self.prompt_capacity + self._written(inputs, count)
+        return self.sequences[:inputs, :count, start:end].flatten(0, 1).clone()
+
+    def result_indices(self, inputs: int, count: int) -> Tensor:
+        """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind."""
+        return self.indices[:inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
+
+    def _written(self, inputs: int, count: int) -> int:
+        return int((self.indices[:inputs, :count] >= 0).sum(dim=2).max())
+
+    def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
+        penalty = self._penalties.index_select(0, steps.clamp(0, self._penalties.shape[0] - 1).reshape(1))
+        # A GPU divides by a number from the host, which the library's penalty is, by multiplying with its inverse.
+        return scores * penalty.reciprocal() if scores.is_cuda else scores / penalty
+
+
+def _pick(x: Tensor, beams: Tensor) -> Tensor:
+    """[batch, n, ...] and [batch, k] -> [batch, k, ...]: those of the second dimension."""
+    return x.gather(1, beams.unsqueeze(2).expand(-1, -1, x.shape[2]))
