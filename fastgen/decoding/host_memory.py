@@ -45,7 +45,7 @@ def kept(device: torch.device) -> Iterator[None]:
     Args:
         device: of the model. Nothing is done unless it is a CPU.
     """
-    global _inside
+    global _inside, _left_behind
     # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
     in_main_thread = threading.current_thread() is threading.main_thread()
     library = _library()
@@ -63,7 +63,10 @@ def kept(device: torch.device) -> Iterator[None]:
         for parameter, value in _AFTERWARDS.items():
             library.mallopt(parameter, value)
         if settings.current().packed_weights != "keep":
-            _give_back(library, held_before)
+            _left_behind += max(_resident() - held_before, 0)
+            if _left_behind > _MIN_TRIMMED:
+                _left_behind = 0
+                library.malloc_trim(ctypes.c_size_t(0))
 
 
 def backend() -> str:
@@ -92,14 +95,6 @@ def _library() -> ctypes.CDLL | None:
     except (AttributeError, ValueError, OSError):
         return None
     return library
-
-
-def _give_back(library: ctypes.CDLL, held_before: int) -> None:
-    global _left_behind
-    _left_behind += max(_resident() - held_before, 0)
-    if _left_behind > _MIN_TRIMMED:
-        _left_behind = 0
-        library.malloc_trim(ctypes.c_size_t(0))
 
 
 def _resident() -> int:

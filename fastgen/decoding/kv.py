@@ -90,15 +90,13 @@ class LayerKV:
 
     First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
     `expand` says that every input is continued by several sequences, and from then on `extend` takes
-    [batch * per_input, heads, T, dim]. What `keys` and `values` return stands for
-    [batch * per_input, heads, length, dim]:
+    [batch * per_input, heads, T, dim]. What it returns stands for [batch * per_input, heads, length, dim]:
 
     * a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay;
     * a `SharedKV` otherwise, which never holds the repeated prefix.
 
     A reorder moves the part of the suffix that changes. Where the attention operator can read through a table
-    (`Beams.ancestry`) it moves nothing; should something else want the suffix, it is gathered once, and moved from then
-    on.
+    (`Beams.ancestry`) it moves nothing, until something else wants the suffix.
 
     Args:
         initial_capacity: suffix positions to allocate at first.
@@ -193,13 +191,14 @@ class LayerKV:
 
     def _may_use_ancestry(self, keys: Tensor, values: Tensor) -> bool:
         """Whether reorders are to change a table, for a suffix that starts with these."""
+        is_worth_sharing = self._is_shared and not self._is_short
         return (
             self._beams.per_input > 1
             and (self._prefix is None or self._is_shared)
             and keys.dtype is torch.float32
             and attention.reads_ancestry(keys.device.type)
             and not torch.is_grad_enabled()
-            and (self._is_worth_sharing or keys.nbytes + values.nbytes >= MIN_TABLE_BYTES * keys.shape[2])
+            and (is_worth_sharing or keys.nbytes + values.nbytes >= MIN_TABLE_BYTES * keys.shape[2])
         )
 
     def _repeat_prefix(self) -> None:
@@ -254,10 +253,6 @@ class LayerKV:
             raise ValueError(f"{count} positions cannot be forgotten: not so many were added since the last reorder")
         for part in self._suffix:
             part.length -= count
-
-    @property
-    def _is_worth_sharing(self) -> bool:
-        return self._is_shared and not self._is_short
 
     @property
     def _is_shared(self) -> bool:

@@ -153,12 +153,7 @@ class _Linear(Replacement):
 
     The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
     packing costs, or when it certainly will. So a call is never much slower than it would be without, however early it
-    ends.
-
-    Attributes:
-        products: how it multiplies.
-        budget: shared by the layers of a model.
-        used: something was multiplied with a packed weight.
+    ends. `used` says that something was multiplied with a packed weight.
     """
 
     __slots__ = ("_failed", "_missed", "_transposed", "_weight", "budget", "products", "used")
@@ -179,10 +174,7 @@ class _Linear(Replacement):
         return self.products.precision
 
     def forget(self) -> None:
-        """Drops the packed weight, and that which another thread is packing just now: a call begins.
-
-        What is multiplied at this moment is not disturbed.
-        """
+        """Drops the packed weight, and one that another thread is packing. Products under way are not disturbed."""
         self._missed, self._weight = 0.0, None
 
     def end_call(self) -> None:

@@ -18,10 +18,9 @@ MIN_SAVING = 0.1
 
 
 def lengths(mask: Tensor) -> Tensor:
-    """The length of each input, [batch]; that of the batch where the padding is not all behind it.
+    """The length of each input, [batch], by a mask [batch, longest] of ones and, behind them, zeros.
 
-    Args:
-        mask: [batch, longest], of any dtype: 1 where there is a token, 0 where there is padding.
+    That of the batch where the padding is not all behind the input.
     """
     found, longest = mask.sum(dim=1).long(), mask.shape[1]
     behind = torch.arange(longest) < found.unsqueeze(1)
@@ -29,12 +28,7 @@ def lengths(mask: Tensor) -> Tensor:
 
 
 def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
-    """Which inputs run together, and how long they are at the most; none if groups do not pay.
-
-    Args:
-        lengths: of each input, without its padding.
-        longest: positions of the batch.
-    """
+    """Which inputs of these lengths run together, and how long they are at the most; none if groups do not pay."""
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

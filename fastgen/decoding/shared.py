@@ -1,10 +1,10 @@
 """A tensor that stands for K or V of all sequences, without the repeated prefix ever being made.
 
-Models take what the cache returns and compute attention with it in their own way. `SharedKV` is handed to them in the
-place of the full tensor [rows, heads, length, dim]. It has that tensor's shape, dtype and device. The operations that
-attention is made of (transposing, folding heads into rows, repeating K/V heads for grouped queries, matrix products,
-`scaled_dot_product_attention`) are computed on the two parts; the model's own scaling, masks, biases, soft-caps and
-sinks stay the model's own code. Whatever else touches a `SharedKV` gets the full tensor: correct, only slower.
+Models compute attention in their own way with what the cache returns. `SharedKV` has the shape, dtype and device of the
+full tensor [rows, heads, length, dim]. The operations that attention is made of (transposing, folding heads into rows,
+repeating K/V heads for grouped queries, matrix products, `scaled_dot_product_attention`) are computed on the two parts;
+scaling, masks, biases, soft-caps and sinks stay the model's own code. Whatever else touches a `SharedKV` gets the full
+tensor: correct, only slower.
 """
 
 from __future__ import annotations

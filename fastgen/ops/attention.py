@@ -131,7 +131,7 @@ def shared_prefix_attention(
         RuntimeError: a shape, a type or a device is not as above.
     """
     if not suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
-        return _composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
+        return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
     return torch.ops.fastgen.shared_prefix_attention.default(
         query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
     )
@@ -172,10 +172,10 @@ def _converts_halves() -> bool:
 def reference(*args: Any, **kwargs: Any) -> Tensor:
     """The operator in plain torch, for any device. Arguments as in the schema."""
     _check(*args, **kwargs)
-    return _composed(*args, **kwargs)
+    return composed(*args, **kwargs)
 
 
-def _composed(
+def composed(
     query: Tensor,
     prefix_keys: Tensor,
     prefix_values: Tensor,

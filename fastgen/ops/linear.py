@@ -1,11 +1,10 @@
 """Linear layers for the few rows of a decoding step on a CPU.
 
-A BLAS library gets the weight as it lies in memory, and rearranges it block by block inside every product. For few rows
-that costs as much as the product itself. `packed_linear` takes a weight that was rearranged once, into panels that hold
-some outputs of all inputs in the order in which a product uses them, and reads it as one stream. `streamed_linear`
-takes the weight as it is and rearranges it while it waits for memory: it needs no copy of the weight, and gives the
-same result (see csrc/cpu/linear.cpp). Which of these is faster than torch's own product depends on the processor, on
-what torch was built with, and on the shape, so it is measured, once per machine and shape (`costs`).
+A BLAS library rearranges the weight block by block inside every product. For few rows that costs as much as the product
+itself. `packed_linear` takes a weight that was rearranged once, into panels that hold some outputs of all inputs in the
+order in which a product uses them, and reads it as one stream. `streamed_linear` takes the weight as it is and
+rearranges it while it waits for memory: it needs no copy, and gives the same result (see csrc/cpu/linear.cpp). Which is
+faster than torch's own product is measured, once per machine and shape (`costs`).
 
 The operators are `torch.ops.fastgen.pack_linear`, `packed_linear` and `streamed_linear`; float32 only. They are defined
 by kernels alone (`is_available`). The results differ from those of `torch.nn.functional.linear` by rounding.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,13 +71,7 @@ def as_rows(x: Tensor) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` with `packed = pack(weight)`; not differentiable.
 
-    Args:
-        x: [..., inputs], float32.
-        bias: [outputs] or None.
-        outputs: rows of the weight.
-
-    Returns:
-        [..., outputs].
+    x is [..., inputs] and the bias [outputs], float32.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
@@ -120,15 +113,13 @@ def backend() -> str:
 
 
 def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool = True) -> Costs | None:
-    """What a layer of this shape costs on this machine, with the number of threads in force.
+    """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
-    Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered in a
-    file of the user's cache folder (`fastgen.ops._timings`).
+    Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
+    (`fastgen.ops._timings`). None if it is not known, and not to be measured.
 
     Args:
-        rows: rows of the input, at least 1.
         transposed: the weight is stored as [inputs, outputs], as GPT-2's.
-        measure: whether to measure what is not known yet; if not, None is returned for it.
     """
     bucket = min(1 << (rows - 1).bit_length(), _MAX_ROWS)
     key = f"{bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
@@ -167,17 +158,13 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
         products.append((streamed, [weight.clone() for weight in weights]))
     # In turns, so that what else the machine does meets all of them.
     rounds: list[list[float]] = []
-    while len(rounds) < _ROUNDS or (len(rounds) < _MAX_ROUNDS and not all(map(_is_steady, zip(*rounds, strict=True)))):
+    is_steady = False  # the shortest time of each is no accident
+    while len(rounds) < _ROUNDS or (len(rounds) < _MAX_ROUNDS and not is_steady):
         rounds.append([_seconds(*product) for product in products])
+        is_steady = all(sorted(times)[:2][-1] <= _STEADY * min(times) for times in zip(*rounds, strict=True))
     scale = outputs / some
     seconds = [min(times) * scale for times in zip(*rounds, strict=True)]
     return Costs(seconds[0], seconds[1], packing * scale, *seconds[2:])
-
-
-def _is_steady(times: Sequence[float]) -> bool:
-    """Whether the shortest time is no accident."""
-    first, second = sorted(times)[:2]
-    return second <= _STEADY * first
 
 
 def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:

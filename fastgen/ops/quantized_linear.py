@@ -52,11 +52,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def pack(weight: Tensor, precision: str) -> QuantizedWeight:
-    """The weight in another precision, laid out for `quantized_linear`.
-
-    Args:
-        weight: [outputs, inputs], float32, any strides; at most 65,536 inputs.
-        precision: "int8" or "bf16".
+    """The weight, [outputs, inputs], float32, any strides, in "int8" or "bf16"; at most 65,536 inputs.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
@@ -71,14 +67,8 @@ def pack(weight: Tensor, precision: str) -> QuantizedWeight:
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
 
-    A row of x that holds anything infinite or NaN gives NaN in `int8`.
-
-    Args:
-        x: [..., inputs], float32.
-        bias: [outputs] or None, float32.
-
-    Returns:
-        [..., outputs], float32.
+    x is [..., inputs] and the bias [outputs], float32 like the result. A row of x that holds anything infinite or NaN
+    gives NaN in `int8`.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
@@ -95,10 +85,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
 def unavailable(precision: str, measure: bool = True) -> str | None:
     """Why weights in this precision make nothing faster here, or None.
 
-    Args:
-        precision: "int8" or "bf16".
-        measure: whether a measurement decides too, made once per machine in milliseconds; if not, only the processor's
-            instructions do.
+    The processor's instructions decide, and a measurement, if allowed: once per machine, in milliseconds.
     """
     missing = _missing(precision)
     if missing is not None or not measure:

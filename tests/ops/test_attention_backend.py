@@ -25,13 +25,13 @@ class TestWhatServes:
         """The names of what has served."""
         names = []
 
-        composed = attention._composed
+        composed = attention.composed
 
         def record(*args):
             names.append("reference")
             return composed(*args)
 
-        monkeypatch.setattr(attention, "_composed", record)
+        monkeypatch.setattr(attention, "composed", record)
         return names
 
     def test_a_decoding_step(self, served):

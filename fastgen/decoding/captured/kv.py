@@ -74,10 +74,8 @@ class StepState:
     def causal_bias(self, heads: int, prefix: int) -> Tensor:
         """What is added to the scores so that a position of the step does not see those of the step behind it.
 
-        A buffer that goes along with the steps: one for all layers of a shape.
-
-        Returns:
-            [1, heads * width, prefix + capacity], float32: the positions of the step one by one for each head.
+        A buffer that goes along with the steps, [1, heads * width, prefix + capacity], float32: the positions of the
+        step one by one for each head. One for all layers of a shape.
         """
         if (heads, prefix) not in self._biases:
             made = torch.zeros(1, heads * self.width, prefix + self.capacity, device=self._own.device)
@@ -140,11 +138,9 @@ class StaticKV:
         return self.prefix_capacity + (self._state.capacity if self._suffix else 0)
 
     def load(self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool) -> None:
-        """Takes over the prefix of a call: [inputs, heads, N, dim].
+        """Takes over the prefix of a call, [inputs, heads, N, dim], of which [starts, ends) count, [inputs] each.
 
-        Args:
-            starts, ends: [inputs], int64: which of the N positions count.
-            at_end: the prefix is put at the end of its capacity, and not at its start.
+        It is put at the start of its capacity, or at the end.
         """
         inputs, _, length, _ = keys.shape
         first = self.prefix_capacity - length if at_end else 0
@@ -183,11 +179,9 @@ class StaticKV:
         )
 
     def materialize(self, inputs: int, length: int, new: int = 0, at_end: bool = False) -> tuple[Tensor, Tensor]:
-        """What is stored of the first `inputs` inputs as ordinary tensors, [rows, heads, length + new, dim].
+        """What is stored of the first inputs as ordinary tensors, [rows, heads, length + new, dim].
 
-        Args:
-            length, at_end: positions of the prefix that `load` was given, and where it put them.
-            new: positions of the suffix.
+        `load` was given the first `length` of these positions, and `at_end`. The others are of the suffix.
         """
         first = self.prefix_capacity - length if at_end else 0
         per_input = self._state.per_input
@@ -260,12 +254,9 @@ class StepReader:
         return context.view(rows, heads, queries, -1)
 
     def leave_out(self, scores: Tensor, prefix: int) -> Tensor:
-        """Scores that a model goes on with itself: what does not count is taken out, in place.
+        """Takes what does not count out of the scores of a model, [rows, heads, queries, prefix + capacity], in place.
 
         A model without padding, or with a single query, may have no mask that does it.
-
-        Args:
-            scores: [rows, heads, queries, prefix + capacity].
         """
         counts = self._counts(prefix, scores.shape[-1] - prefix)
         self._check(scores.shape[2])

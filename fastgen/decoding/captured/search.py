@@ -71,9 +71,7 @@ class Search:
         """Starts a search.
 
         Args:
-            prompt: [inputs, prompt length], int64, on the device: of encoder-decoder models the decoder's. Inputs may
-                be fewer than the capacity.
-            new_tokens: at the most, at least one.
+            prompt: [inputs, prompt length], int64, on the device: of encoder-decoder models the decoder's.
             fill: what stands behind the end of a sequence.
 
         Raises:
@@ -99,7 +97,7 @@ class Search:
         self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
-        """Continuations for `take`, by scores [rows, vocabulary]: logits, or as they are what processors made of them."""
+        """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them."""
         raise NotImplementedError
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:

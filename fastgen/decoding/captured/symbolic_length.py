@@ -50,7 +50,8 @@ class SymbolicLength(Tensor):
         other = args[1] if len(args) == 2 and type(args[1]) is int else None
         if number is not None and other is not None:
             if func in _COMPARISONS:
-                answers = {_COMPARISONS[func](bound, other) for bound in _telling(number, other)}
+                telling = (number.low, number.high, min(max(other, number.low), number.high))
+                answers = {_COMPARISONS[func](value, other) for value in telling}
                 if len(answers) == 1:
                     return answers.pop()
             elif func in _SHIFTS:
@@ -71,11 +72,6 @@ class Ranges(TorchFunctionMode):
             if start.origin is end.origin:
                 return torch.arange(end.offset - start.offset, **(kwargs or {})) + start
         return func(*args, **(kwargs or {}))
-
-
-def _telling(number: SymbolicLength, other: int) -> set[int]:
-    """Values of the number with which all answers to its comparison with `other` are there."""
-    return {number.low, number.high} | ({other} if number.low <= other <= number.high else set())
 
 
 def _forms(name: str) -> tuple[Any, ...]:

@@ -43,14 +43,12 @@ class Candidates(NamedTuple):
 
 
 def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
-    """The `count` best continuations of each input over all its beams.
+    """The `count` best continuations of each input over all its beams, from 1 to beams * vocabulary.
 
     Args:
         scores: [rows, vocabulary], any floating type: logits, or, where processors have changed the log-probabilities,
-            those, with `normalise=False`.
+            those, not to be normalised by a log-softmax.
         running: [batch, beams]: the accumulated scores of the beams; rows = batch * beams.
-        count: from 1 to beams * vocabulary.
-        normalise: take the log-softmax of the scores first.
 
     Raises:
         ValueError: shapes or `count` are not as above.

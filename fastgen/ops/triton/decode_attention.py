@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastgen.ops import _library
 from fastgen.ops import triton as package
-from fastgen.ops.attention import gather_suffix
+from fastgen.ops.attention import composed
 
 
 class Plan(NamedTuple):
@@ -45,16 +45,14 @@ def plan(
 ) -> Plan:  # fmt: skip
     """The sizes for these tensors; they depend on nothing that is on the device only.
 
+    `tile_rows` queries read the same K/V head of an input; its prefix and suffixes have `positions` at most. A program
+    may have 227 KB of shared memory on an H200, 99 KB on GPUs for workstations.
+
     The kernel moves bytes and does little with them, so what counts is that enough of them are under way: by Little's
     law about 25 KB per multiprocessor on an H200 (4.8 TB/s, 0.7 microseconds, 132 multiprocessors). A block of K is
     16 KB (128 positions of 64 half-precision numbers), and so is one of V; with two stages of loads ahead and two
     programs per multiprocessor there is more than enough. All blocks of a program take at most 96 KB, so that two of
-    them fit into the 227 KB that a multiprocessor has.
-
-    Args:
-        tile_rows: queries that read the same K/V head of an input.
-        positions: of prefix and suffixes of an input together, at most.
-        shared_memory: bytes that a program may have of it: 227 KB on an H200, 99 KB on GPUs for workstations.
+    them fit into a multiprocessor.
     """
     # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
     block_m = min(max(package.power_of_two(tile_rows), 16), 64)
@@ -230,40 +228,37 @@ def reference(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The operator in plain torch, for any device and type, on the full keys and values. Arguments as above."""
-    rows, heads, dim = query.shape
-    batch, kv_heads, length, _ = prefix_keys.shape
-    per_input, group, device = rows // batch, heads // kv_heads, query.device
-    keys, values = (part.repeat_interleave(per_input, dim=0) for part in (prefix_keys, prefix_values))
-    capacity = 0 if suffix_keys is None else suffix_keys.shape[2]
-    own, filled = torch.arange(capacity, device=device), torch.zeros((), dtype=torch.long, device=device)
-    if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
-        filled = suffix_length.reshape(()).clamp(0, capacity)
-        if ancestry is not None:
-            # What lies behind the filled positions may be anything, in the table as in the cache.
-            parents = torch.where(own < filled, ancestry[:, :capacity], 0)
-            suffix_keys, suffix_values = (gather_suffix(part, parents) for part in (suffix_keys, suffix_values))
-        keys, values = torch.cat([keys, suffix_keys], dim=2), torch.cat([values, suffix_values], dim=2)
-    position = torch.arange(length + capacity, device=device)
-    seen = (position < length + filled).expand(batch, -1)
+    """The operator in plain torch, for any device and type. Arguments as above."""
+    batch, _, length, _ = prefix_keys.shape
+    seen = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+    position = torch.arange(length, device=query.device)
     if starts is not None:
-        seen = seen & (position >= starts.unsqueeze(1))
+        seen &= position >= starts.unsqueeze(1)
     if ends is not None:
-        seen = seen & ((position < ends.unsqueeze(1)) | (position >= length))
-    if window is not None:
-        seen = seen & (position >= length + filled - window)
-    seen = seen.repeat_interleave(per_input, dim=0)
+        seen &= position < ends.unsqueeze(1)
+    filled: Tensor | int = 0
     # What is not seen is not read: there may be anything, NaN too.
-    unseen = ~seen[:, None, :, None]
-    accurate = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (part.masked_fill(unseen, 0).repeat_interleave(group, dim=1).to(accurate) for part in (keys, values))
-    scores = (keys @ query.to(accurate).unsqueeze(3)).squeeze(3) * (dim**-0.5 if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias
-    scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
-    weights = torch.softmax(scores, dim=2)
-    weights = weights.masked_fill(scores.isneginf().all(dim=2, keepdim=True), 0)
-    return (weights.unsqueeze(2) @ values).squeeze(2).to(query.dtype)
+    dtype, accurate = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    prefix_keys, prefix_values = (
+        part.masked_fill(~seen[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
+    )
+    if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
+        capacity = suffix_keys.shape[2]
+        filled = suffix_length.reshape(()).clamp(0, capacity)
+        is_filled = torch.arange(capacity, device=query.device) < filled
+        suffix_keys, suffix_values = (
+            part.masked_fill(~is_filled.unsqueeze(1), 0).to(accurate) for part in (suffix_keys, suffix_values)
+        )
+        ancestry = None if ancestry is None else torch.where(is_filled, ancestry[:, :capacity], 0)
+        seen = torch.cat([seen, is_filled.expand(batch, -1)], dim=1)
+    if window is not None:
+        seen = seen & (torch.arange(seen.shape[1], device=query.device) >= length + filled - window)
+    mask = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf)
+    mask = mask.repeat_interleave(query.shape[0] // batch, dim=0).unsqueeze(1)
+    mask = (mask if bias is None else mask + bias).to(accurate).unsqueeze(2)
+    query = query.unsqueeze(2).to(accurate)
+    out = composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
+    return out.squeeze(2).to(dtype)
 
 
 def _check(

@@ -1,8 +1,4 @@
-"""The new K and V of all rows into the cache, at a position that is on the device.
-
-`cache[:, :, position] = new` with a position that a replayed graph can change. In plain torch it is an `index_copy_`
-for each of K and V, and the check that the position is inside; here it is one launch for both.
-"""
+"""The new K and V of all rows into the cache, at a position that is on the device: one launch for both."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from fastgen.ops import triton as package
 
 
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
-    """Writes `keys` and `values` to `position` of the caches.
+    """`cache[:, :, position] = new` for K and V, with a position that a replayed graph can change.
 
     Args:
         keys, values: [rows, heads, dim] each; values may have another dim. The last dimension contiguous, as of all.

@@ -17,11 +17,9 @@ def rms_norm(
     """`x / sqrt(mean(x ** 2) + eps) * (weight + offset)` over the last dimension.
 
     Args:
-        x: [..., width], any width; the result is like it.
-        weight: [width], of any floating type.
+        x, weight: [..., width] and [width], of any floating types; the result is like x.
         offset: what is added to the weight: 1 for models (Gemma) that store its difference from one.
-        rounds_scaled: whether the row is rounded to the type of `x` before it is multiplied by the weight, as in T5 and
-            Llama, and not only after.
+        rounds_scaled: the row is rounded to the type of `x` before it is multiplied by the weight, too (T5, Llama).
 
     Raises:
         ValueError: the weight has another width.
