@@ -12,7 +12,6 @@ from torch import Tensor
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
 from fastgen.ops.attention import gather_suffix
-from fastgen.ops.triton.beam_step import advance_ancestry
 from fastgen.ops.triton.decode_attention import decode_attention
 from fastgen.ops.triton.kv_write import kv_write
 
@@ -53,13 +52,15 @@ class StepState:
         self._write_biases()
 
     def advance(self, parents: Tensor | None) -> None:
-        """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place."""
+        """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
+
+        That is all there is to a reorder: no K or V is moved. What the next step stores lies in the row itself.
+        """
         self._positions.add_(1)
         self.filled.add_(1)
         if self.ancestry is not None and parents is not None:
-            advance_ancestry(self.ancestry, parents, self.position)
-            if self.width > 1:  # the other positions of the next step lie in the row itself, too
-                self.ancestry.copy_(torch.where(self._columns >= self.position, self._own, self.ancestry))
+            moved = self.ancestry.index_select(0, parents)
+            self.ancestry.copy_(torch.where(self._columns >= self.position, self._own, moved))
         self._write_biases()
 
     def take_over(self, other: StepState) -> None:

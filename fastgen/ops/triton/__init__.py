@@ -2,7 +2,7 @@
 
     decode_attention   one query per row over a prefix shared by the rows of an input, and a suffix read through a table
     kv_write           the new K and V of all rows into the cache, at a position that is on the device
-    beam_step          log-probabilities, accumulated scores, the best candidates, and what becomes of the beams
+    beam_step          log-probabilities, accumulated scores, and the best candidates
     norm               RMS norm: torch has a layer norm
     _kernels           the kernels of all of them; only its import needs Triton
 

@@ -1,4 +1,4 @@
-"""The step of beam search: the best continuations of the beams of every input, and where their histories lie.
+"""The step of beam search: the best continuations of the beams of every input.
 
     scores = log_softmax(logits) + running scores, over beams x vocabulary; the best of them
 
@@ -114,20 +114,3 @@ def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = 
     values = values.view(*running.shape, vocabulary) + running.unsqueeze(2)
     best, indices = values.flatten(1).topk(count)
     return Candidates(best, indices // vocabulary, indices % vocabulary)
-
-
-def advance_ancestry(ancestry: Tensor, parents: Tensor, position: Tensor) -> Tensor:
-    """The table of the rows that continue `parents`, in place: where each suffix position of each row lies.
-
-    Row r takes the history of row `parents[r]`, and its next K and V, at `position`, will lie in row r itself. That is
-    all there is to a reorder: no K or V is moved. The table is small (rows x capacity x 4 bytes), so plain torch does.
-
-    Args:
-        ancestry: [rows, capacity], int32; returned.
-        parents: [rows], integer: rows of the same input.
-        position: one integer on the device: the suffix position that is written next.
-    """
-    rows, capacity = ancestry.shape
-    own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device).unsqueeze(1)
-    next_one = torch.arange(capacity, device=ancestry.device) == position.reshape(())
-    return ancestry.copy_(torch.where(next_one, own, ancestry.index_select(0, parents)))

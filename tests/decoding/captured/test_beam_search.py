@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch
-from fastgen.ops.triton.beam_step import Candidates, advance_ancestry, best_continuations, reference
+from fastgen.ops.triton.beam_step import Candidates, best_continuations, reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,15 +100,16 @@ def test_tokens_and_parents_are_those_of_the_beams(model, device):
     state = begin(prompt, beams=3, max_length=10)  # without an end, after which nothing changes
     rows = 6
     written = torch.zeros(rows, 8, dtype=torch.int64, device=device)
-    ancestry = torch.zeros(rows, 8, dtype=torch.int32, device=device)
+    steps = StepState(2, 3, 8, device)
     for step in range(6):
         with torch.no_grad():
             logits = model(state.running_sequences[:, :, : 3 + step].flatten(0, 1)).logits[:, -1]
         state.take(reference(logits, state.running_scores, state.candidates))
-        advance_ancestry(ancestry, state.parents, torch.tensor(step, device=device))
+        if step:
+            steps.advance(state.parents)
         written[:, step] = state.tokens
-        places = torch.arange(step + 1, device=device)
-        read = written[ancestry[:, : step + 1].long(), places]
+        positions = torch.arange(step + 1, device=device)
+        read = written[steps.ancestry[:, : step + 1].long(), positions]
         assert read.tolist() == state.running_sequences.flatten(0, 1)[:, 3 : 4 + step].tolist()
 
 

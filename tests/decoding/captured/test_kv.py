@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.shared import CannotBeCaptured, SharedKV
@@ -242,3 +246,24 @@ def test_the_full_tensor_is_refused(device):
     assert isinstance(keys, SharedKV) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, ROOM, DIM)
     with pytest.raises(CannotBeCaptured, match="as one tensor"):
         keys + 1
+
+
+@given(batch=st.integers(1, 3), per_input=st.integers(2, 5), length=st.integers(1, 12), seed=st.integers())
+@settings(max_examples=30)
+def test_histories_are_found_through_the_table(batch, per_input, length, seed):
+    """A cache of labels, written only at the current position, read through the table after every reorder."""
+    draw = random.Random(seed)
+    rows = batch * per_input
+    cache = torch.zeros(rows, length, dtype=torch.int64)
+    state = StepState(batch, per_input, length, torch.device("cpu"))
+    histories = [[] for _ in range(rows)]
+    for step in range(length):
+        parents = [row // per_input * per_input + draw.randrange(per_input) for row in range(rows)]
+        if step:
+            state.advance(torch.tensor(parents))
+        assert int(state.position) == step
+        histories = [histories[parent] + [(step, row)] for row, parent in enumerate(parents)]
+        cache[:, step] = torch.arange(rows) + 1000 * step
+        for row, history in enumerate(histories):
+            read = [int(cache[state.ancestry[row, t], t]) for t in range(step + 1)]
+            assert read == [1000 * t + source for t, source in history]

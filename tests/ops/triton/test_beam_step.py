@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastgen.ops.triton import beam_step
-from fastgen.ops.triton.beam_step import advance_ancestry, best_continuations, reference
+from fastgen.ops.triton.beam_step import best_continuations, reference
 
 cases = st.fixed_dictionaries(
     {
@@ -116,28 +115,6 @@ def test_extremes_are_ordered_as_topk_does(device, kernels):
 def test_wrong_arguments(rows, beams, count):
     with pytest.raises(ValueError, match="best_continuations: "):
         best_continuations(torch.zeros(rows, 10), torch.zeros(2, beams), count)
-
-
-@given(
-    st.integers(1, 3), st.integers(1, 5), st.integers(1, 12), st.sampled_from([torch.int32, torch.int64]), st.integers()
-)
-@settings(max_examples=30)
-def test_histories_are_found_through_the_table(batch, per_input, length, kind, seed):
-    """A cache of labels, written only at the current position, read through the table after every reorder."""
-    draw = random.Random(seed)
-    rows = batch * per_input
-    cache = torch.zeros(rows, length, dtype=torch.int64)
-    ancestry = torch.full((rows, length), -7, dtype=torch.int32)
-    histories = [[] for _ in range(rows)]
-    for step in range(length):
-        parents = [row // per_input * per_input + draw.randrange(per_input) for row in range(rows)]
-        position = torch.tensor(step, dtype=kind)
-        assert advance_ancestry(ancestry, torch.tensor(parents), position) is ancestry
-        histories = [histories[parent] + [(step, row)] for row, parent in enumerate(parents)]
-        cache[:, step] = torch.arange(rows) + 1000 * step
-        for row, history in enumerate(histories):
-            read = [int(cache[ancestry[row, t], t]) for t in range(step + 1)]
-            assert read == [1000 * t + source for t, source in history]
 
 
 def test_too_many_candidates_for_one_program_are_left_to_torch(device, monkeypatch):
