@@ -1,9 +1,9 @@
 """Memory of the host that is used again, instead of given back to the system, while a model generates on the CPU.
 
 Every forward pass frees and allocates blocks of the same sizes. The C library of Linux gives a large block back to the
-system when it is freed, and gets a new one of it the next time; the kernel then finds, clears and maps every page of
-4 KiB when it is touched first, which takes longer than a layer takes to fill it. `kept` tells the library to keep what
-is freed, for as long as a call of `generate` lasts, and gives back at its end what the process did not hold before.
+system, and the kernel clears and maps every page of the next one when it is touched first, which takes longer than a
+layer takes to fill it. `kept` tells the library to keep what is freed, for as long as a call of `generate` lasts, and
+gives back at its end what the process did not hold before.
 
 That is a matter of two numbers of the library's `malloc` (`mallopt(3)`), which hold for the process. Afterwards they
 are those that the library itself arrives at once a block of 32 MiB has been freed, as every program with large tensors

@@ -165,11 +165,12 @@ class SharedKV(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable and any(
-            isinstance(argument, SharedKV) for argument in _written(func._schema, args, kwargs)
-        ):
-            _refuse_write(func)
+        kwargs, arguments = kwargs or {}, func._schema.arguments
+        if func._schema.is_mutable:
+            given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+            written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+            if any(isinstance(given.get(name), SharedKV) for name in written):
+                _refuse_write(func)
         args, kwargs = tree_map_only(SharedKV, SharedKV.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -193,13 +194,6 @@ def _require(condition: bool) -> None:
 def _parts_of(value: Any) -> Parts:
     _require(isinstance(value, SharedKV))
     return value._parts
-
-
-def _written(schema: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments that an operator changes in place."""
-    values = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
-    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [values[name] for name in written if name in values]
 
 
 def _refuse_write(tensor: Any, *args: Any) -> Any:

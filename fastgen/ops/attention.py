@@ -1,10 +1,10 @@
 """Attention over a prefix that several sequences share and a suffix that each has for itself.
 
 One input is continued by `per_input` sequences (its beams, or its returned samples). They have the same prefix: the
-prompt, or the encoder output in cross-attention. Its K/V is stored once per input and read once per input: the queries
-of all sequences of an input become the rows of one matrix product. The split of the attention into a shared and an own
-part is that of FastSeq's attention cache optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL
-2021); the softmax runs over the scores of both parts together, so the result is that of ordinary attention.
+prompt, or the encoder output in cross-attention. Its K/V is stored and read once per input: the queries of all
+sequences of an input become the rows of one matrix product. The split into a shared and an own part is that of
+FastSeq's attention cache optimisation (Yan et al., "FastSeq: Make Sequence Generation Faster", ACL 2021); the softmax
+runs over the scores of both parts together, so the result is that of ordinary attention.
 
 Shapes, used throughout:
     rows = batch * per_input   sequences, those of one input next to each other

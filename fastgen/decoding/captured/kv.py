@@ -306,10 +306,14 @@ class StepReader:
         return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
 
     def _equals_lengths(self, mask: Tensor, prefix: Tensor, capacity: int) -> bool:
-        visible = _visible(mask)
+        visible = mask
+        if mask.dtype != torch.bool:
+            visible = mask > torch.finfo(mask.dtype).min
+            if not bool((~visible | (mask == 0)).all()):
+                return False  # it changes scores in other ways than taking them out
         batch, _, length, _ = prefix.shape
         counts = self._counts(length, capacity)
-        if visible is None or mask.shape[-1] != counts.shape[2]:
+        if mask.shape[-1] != counts.shape[2]:
             return False
         if (visible.shape[0] != 1 and visible.shape[0] % batch) or self._width not in (1, visible.shape[2]):
             return False
@@ -318,11 +322,3 @@ class StepReader:
         real = self._ends > self._starts
         by_input = visible.unflatten(0, (batch, -1)).flatten(1, 2)  # [batch, rows and heads, queries, positions]
         return bool(torch.where(real.view(-1, 1, 1, 1), by_input == counts.unsqueeze(1), True).all())
-
-
-def _visible(mask: Tensor) -> Tensor | None:
-    """What a mask lets through, bool; None for one that changes scores in other ways than taking them out."""
-    if mask.dtype == torch.bool:
-        return mask
-    hidden = mask <= torch.finfo(mask.dtype).min
-    return ~hidden if bool((hidden | (mask == 0)).all()) else None
