@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -181,7 +182,8 @@ def test_a_call_that_begins_while_another_runs_sees_the_weights_of_now(
 ) -> None:
     """Even if they were written to in a way that torch does not count."""
     fastgen.enable(linear_products=products)
-    model, inputs, waits = family.build(), family.make_inputs(batch=2, length=9), Waits()
+    # A copy: what is done to its weights below must not reach other tests.
+    model, inputs, waits = copy.deepcopy(family.build()), family.make_inputs(batch=2, length=9), Waits()
     other = threading.Thread(target=run, args=(model, inputs, {**BEAM, "logits_processor": [waits]}))
     other.start()
     try:
