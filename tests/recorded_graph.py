@@ -337,7 +337,7 @@ def _refuse(function: Any, reason: str) -> None:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in tuples, lists and dictionaries, in order. torch's own function takes five times as long."""
+    """The tensors in tuples, lists and dictionaries, in order. torch's own function takes twice as long or longer."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
