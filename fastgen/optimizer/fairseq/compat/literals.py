@@ -8,6 +8,7 @@ machine of everyone who uses it. Every module of FairSeq that calls `eval` gets 
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import os
 import sys
@@ -86,6 +87,10 @@ def evaluator(missing: None) -> Callable[[Any], Any]:
     return evaluate
 
 
+# Of thousands of modules, at each call.
+_real_path = functools.cache(os.path.realpath)
+
+
 def import_user_module(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Wrapper of `fairseq.utils.import_user_module`: also for models among FairSeq's own examples.
 
@@ -96,7 +101,7 @@ def import_user_module(wrapped: Any, instance: Any, args: tuple[Any, ...], kwarg
     wrapped(*args, **kwargs)
     examples = os.path.join(os.path.dirname(os.path.realpath(fairseq.__file__)), "examples", "")
     for module in list(sys.modules.values()):
-        if os.path.realpath(getattr(module, "__file__", None) or "").startswith(examples):
+        if _real_path(getattr(module, "__file__", None) or "").startswith(examples):
             vars(module).setdefault("eval", evaluate)
 
 
