@@ -129,3 +129,12 @@ def test_odd_values_give_a_run_or_one_line(
 
 def test_every_type_of_option_is_fuzzed() -> None:
     assert {"--" + name.replace("_", "-") for name in generation_fields.TYPES} - LEFT_OUT <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("words", [["generate"], ["fairseq", "generate"]])
+def test_a_wrong_setting_of_the_environment_is_one_line(words: list[str]) -> None:
+    command = [sys.executable, "-m", f"fastgen_cli.{words[0]}", *words[1:], "model", "in.txt", "out.txt"]
+    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int4"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "fastgen: weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int4'; known: fp32, int8, bf16\n"
