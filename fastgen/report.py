@@ -15,7 +15,6 @@ from fastgen.patching import PatchSet
 
 # The first and the last release of each toolkit that the equivalence tests run against.
 _TESTED = {"transformers": transformers.TESTED_VERSIONS, "fairseq": fairseq.TESTED_VERSIONS}
-# What the user has to know of random numbers.
 _SAMPLES = (
     "captured steps on a GPU sample from the same distribution, with other random numbers; captured_step='never' "
     "gives the samples of the original code",

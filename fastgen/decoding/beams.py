@@ -26,10 +26,9 @@ class Move(NamedTuple):
 class Beams:
     """The `per_input` sequences that continue each of `batch` inputs, and the history any two of them share.
 
-    After a reorder, row r continues the history of row `index[r]`. Sequences of one input have common ancestors, so
-    most of their history is the same, and only what lies behind the point where the two rows parted needs to be moved.
-    `common[b, i, j]` is the number of suffix positions, from the first, that sequences i and j of input b agree on.
-    Where attention can read through a table, nothing is moved at all: `update_ancestry` changes the table.
+    After a reorder, row r continues the history of row `index[r]`, and only what lies behind the point where the two
+    rows parted needs to be moved. `common[b, i, j]` is the number of suffix positions, from the first, that sequences i
+    and j of input b agree on. Where attention can read through a table, `update_ancestry` changes that instead.
     """
 
     def __init__(self, batch: int, per_input: int) -> None:
@@ -62,13 +61,10 @@ class Beams:
         self._checked = index
 
     def reorder(self, index: Tensor, length: int) -> Move | None:
-        """What to move so that every row r continues row `index[r]`; None when nothing has to move.
+        """What to move, of `length` filled positions, so that every row continues row `index[r]`; None for nothing.
 
         All layers of a model are reordered by the same `index` object one after another: the answer is worked out once.
-
-        Args:
-            index: [rows], integer; errors are those of `check`.
-            length: suffix positions that are filled.
+        Errors are those of `check`.
         """
         if index is not self._index:
             self._move = self._plan(index, length)

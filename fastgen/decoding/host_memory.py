@@ -1,13 +1,9 @@
 """Memory of the host that is used again, instead of given back to the system, while a model generates on the CPU.
 
-Every forward pass frees and allocates blocks of the same sizes. The C library of Linux gives a large block back to the
-system, and the kernel clears and maps every page of the next one when it is touched first, which takes longer than a
-layer takes to fill it. `kept` tells the library to keep what is freed, for as long as a call of `generate` lasts, and
-gives back at its end what the process did not hold before.
-
-That is a matter of two numbers of the library's `malloc` (`mallopt(3)`), which hold for the process. Afterwards they
-are those that the library itself arrives at once a block of 32 MiB has been freed, as every program with large tensors
-does. Where the user has set one of them, they are left alone.
+The C library of Linux gives a large block back to the system, and the kernel clears and maps every page of the next one
+when it is touched first, which takes longer than a layer takes to fill it. `kept` tells the library to keep what is
+freed, by two numbers of its `malloc` (`mallopt(3)`), which hold for the process. Afterwards they are those that the
+library itself arrives at once a block of 32 MiB has been freed, as every program with large tensors does.
 """
 
 from __future__ import annotations
@@ -38,12 +34,9 @@ _left_behind = 0  # bytes, by the calls since the last one that looked
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Inside this, memory of the host that is freed is used again; at the end the system gets back what is free.
+    """Inside this, memory of the host that is freed is used again, if the model's device is a CPU.
 
-    With `Settings.packed_weights == "keep"`, free memory stays with the process: a call that follows will use it.
-
-    Args:
-        device: of the model. Nothing is done unless it is a CPU.
+    At the end the system gets back what is free, unless `Settings.packed_weights` says "keep".
     """
     global _inside, _left_behind
     # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
@@ -98,7 +91,6 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _resident() -> int:
-    """Bytes of the process that are in memory."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -34,11 +34,7 @@ def _span(rows: Tensor) -> slice | None:
 
 
 class GrowingTensor:
-    """[rows, heads, length, dim], appended to along `length` without concatenation.
-
-    The memory is allocated ahead, and a quarter more when it is full: a position is copied a few times at the most
-    instead of once per step.
-    """
+    """[rows, heads, length, dim], appended to along `length`: the memory is allocated ahead."""
 
     def __init__(self, first: Tensor, spare: int) -> None:
         rows, heads, self.length, width = first.shape
@@ -50,7 +46,6 @@ class GrowingTensor:
         return self._data[:, :, : self.length]
 
     def append(self, new: Tensor) -> None:
-        """Adds [rows, heads, T, dim] behind what is there."""
         end = self.length + new.shape[2]
         if end > self._data.shape[2]:
             rows, heads, present, width = self._data.shape
@@ -62,7 +57,6 @@ class GrowingTensor:
 
     @property
     def nbytes(self) -> int:
-        """What is allocated."""
         return self._data.nbytes
 
     def move_whole(self, index: Tensor) -> None:
@@ -90,10 +84,8 @@ class LayerKV:
 
     First the prefix: `extend` is called with [batch, heads, L, dim] (once, or once per chunk of the prompt). Then
     `expand` says that every input is continued by several sequences, and from then on `extend` takes
-    [batch * per_input, heads, T, dim]. What it returns stands for [batch * per_input, heads, length, dim]:
-
-    * a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay;
-    * a `SharedKV` otherwise, which never holds the repeated prefix.
+    [batch * per_input, heads, T, dim]. What it returns stands for [batch * per_input, heads, length, dim]: it is a
+    `SharedKV`, or a plain tensor where nothing is shared: one sequence per input, or a prefix too short to pay.
 
     A reorder moves the part of the suffix that changes. Where the attention operator can read through a table
     (`Beams.ancestry`) it moves nothing, until something else wants the suffix.
@@ -182,7 +174,7 @@ class LayerKV:
         self._suffix = GrowingTensor(keys, spare), GrowingTensor(values, spare)
 
     def _move_prefix(self, keys: Tensor, values: Tensor) -> None:
-        """The suffix is the prefix, which is one row per sequence, and these."""
+        """The suffix is the prefix, which has a row per sequence, and these."""
         first, self._prefix = self._prefix, None
         self._repeated = first[0].shape[2]
         self._start_suffix(*first, self._initial_capacity)
@@ -202,7 +194,6 @@ class LayerKV:
         )
 
     def _repeat_prefix(self) -> None:
-        """One row of the prefix for each sequence."""
         per_input, self._is_short = self._beams.per_input, False
         self._prefix = tuple(part.repeat_interleave(per_input, dim=0) for part in self._prefix)
 
@@ -213,7 +204,6 @@ class LayerKV:
         return self._prefix
 
     def release(self) -> None:
-        """Forgets what is stored, and frees its memory."""
         self._prefix = self._suffix = self._handles = None
 
     def hold(self, keys: Tensor, values: Tensor) -> None:

@@ -1,10 +1,8 @@
 """Layers of a model in a faster form, for as long as it generates.
 
 Inside `FastLayers`, a layer that spells out a function of torch uses that, an RMS norm is one kernel in the captured
-step of a GPU (`fastgen.decoding.norms`), and a linear layer has a `forward` that chooses its product
-(`fastgen.decoding.products`). Everything that makes a layer more than its weight and bias leaves it alone: a forward
-pass of its own or replaced by somebody (adapters, quantised layers, offloading), parametrisations, weights of other
-types. Hooks keep working: they run around `forward`.
+step of a GPU (`fastgen.decoding.norms`), and a linear layer that is its weight and bias alone has a `forward` that
+chooses its product (`fastgen.decoding.products`). Hooks keep working: they run around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
 not count writing through `parameter.data`. So a call does not use what was packed before it began, even if that belongs
@@ -32,7 +30,7 @@ from fastgen.decoding.products import FixedProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
 from fastgen.ops import linear, quantized_linear
 
-# Whose weights are [outputs, inputs]; with True: [inputs, outputs].
+# Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
 LINEAR: Kinds = {nn.Linear: False}
 
@@ -51,19 +49,15 @@ class _PackingBudget:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._left: int | None = None  # bytes that may still be packed
-
-    def forget(self) -> None:
-        """All packed weights have been dropped."""
-        self._left = None
+        self.left: int | None = None  # bytes that may still be packed; unknown before the first
 
     def take_memory(self, size: int) -> bool:
         """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
-        if self._left is None:  # asked for when something is packed, which most calls of small models never do
-            self._left = int(free_host_memory() * _MAX_MEMORY)
-        if size > self._left:
+        if self.left is None:  # asked for when something is packed, which most calls of small models never do
+            self.left = int(free_host_memory() * _MAX_MEMORY)
+        if size > self.left:
             return False
-        self._left -= size
+        self.left -= size
         return True
 
 
@@ -151,9 +145,8 @@ class _Weight:
 class _Linear(Replacement):
     """A linear layer with a packed weight, once there is one, and with the weight as it is where that is faster.
 
-    The time that the packed weight would have saved so far is counted, and the weight is packed when that comes to what
-    packing costs, or when it certainly will. So a call is never much slower than it would be without, however early it
-    ends. `used` says that something was multiplied with a packed weight.
+    The weight is packed when the time that it would have saved so far comes to what packing costs, or certainly will.
+    `used` says that something was multiplied with a packed weight.
     """
 
     __slots__ = ("_failed", "_missed", "_transposed", "_weight", "budget", "products", "used")
@@ -170,7 +163,6 @@ class _Linear(Replacement):
 
     @property
     def precision(self) -> str:
-        """Of the packed weight."""
         return self.products.precision
 
     def forget(self) -> None:
@@ -219,7 +211,6 @@ class _Linear(Replacement):
         return None
 
     def _as_rows(self, parameter: Tensor) -> Tensor:
-        """[outputs, inputs]"""
         return parameter.t() if self._transposed else parameter
 
     def _pack_if_due(self, weight: _Weight, parameter: Tensor, gain: float) -> None:
@@ -269,12 +260,7 @@ class FastLayers:
 
     Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when another
     context begins, because that must see the weights as they are then, and when the last one ends. With
-    `Settings.packed_weights == "keep"` they live as long as the model. Other threads that use the model meanwhile get
-    the ordinary forward pass if FastGen is suspended for them.
-
-    Args:
-        kinds: the classes of linear layers, and whether their weight is stored transposed.
-        functions: classes of layers without a state, and a function that computes the same.
+    `Settings.packed_weights == "keep"` they live as long as the model.
     """
 
     _lock = threading.RLock()
@@ -292,7 +278,6 @@ class FastLayers:
 
     @classmethod
     def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
-        """The context of this model."""
         with cls._lock:
             found = cls._of.get(model)
             if found is None:
@@ -321,7 +306,7 @@ class FastLayers:
             elif settings.current().packed_weights != "keep":
                 for layer in self._linear_layers():
                     layer.forget()
-                self._budget.forget()
+                self._budget.left = None
             self._users += 1
         return self
 

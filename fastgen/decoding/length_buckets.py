@@ -1,9 +1,8 @@
 """Inputs of about the same length, to run together: padding behind them, or in front of them, costs little then.
 
-A batch is as long as its longest input, and a pass computes the padding of the others like everything else. Here the
-inputs are sorted by length and cut into groups, each as long as its own longest input. Which groups is worked out by
-dynamic programming over the sorted lengths (Fang et al., "TurboTransformers: An Efficient GPU Serving System For
-Transformer Models", PPoPP 2021, section 5).
+Inputs are sorted by length and cut into groups, each as long as its own longest input: by dynamic programming over the
+sorted lengths (Fang et al., "TurboTransformers: An Efficient GPU Serving System For Transformer Models", PPoPP 2021,
+section 5).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """RMS norm layers as one kernel, inside a captured step.
 
-Models spell an RMS norm out: six operations, of which each is a kernel of its own that takes longer to start than to
-run on the few rows of a step. Every model has a class of its own for it. So which form of it a layer computes is found
-out by running the layer on made-up numbers with a made-up weight: its results must be those of one form. That holds for
-the layers of a class that have the same width and the same attributes: some have a size of groups.
+Every model has a class of its own for it. So which form of it a layer computes is found out by running the layer on
+made-up numbers with a made-up weight: its results must be those of one form. That holds for the layers of a class that
+have the same width and the same attributes: some have a size of groups.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from fastgen.ops.triton.norm import reference, rms_norm
 
 
 class Form(NamedTuple):
-    """What an RMS norm layer computes.
-
-    Attributes:
-        eps: the name of the attribute that is added to the mean of the squares.
-        rounds_scaled, offset: as of `fastgen.ops.triton.norm.rms_norm`.
-    """
+    """What an RMS norm layer computes: the name of its attribute for `eps`, and the options of `rms_norm`."""
 
     eps: str
     rounds_scaled: bool
@@ -70,13 +64,12 @@ def serves(module: nn.Module, x: Any) -> bool:
 
 
 def normalise(module: nn.Module, form: Form, x: Tensor) -> Tensor:
-    """What `module(x)` gives, for a module of this form."""
     eps = getattr(module, form.eps)
     return rms_norm(x, module.weight, eps, offset=form.offset, rounds_scaled=form.rounds_scaled)
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Which RMS norm a layer computes; None if it is none, or no kernel is there for its weight."""
+    """None if it is no RMS norm, or no kernel is there for its weight."""
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.numel() == 0:
         return None

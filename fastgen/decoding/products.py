@@ -1,7 +1,6 @@
 """The products of a linear layer: FastGen's own or torch's, in float32 or with a weight of another type.
 
-In float32 the fastest is chosen, by timings and by the number of products so far, or FastGen's is always used
-(`Settings.linear_products`).
+Which is chosen in float32 is a matter of `Settings.linear_products`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,11 @@ _MARGIN = 0.05
 
 
 class Gain(NamedTuple):
-    """What a product gains.
+    """What a product gains."""
 
-    Attributes:
-        is_faster: with a packed weight than without, once it is packed.
-        seconds: that it takes less then, as far as they count for packing it.
-        streams: without one, it is faster here than torch's.
-    """
-
-    is_faster: bool
-    seconds: float
-    streams: bool
+    is_faster: bool  # with a packed weight than without, once it is packed
+    seconds: float  # that it takes less then, as far as they count for packing it
+    streams: bool  # without one, it is faster here than torch's
 
 
 _NO_GAIN = Gain(False, 0.0, False)
@@ -59,7 +52,6 @@ class FixedProducts:
         self._gain = Gain(is_faster=True, seconds=1.0, streams=is_float32)
 
     def gain(self, rows: int) -> Gain:
-        """What a product with so many rows gains."""
         return self._gain
 
     def pack(self, weight: Tensor) -> Any:

@@ -1,10 +1,8 @@
 """A tensor that stands for K or V of all sequences, without the repeated prefix ever being made.
 
-Models compute attention in their own way with what the cache returns. `SharedKV` has the shape, dtype and device of the
-full tensor [rows, heads, length, dim]. The operations that attention is made of (transposing, folding heads into rows,
-repeating K/V heads for grouped queries, matrix products, `scaled_dot_product_attention`) are computed on the two parts;
-scaling, masks, biases, soft-caps and sinks stay the model's own code. Whatever else touches a `SharedKV` gets the full
-tensor: correct, only slower.
+`SharedKV` has the shape, dtype and device of the full tensor [rows, heads, length, dim]. The operations that attention
+is made of are computed on the two parts; scaling, masks, biases and soft-caps stay the model's own code. Whatever else
+touches a `SharedKV` gets the full tensor: correct, only slower.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Parts:
         suffix: [rows, kv heads, T, dim] or None.
         per_input: rows per input.
         ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
-        materialize_suffix: gives what is called when something else than the attention operator needs the suffix, row
-            by row: the store keeps it like that from now on.
+        materialize_suffix: gives what is called when something else needs the suffix row by row.
         reader: the `StepReader` of a captured step: knows how much of prefix and suffix counts, which is on the device.
         group: every kv head is repeated this many times (grouped-query attention).
         ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
@@ -176,7 +173,7 @@ class SharedKV(torch.Tensor):
 
 
 class CannotBeCaptured(RuntimeError):
-    """A decoding step does something that a captured one cannot, or should not; the message says what."""
+    """A decoding step does something that a captured one cannot, or should not."""
 
 
 ONE_TENSOR = "the model's attention wants all keys and values as one tensor"

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,10 +37,16 @@ def load(device: str) -> str:
     return ""
 
 
-def load_kernels() -> None:
-    """Loads the kernels for every kind of device that this torch knows."""
-    for device in _devices():
-        load(device)
+def define(
+    schema: str, reference: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, **options: Any
+) -> None:
+    """Defines an operator, with what serves devices that have no kernel, and what `torch.compile` asks for shapes."""
+    name = schema.partition("(")[0]
+    _OPERATORS.define(schema, **options)
+    if reference is not None:
+        _OPERATORS.impl(name, reference, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"fastgen::{name}", fake, lib=_OPERATORS)
 
 
 def backend(operator: str) -> str:
@@ -64,3 +71,8 @@ def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]
 
 def _devices() -> list[str]:
     return ["CPU"] if torch.version.cuda is None else ["CPU", "CUDA"]
+
+
+_OPERATORS = torch.library.Library("fastgen", "FRAGMENT")
+for _device in _devices():
+    load(_device)

@@ -13,9 +13,8 @@ Shapes, used throughout:
     suffix                  [rows, kv heads, T, dim], or None while there is none
 
 The products `shared_prefix_scores` and `shared_prefix_context` are plain torch, for models with attention code of their
-own. `shared_prefix_attention` is the whole of it. For the few queries of a decoding step it is an operator,
-`torch.ops.fastgen.shared_prefix_attention`, defined here together with its reference, which serves every device that
-has no kernel of its own. Kernels: csrc/cpu/shared_prefix_attention.cpp.
+own. `shared_prefix_attention` is the whole of it: for the few queries of a decoding step it is an operator of that
+name, with kernels in csrc/cpu/shared_prefix_attention.cpp.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from fastgen.ops import _library
 MAX_ROWS = {torch.float32: (12, 128), torch.float16: (16, 128), torch.bfloat16: (6, 16)}
 
 
-def backend() -> str:
-    """Which implementation serves this operator."""
-    return _library.backend("fastgen::shared_prefix_attention")
+backend = functools.partial(_library.backend, "fastgen::shared_prefix_attention")
 
 
 @functools.cache
@@ -249,7 +246,6 @@ def _check(
     ancestry: Tensor | None = None,
 ) -> None:
     """Raises on what the operator does not take. The C++ kernel checks for itself that it reads no other memory."""
-
     require = _library.checks("shared_prefix_attention", RuntimeError)
     require(query.dim() == 4, "query must be [rows, heads, Q, dim]")
     require(prefix_keys.dim() == prefix_values.dim() == 4, "the prefix must be [batch, kv heads, N, dim]")
@@ -286,12 +282,10 @@ def _fake(query: Tensor, prefix_keys: Tensor, prefix_values: Tensor, *args: Any,
     return query.new_empty(*query.shape[:3], prefix_values.shape[3])
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define(
+_library.define(
     "shared_prefix_attention(Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys=None, "
     "Tensor? suffix_values=None, Tensor? mask=None, float? scale=None, *, Tensor? ancestry=None) -> Tensor",
+    reference,
+    _fake,
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_LIBRARY.impl("shared_prefix_attention", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("fastgen::shared_prefix_attention", _fake, lib=_LIBRARY)
-_library.load_kernels()

@@ -1,14 +1,13 @@
 """The best continuations of each input over all its beams: an addition and a top-k in one pass over the scores.
 
-Beam search adds the running score of each beam to the log-probabilities of its continuations, and takes the best of
-beams x vocabulary. In torch that is a pass that reads and writes everything, and a top-k that copies everything once
-more, with its indices. Here everything is read once.
-
-The operator is `torch.ops.fastgen.best_candidates`; float32 only. It gives what torch gives, ties included: where equal
-scores leave open which comes first, torch itself is asked.
+In torch, the addition reads and writes everything, and the top-k copies everything once more, with its indices. Here
+everything is read once. The operator is float32 only. It gives what torch gives, ties included: where equal scores
+leave open which comes first, torch itself is asked.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,11 +44,6 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
     return _reference(scores, running, count)
 
 
-def backend() -> str:
-    """Which implementation serves this operator."""
-    return _library.backend("fastgen::best_candidates")
-
-
 def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if scores.dim() != 2 or running.dim() != 2 or scores.shape[0] != running.numel():
         raise RuntimeError("best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams]")
@@ -57,7 +51,5 @@ def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Ten
     return values, indices
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("best_candidates(Tensor scores, Tensor running, int count) -> (Tensor, Tensor)")
-_LIBRARY.impl("best_candidates", _reference, "CompositeExplicitAutograd")
-_library.load_kernels()
+backend = partial(_library.backend, "fastgen::best_candidates")
+_library.define("best_candidates(Tensor scores, Tensor running, int count) -> (Tensor, Tensor)", _reference)

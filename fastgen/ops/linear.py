@@ -6,8 +6,8 @@ order in which a product uses them, and reads it as one stream. `streamed_linear
 rearranges it while it waits for memory: it needs no copy, and gives the same result (see csrc/cpu/linear.cpp). Which is
 faster than torch's own product is measured, once per machine and shape (`costs`).
 
-The operators are `torch.ops.fastgen.pack_linear`, `packed_linear` and `streamed_linear`; float32 only. They are defined
-by kernels alone (`is_available`). The results differ from those of `torch.nn.functional.linear` by rounding.
+The operators are float32 only, and there are kernels alone (`is_available`). The results differ from those of
+`torch.nn.functional.linear` by rounding.
 """
 
 from __future__ import annotations
@@ -175,8 +175,6 @@ def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> floa
     return (time.perf_counter() - start) / len(weights)
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("pack_linear(Tensor weight) -> Tensor")
-_LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-_LIBRARY.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.load_kernels()
+_library.define("pack_linear(Tensor weight) -> Tensor")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -4,13 +4,13 @@ The rule is the trigram blocking of Paulus et al., "A Deep Reinforced Model for 
 section 2.5), for any n. That it is worth an operator, one block of threads per row, in place and without going through
 host memory, was shown by Yan et al., "FastSeq: Make Sequence Generation Faster" (ACL 2021, section 4).
 
-The operator is `torch.ops.fastgen.no_repeat_ngram_`, defined here together with its reference, which serves every
-device that has no kernel of its own. Kernels: csrc/cpu/no_repeat_ngram.cpp and csrc/cuda/no_repeat_ngram.cu.
+Kernels: csrc/cpu/no_repeat_ngram.cpp and csrc/cuda/no_repeat_ngram.cu.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +67,7 @@ def no_repeat_ngram_(
     )
 
 
-def backend() -> str:
-    """Which implementation serves this operator."""
-    return _library.backend("fastgen::no_repeat_ngram_")
+backend = partial(_library.backend, "fastgen::no_repeat_ngram_")
 
 
 def reference(
@@ -131,7 +129,6 @@ def _check(
     context_lengths: Tensor | None = None,
 ) -> None:
     """Raises on what the operator does not take. Keep in step with `check` in csrc/no_repeat_ngram.h."""
-
     require = _library.checks("no_repeat_ngram_", RuntimeError)
     require(n >= 1, f"n must be at least 1, but is {n}")
     require(scores.dim() == 2, f"scores must be [rows, vocabulary], but has {scores.dim()} dimensions")
@@ -166,14 +163,11 @@ def _overlaps_itself(matrix: Tensor) -> bool:
     return divisor == 0 or (column_stride // divisor < matrix.shape[0] and row_stride // divisor < matrix.shape[1])
 
 
-# The schema lives in Python, and the compiled libraries add kernels to it, so that it is there without them. The tag
-# tells torch.compile that what is returned is the argument that was changed; releases before it are not asked.
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define(
+# The tag tells torch.compile that what is returned is the argument that was changed; releases before it are not asked.
+_library.define(
     "no_repeat_ngram_(Tensor(a!) scores, Tensor tokens, Tensor? lengths, int n, *, "
     "Tensor? context=None, Tensor? context_lengths=None) -> Tensor(a!)",
+    reference,
+    _fake,
     tags=tuple(getattr(torch.Tag, tag) for tag in ("inplace", "pt2_compliant_tag") if hasattr(torch.Tag, tag)),
 )
-_LIBRARY.impl("no_repeat_ngram_", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("fastgen::no_repeat_ngram_", _fake, lib=_LIBRARY)
-_library.load_kernels()

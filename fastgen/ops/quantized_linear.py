@@ -7,9 +7,6 @@ products are summed in float32. Inputs and results are float32 in both.
 
 The kernels (csrc/cpu/quantized_linear.cpp) use the matrix registers (AMX) or the vector instructions (AVX-512 VNNI and
 BF16) of the processor. Where it has neither there is nothing to gain, and `unavailable` says so.
-
-The operators are `torch.ops.fastgen.pack_int8_linear`, `int8_linear`, `pack_bf16_linear` and `bf16_linear`. They are
-defined by these kernels alone.
 """
 
 from __future__ import annotations
@@ -126,11 +123,9 @@ def _measure(precision: str) -> tuple[float, float]:
     return plain, quantized
 
 
-_LIBRARY = torch.library.Library("fastgen", "FRAGMENT")
-_LIBRARY.define("pack_int8_linear(Tensor weight) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
+_library.define("pack_int8_linear(Tensor weight) -> (Tensor, Tensor, Tensor)")
+_library.define(
     "int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, Tensor? bias, int outputs) -> Tensor"
 )
-_LIBRARY.define("pack_bf16_linear(Tensor weight) -> Tensor")
-_LIBRARY.define("bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-_library.load_kernels()
+_library.define("pack_bf16_linear(Tensor weight) -> Tensor")
+_library.define("bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")

@@ -6,11 +6,9 @@
     norm               RMS norm: torch has a layer norm
     _kernels           the kernels of all of them; only its import needs Triton
 
-A public function runs its kernel where there is one for its tensors (`available`), and its reference elsewhere.
-
-Nothing here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA
-graph, and its replays read lengths, positions and tables as they are then. The captured step is made of them
-(`fastgen.decoding.captured`).
+A public function runs its kernel where there is one for its tensors (`available`), and its reference elsewhere. Nothing
+here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA graph,
+and its replays read lengths, positions and tables as they are then.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     scores = log_softmax(logits) + running scores, over beams x vocabulary; the best of them
 
-A softmax, an addition and a top-k over all of it read and write the scores of the whole vocabulary several times. Here
-they are read once: every program finds the best of its part of a row together with its share of the denominator, and a
-second launch, on the few that are left, adds what the parts lack. Nothing of the size of the vocabulary is written.
+The scores are read once: every program finds the best of its part of a row together with its share of the denominator,
+and a second launch, on the few that are left, adds what the parts lack.
 
 Of equal scores the one of the lower beam comes first, and of one beam that of the lower token. torch.topk promises no
 order; on a GPU it may differ between two calls. So with ties at the end of what is kept, other candidates may be chosen

@@ -48,11 +48,9 @@ def plan(
     `tile_rows` queries read the same K/V head of an input; its prefix and suffixes have `positions` at most. A program
     may have 227 KB of shared memory on an H200, 99 KB on GPUs for workstations.
 
-    The kernel moves bytes and does little with them, so what counts is that enough of them are under way: by Little's
-    law about 25 KB per multiprocessor on an H200 (4.8 TB/s, 0.7 microseconds, 132 multiprocessors). A block of K is
-    16 KB (128 positions of 64 half-precision numbers), and so is one of V; with two stages of loads ahead and two
-    programs per multiprocessor there is more than enough. All blocks of a program take at most 96 KB, so that two of
-    them fit into a multiprocessor.
+    What counts is that enough bytes are under way: by Little's law about 25 KB per multiprocessor on an H200 (4.8 TB/s,
+    0.7 microseconds, 132 multiprocessors). A block of K is 16 KB (128 positions of 64 half-precision numbers), so is
+    one of V. All blocks of a program take at most 96 KB, so that two of them fit into a multiprocessor.
     """
     # A matrix product has at least 16 rows; more than 64 would not fit into registers together with their context.
     block_m = min(max(package.power_of_two(tile_rows), 16), 64)
@@ -136,7 +134,7 @@ def decode_attention(
     Raises:
         ValueError: shapes or types are not as above.
     """
-    _check(query, prefix_keys, prefix_values, suffix_keys, suffix_values, suffix_length, ancestry, bias)
+    _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias)
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
     if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
         return reference(
@@ -230,12 +228,9 @@ def reference(
 ) -> Tensor:
     """The operator in plain torch, for any device and type. Arguments as above."""
     batch, _, length, _ = prefix_keys.shape
-    seen = torch.ones(batch, length, dtype=torch.bool, device=query.device)
-    position = torch.arange(length, device=query.device)
-    if starts is not None:
-        seen &= position >= starts.unsqueeze(1)
-    if ends is not None:
-        seen &= position < ends.unsqueeze(1)
+    position = torch.arange(length, device=query.device).expand(batch, -1)
+    first = 0 if starts is None else starts.unsqueeze(1)
+    seen = (position >= first) & (position < (length if ends is None else ends.unsqueeze(1)))
     filled: Tensor | int = 0
     # What is not seen is not read: there may be anything, NaN too.
     dtype, accurate = query.dtype, torch.promote_types(query.dtype, torch.float32)
@@ -263,15 +258,14 @@ def reference(
 
 def _check(
     query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None,
-    suffix_values: Tensor | None,
+    prefix: tuple[Tensor, Tensor],
+    suffix: tuple[Tensor | None, Tensor | None],
     suffix_length: Tensor | None,
     ancestry: Tensor | None,
     bias: Tensor | None,
 ) -> None:
     require = _library.checks("decode_attention", ValueError)
+    (prefix_keys, prefix_values), (suffix_keys, suffix_values) = prefix, suffix
     require(query.dim() == 3 and prefix_keys.dim() == 4 and prefix_values.dim() == 4, "not the dimensions it takes")
     rows, heads, dim = query.shape
     batch, kv_heads, _, width = prefix_keys.shape

@@ -20,10 +20,16 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
-    _check(keys, key_cache, position)
-    _check(values, value_cache, position)
-    if key_cache.shape[2] != value_cache.shape[2] or keys.shape[:2] != values.shape[:2]:
-        raise ValueError("kv_write: keys and values of different shapes")
+    require = _library.checks("kv_write", ValueError)
+    require(position.numel() == 1 and not position.is_floating_point(), "position must be one integer")
+    for new, cache in ((keys, key_cache), (values, value_cache)):
+        require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
+        fits = (*cache.shape[:2], cache.shape[3]) == new.shape and new.dtype == cache.dtype
+        require(fits, f"{tuple(new.shape)} {new.dtype} into a cache {tuple(cache.shape)} {cache.dtype}")
+        is_contiguous = all(x.shape[-1] < 2 or x.stride(-1) == 1 for x in (new, cache))
+        require(is_contiguous, "the last dimension must be contiguous")
+    same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
+    require(same, "keys and values of different shapes")
     if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
         return reference(keys, values, key_cache, value_cache, position)
     from fastgen.ops.triton import _kernels as kernels
@@ -55,13 +61,3 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
     at = position.reshape(1).long().clamp(0, capacity - 1)
     for new, cache in ((keys, key_cache), (values, value_cache)):
         cache.index_copy_(2, at, torch.where(at == position, new.unsqueeze(2), cache.index_select(2, at)))
-
-
-def _check(new: Tensor, cache: Tensor, position: Tensor) -> None:
-    require = _library.checks("kv_write", ValueError)
-    require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
-    fits = (*cache.shape[:2], cache.shape[3]) == tuple(new.shape)
-    require(fits, f"{tuple(new.shape)} into a cache {tuple(cache.shape)}")
-    require(new.dtype == cache.dtype, f"{new.dtype} into a cache of {cache.dtype}")
-    require(position.numel() == 1 and not position.is_floating_point(), "position must be one integer")
-    require(all(x.shape[-1] < 2 or x.stride(-1) == 1 for x in (new, cache)), "the last dimension must be contiguous")

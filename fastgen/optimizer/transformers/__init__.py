@@ -1,10 +1,8 @@
 """Hugging Face Transformers: the functions that are hooked.
 
-A few hooks carry everything. `generate` opens a call and repeats it with the original code should anything go wrong;
-`_prefill`, which every decoding loop calls before its first step, runs on one row per input and puts FastGen's K/V
-store into the cache; one runs the encoder on groups of inputs of about the same length; four let inputs that are
-finished leave the batch; the two n-gram processors use FastGen's operator, and those that wait for a length no copies.
-Loops, other processors and criteria stay the library's.
+`generate` opens a call and repeats it with the original code should anything go wrong; `_prefill`, which every decoding
+loop calls before its first step, runs on one row per input and puts FastGen's K/V store into the cache. Loops, other
+processors and criteria stay the library's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Inputs of about the same length run together: padding costs little.
 
-The groups are those of `fastgen.decoding.length_buckets`. The encoder runs on one group after the other, without the
-padding behind its inputs; and so does the first pass of a decoder-only model, without the padding that all prompts of a
-group have in front. What was left out is zero in the whole result. Decoders and later steps mask it.
+The encoder runs on one group of `fastgen.decoding.length_buckets` after the other, without the padding behind them; and
+so does the first pass of a decoder-only model, without the padding in front. What was left out is zero in the result.
+Decoders and later steps mask it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ def _first_pass(
 
 
 def _zeros(part: Tensor, ids: Tensor) -> Tensor:
-    """For K or V of all prompts, where `part` is that of some, [rows, heads, positions, dim]."""
     return part.new_zeros(ids.shape[0], part.shape[1], ids.shape[1], part.shape[3])
 
 

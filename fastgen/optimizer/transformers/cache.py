@@ -36,7 +36,7 @@ class StoredLayer(CacheLayerMixin):
         return self.kv.read()[1] if self.kv.length else None
 
     def lazy_initialization(self, *args: Any) -> None:
-        """Nothing to prepare: the store is there."""
+        pass
 
     def get_max_cache_shape(self) -> int:  # the name of `get_max_length` up to transformers 5.x
         return self.get_max_length()
@@ -89,11 +89,7 @@ class SharedLayer(StoredLayer):
 
 
 class StepLayer(StoredLayer):
-    """A layer in a `StaticKV`, of fixed capacity as the library's `StaticLayer` is: its length is on the device.
-
-    Args:
-        seen: positions in front of those of the step: of self-attention on the device.
-    """
+    """A layer in a `StaticKV`; `seen` are the positions in front of the step's: of self-attention on the device."""
 
     is_compileable = True
     is_sliding = False
@@ -130,8 +126,7 @@ class StepLayer(StoredLayer):
 class StoreInCache:
     """Puts `SharedLayer`s into a cache for the length of one `generate` call, and the library's own layers back.
 
-    The cache object stays the one the library or the user made. Only `layers` is exchanged, so nothing is lost when the
-    call is given up half-way: `restore` puts everything back as it was.
+    Only `layers` is exchanged, so nothing is lost when the call is given up half-way.
 
     Args:
         cache: as accepted by `unsupported`.
@@ -142,7 +137,6 @@ class StoreInCache:
 
     def __init__(self, cache: Cache, per_input: int, initial_capacity: int) -> None:
         self.cache = cache
-        self._beams: Beams | None = None
         self._saved = [(part, part.layers, part.layer_class_to_replicate) for part in _parts(cache)]
         shared = [
             [self._shared(layer, per_input, initial_capacity) for layer in layers] for _, layers, _ in self._saved
@@ -172,17 +166,10 @@ class StoreInCache:
         return (layer for part in _parts(self.cache) for layer in part.layers)
 
     def keep(self, inputs: torch.Tensor, translate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Goes on with the given inputs of those that are there, [n] in ascending order.
-
-        Args:
-            translate: makes a reorder of the rows that are left from what the library passes to `reorder_cache`.
-        """
-        if self._beams is None:
-            raise RuntimeError("inputs can leave only after the beams are expanded")
-        for part in _parts(self.cache):
-            for layer in part.layers:
-                layer.kv.keep(inputs)
-                layer.translate = translate
+        """Goes on with the given inputs of those that are there, [n] in ascending order."""
+        for layer in self._layers():
+            layer.kv.keep(inputs)
+            layer.translate = translate
         self._beams.keep(inputs)
 
     def release(self) -> None:
@@ -287,10 +274,7 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
 
 
 def cache_of(own: list[StaticKV], cross: list[StaticKV], seen: torch.Tensor) -> Cache:
-    """A cache with layers of self-attention and of cross-attention, which may be none.
-
-    `seen` is the number of positions in front of those of the step, one int64.
-    """
+    """A cache with layers of self-attention and of cross-attention, which may be none; `seen` as of `StepLayer`."""
     caches = DynamicCache(), DynamicCache()
     caches[0].layers = [StepLayer(kv, seen) for kv in own]
     caches[1].layers = [StepLayer(kv, kv.prefix_capacity) for kv in cross]

@@ -41,10 +41,10 @@ class Call:
         cache_is_the_users: the user passed the cache in, and looks at it after the call.
         users_errors: what processors, criteria and other code of the user's have raised.
         runs_user_code: such code takes part; None until the decoding loop has begun, where that is looked at.
-        accelerated, declined: what has been decided, once it has been.
+        accelerated, declined: what has been decided.
         has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
         takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
-        store: FastGen's K/V store, once the call is accelerated.
+        store: once the call is accelerated.
         compaction: the rows that the model runs on, where finished inputs may leave the batch.
         prefilled: the outputs of the first pass, made ahead of the library's loop, which gets them when it asks.
         layers: those of the model, in a faster form while the call is accelerated.

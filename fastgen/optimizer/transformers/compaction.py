@@ -1,9 +1,8 @@
 """Inputs whose search is over leave the batch: the model runs on the others, the library's loop goes on with all.
 
-The library computes every input until the last one is done. What it computes for a finished input changes nothing: a
-greedy or sampled row gets padding, and a full beam search takes no further hypothesis. So the model gets the rows of
-the other inputs only, and each row of a finished input gets the logits of one of theirs in the loop. That is invisible
-unless something looks at those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
+What is computed for a finished input changes nothing: a greedy or sampled row gets padding, and a full beam search
+takes no further hypothesis. So each of its rows gets the logits of another input in the loop. That is invisible unless
+something looks at those rows, and where something may, all rows stay (`loop_hooks.may_leave`).
 """
 
 from __future__ import annotations
@@ -20,16 +19,8 @@ from fastgen.optimizer.transformers.cache import StoreInCache
 
 # Leaving copies the K/V of those who stay, so it waits until so large a part of the inputs can leave together.
 _MIN_PART = 0.25
-# Tensors of the model's inputs that have a row per sequence, and how many dimensions they have then.
-_PER_ROW = {
-    "input_ids": 2,
-    "decoder_input_ids": 2,
-    "attention_mask": 2,
-    "decoder_attention_mask": 2,
-    "position_ids": 2,
-    "decoder_position_ids": 2,
-    "token_type_ids": 2,
-}
+# Tensors of the model's inputs that have a row per sequence, when they are matrices.
+_PER_ROW = frozenset("input_ids attention_mask position_ids token_type_ids".split())
 _ENCODER_OUTPUTS = "encoder_outputs"
 # The library gives -1e9 where there is no hypothesis; what has a score is far above.
 _NO_SCORE = -1e8
@@ -153,7 +144,11 @@ class BatchCompaction:
     def _has_rows(self, name: str, value: Any) -> bool:
         """Whether it is known how an input of the model has to be cut when rows leave."""
         if isinstance(value, Tensor):
-            return value.dim() == _PER_ROW.get(name) and value.shape[0] == self._numbers.shape[0]
+            return (
+                name.removeprefix("decoder_") in _PER_ROW
+                and value.dim() == 2
+                and value.shape[0] == self._numbers.shape[0]
+            )
         if isinstance(value, ModelOutput):
             parts = [part for part in value.values() if isinstance(part, Tensor)]
             return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._numbers.shape[0] for part in parts)

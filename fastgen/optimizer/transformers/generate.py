@@ -35,7 +35,8 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any]) -> Any:
     """The call, with the original code should it fail. What it takes of memory is free when this returns."""
-    call = Call(model, _scores_are_private(model, arguments), arguments.get("past_key_values") is not None)
+    scores_are_private = not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
+    call = Call(model, scores_are_private, arguments.get("past_key_values") is not None)
     attempt = _Attempt(call, arguments)
     with call:
         try:
@@ -52,7 +53,7 @@ def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why this call is not accelerated, as far as can be told before it starts; None when it may be."""
+    """Why this call is not accelerated, as far as can be told before it starts."""
     for name, what in (
         ("assistant_model", "assisted decoding"),
         ("prompt_lookup_num_tokens", "assisted decoding"),
@@ -64,11 +65,6 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     if _option(model, arguments, "cache_implementation") == "paged":
         return "continuous batching"
     return models.unsupported(model)
-
-
-def _scores_are_private(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether processors may change the scores in place, as far as the arguments tell: nobody else can hold them."""
-    return not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
 
 
 def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:

@@ -98,6 +98,5 @@ def _context_unsupported(context: torch.Tensor | None, scores: torch.Tensor) -> 
 
 
 def _are_private() -> bool:
-    """Whether nobody but the decoding loop holds the scores that processors get."""
     call = Call.current()
     return call is not None and call.scores_are_private

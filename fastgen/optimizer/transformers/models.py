@@ -139,5 +139,5 @@ def has_captured_steps(model: Any) -> bool:
 
 
 def positions_of_step(model: Any) -> int:
-    """How many positions a step of the model stores; all but the first are dropped again. FastGen's own models say."""
+    """How many positions a step stores; all but the first are dropped again. FastGen's own models say."""
     return getattr(type(model), "step_positions", 1)

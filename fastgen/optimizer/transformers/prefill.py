@@ -1,8 +1,7 @@
 """The hook around `GenerationMixin._prefill`: the prompt runs once per input, whatever the number of sequences.
 
-The library repeats every input `num_beams` (or `num_return_sequences`) times before the first forward pass. Here the
-repetition is undone for that pass, the cache gets FastGen's K/V store, and the logits of the pass are repeated instead.
-Everything that could keep a call from being accelerated is looked at before anything is changed.
+The library's repetition is undone for that pass, and the logits of the pass are repeated instead. Everything that could
+keep a call from being accelerated is looked at before anything is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import sys
 from typing import Any
 
 import torch
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import ModelOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -24,24 +22,13 @@ from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
 
-_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-)
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
-_PER_SEQUENCE_OUTPUTS = (
-    "attentions",
-    "cross_attentions",
-    "decoder_attentions",
-    "hidden_states",
-    "decoder_hidden_states",
-)
+_PER_SEQUENCE_OUTPUTS = "attentions cross_attentions decoder_attentions hidden_states decoder_hidden_states".split()
 
 
 def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +57,7 @@ def _prefill(
         if call.runs_user_code is None:
             raise NotAccelerated("the decoding loop is not hooked")
         mode = generation_config.get_generation_mode()
-        if mode not in _MODES:
+        if mode.value not in _MODES:
             raise NotAccelerated(f"generation mode {mode.value}")
         if generation_config.is_assistant:
             raise NotAccelerated("the model assists another one")
@@ -82,7 +69,7 @@ def _prefill(
         prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
         to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
         needs_window = _needs_window(call.model, generation_config)
-        reason = caches.unsupported(model_kwargs.get("past_key_values"), per_input, prompt, to_generate, needs_window)
+        reason = caches.unsupported(model_kwargs["past_key_values"], per_input, prompt, to_generate, needs_window)
         if reason is not None:
             raise NotAccelerated(reason)
     except NotAccelerated as declined:
@@ -100,7 +87,11 @@ def _prefill(
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
     batch = one_row_ids.shape[0]
     store.expand(Beams(batch, per_input))
-    _repeat_outputs(outputs, batch, per_input)
+    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
+    outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
+    for name in _PER_SEQUENCE_OUTPUTS:
+        if outputs.get(name) is not None:
+            outputs[name] = _repeat(outputs[name], batch, per_input)
     call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
@@ -148,15 +139,6 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     if isinstance(value, dict) and not value:
         return value
     raise NotAccelerated(f"{name} is a {type(value).__name__}")
-
-
-def _repeat_outputs(outputs: Any, batch: int, per_input: int) -> None:
-    """The outputs of the first pass, one row per sequence, as the decoding loop expects them."""
-    # The loops read the last position only; repeating the logits of the whole prompt would be a waste.
-    outputs.logits = _repeat(outputs.logits[:, -1:], batch, per_input)
-    for name in _PER_SEQUENCE_OUTPUTS:
-        if outputs.get(name) is not None:
-            outputs[name] = _repeat(outputs[name], batch, per_input)
 
 
 def _repeat(value: Any, batch: int, per_input: int) -> Any:

@@ -1,9 +1,8 @@
 """The scores of a step on their way through the library's loop, without the copies that nobody needs.
 
-A step of beam search copies the logits, so that no reference to the model's outputs is left, and adds the running score
-of each beam to all of its continuations, of which a few are kept. Here the loop gets tensors that do the first for
-nothing and put the second off until the best are taken, where both are one pass (`fastgen.ops.best_candidates`). To
-everything else that is done with them they are what they stand for.
+A step of beam search copies the logits, and adds the running score of each beam to all of its continuations. Here the
+loop gets tensors that do the first for nothing and put the second off until the best are taken, where both are one pass
+(`fastgen.ops.best_candidates`). To everything else that is done with them they are what they stand for.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Streamer(wrapt.ObjectProxy):
 
 
 class _TooMuch(Exception):
-    """An object is too large, or too deep, to be saved."""
+    pass
 
 
 class SavedState:

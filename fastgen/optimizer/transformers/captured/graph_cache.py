@@ -36,10 +36,7 @@ _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 
 
 def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
-    """A step of this key, which nobody else uses until it is given back.
-
-    Raises `CannotBeCaptured` where that has been tried before.
-    """
+    """A step of this key, for one call at a time. Raises `CannotBeCaptured` where that has been tried before."""
     cached = _of(model)
     if key in cached.refused:
         raise CannotBeCaptured(cached.refused[key])
@@ -48,10 +45,7 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
-    """Keeps a captured step for the next call of its key; those that were not used for longest go for it.
-
-    One that alone takes more than is cached is not.
-    """
+    """Keeps a captured step for the next call of its key; those that were not used for longest go for it."""
     cached = _models.pop(model, None)
     if cached is None:  # all were dropped meanwhile
         return
@@ -95,10 +89,7 @@ def _of(model: Any) -> _OfModel:
 
 
 def _state(model: Any) -> Hashable:
-    """What a graph has frozen of a model: its modules and their settings, and where its parameters and buffers are.
-
-    What is written into parameters and buffers is not frozen: a replay reads it.
-    """
+    """What a graph has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
     return modules, tensors, _settings(model.config)

@@ -101,7 +101,7 @@ def _is_for(device: torch.device) -> bool:
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
     """Raises `CannotBeCaptured` if it is known before the first pass that a captured step does not serve."""
-    config, input_ids = arguments["generation_config"], arguments["input_ids"]
+    config, criteria = arguments["generation_config"], arguments["stopping_criteria"]
     unavailable = graph.unavailable(call.model.device)
     if unavailable is not None:
         raise CannotBeCaptured(unavailable)
@@ -125,14 +125,14 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
     if config.num_beams > 1 and config.do_sample:
         raise CannotBeCaptured("beam search with sampling")
-    for criterion in arguments["stopping_criteria"]:
+    for criterion in criteria:
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
             raise CannotBeCaptured(f"the stopping criterion {criterion.__class__.__name__}")
-    lengths = [x.max_length for x in arguments["stopping_criteria"] if type(x) is MaxLengthCriteria]
+    lengths = [x.max_length for x in criteria if type(x) is MaxLengthCriteria]
     if min(lengths, default=config.max_length + 1) > config.max_length:
         raise CannotBeCaptured("a criterion for a larger length than max_length")
-    if config.max_length - input_ids.shape[1] < MIN_STEPS:
+    if config.max_length - arguments["input_ids"].shape[1] < MIN_STEPS:
         raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
@@ -211,12 +211,10 @@ class _Decoding:
         return output(sequences=sequences, past_key_values=store.cache, **indices)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """The processors on the host."""
         with self._users():
             return self._processors(tokens, scores)
 
     def _stops(self, tokens: Tensor) -> Tensor:
-        """The stopping criteria on the host."""
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         with self._users():
             for criterion in self._criteria:
@@ -276,7 +274,6 @@ class _Decoding:
         return larger
 
     def _step(self) -> CapturedStep:
-        """A step of this call's key, with this call's processors."""
         step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
         fits = all(captured.refresh(processor) for captured, processor in pairs)
@@ -366,15 +363,15 @@ class _Decoding:
         length = prompt.tokens.shape[1]
         encoded = self._model_kwargs.get("encoder_outputs")
         source_in_front = encoded is not None and not prompt.cross
-        encoder_capacity = None if encoded is None else encoded[0].shape[1]
-        if encoder_capacity is not None and not (source_in_front and length > 1):
-            encoder_capacity = processors.round_up(encoder_capacity, _PREFIX)
+        source, width = (0, 0) if encoded is None else encoded[0].shape[1:]
+        if not (source_in_front and length > 1):
+            source = processors.round_up(source, _PREFIX)
         # A prompt may be put behind padding where its mask says so, and its positions are given.
         may_pad = (
             not self._model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
         )
         prompt_capacity = processors.round_up(length, _PREFIX) if may_pad else length
-        stored_capacity = encoder_capacity + length - 1 if source_in_front else prompt_capacity
+        stored_capacity = source + length - 1 if source_in_front else prompt_capacity
         captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
         return Key(
             batch=next((n for n in _BATCHES if n >= prompt.inputs), processors.round_up(prompt.inputs, 16)),
@@ -384,9 +381,7 @@ class _Decoding:
             stored_capacity=stored_capacity,
             capacity=min(new_capacity, _MAX_FIRST_CAPACITY),
             width=positions_of_step(self._model),
-            encoder_capacity=encoder_capacity,
-            encoder_width=None if encoded is None else encoded[0].shape[2],
-            encoder_class=None if encoded is None else type(encoded),
+            encoder=None if encoded is None else (type(encoded), source, width),
             source_in_front=source_in_front,
             search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
             eos=self._eos,

@@ -52,13 +52,8 @@ class _Reader(NamedTuple):
 def signature(processor: Any, prompt_length: int, max_length: int) -> Signature | None:
     """All that is frozen in the capture of a processor: two of the same signature may share a graph.
 
-    Args:
-        processor: any logits processor. Its class must be one of the library's itself, not one derived from it.
-        prompt_length: the library's length of the prompt in this call, `StepTokens.prompt - StepTokens.start`.
-        max_length: the library's `max_length` in this call, `StepTokens.limit`.
-
-    Returns:
-        None if this processor cannot be captured: its class is not known, or it has parameters of an unknown kind.
+    None if it cannot be captured: its class is not one of the library's itself, or it has parameters of an unknown
+    kind. The lengths are the library's: `StepTokens.prompt - StepTokens.start`, and `StepTokens.limit`.
     """
     reader = _READERS.get(type(processor))
     found = vars(processor) if reader is not None else {}
@@ -79,16 +74,10 @@ def captured(
     inputs: int | None = None,
     per_input: int = 1,
 ) -> CapturedProcessor | None:
-    """The capturable form of one of the library's processors.
+    """The capturable form of a processor, for scores on `device` with `per_input` rows of each input.
 
-    Args:
-        processor, prompt_length, max_length: as of `signature`.
-        device: where the scores are going to be.
-        inputs: inputs of the bucket, those that fill it included; the inputs of the call by default. Those come first.
-        per_input: rows of scores of each input: beams, or sequences that are returned.
-
-    Returns:
-        None if it has no signature, or does not fit into its buffers (`CapturedProcessor.refresh`).
+    `inputs` are those of the bucket, by default the call's, which come first. None if the processor has no `signature`,
+    or does not fit into its buffers (`CapturedProcessor.refresh`).
     """
     signed = signature(processor, prompt_length, max_length)
     if signed is None:

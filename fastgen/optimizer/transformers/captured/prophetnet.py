@@ -1,9 +1,7 @@
 """Where a captured step of Transformers' ProphetNet is.
 
-The model makes its position a number of the host's, and finds how far the keys are away by how many there are. In a
-captured step the position is on the device, and there are as many keys as the cache has capacity for. These two hooks
-give the model the position, and the buckets of the distances, for which its own attention has arguments. Outside a
-captured step they do nothing.
+The model makes its position a number of the host's, and finds how far the keys are away by how many there are. These
+hooks give it the position on the device, and the buckets of the distances, for which its own attention has arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A decoding step of a model that a CUDA graph replays, with all the buffers that it needs.
 
-`model.forward` is the model's own, and so is what prepares its inputs. They get a cache of fixed capacity, as the
-library's static cache is one, and positions that are on the device.
+`model.forward` is the model's own, and so is what prepares its inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Host(NamedTuple):
 Scores = tuple[Tensor, bool]
 # What the host does after a part of a step, from the number of tokens that there are; and such a part, with that.
 OnHost = Callable[["CapturedStep", Host, int], None]
-Part = tuple[Callable[[], None], OnHost | None]
+Part = tuple[Callable[[], object], OnHost | None]
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Key:
         stored_capacity, capacity: positions of K and V of self-attention for what the first pass has stored, and for
             what is generated.
         width: positions that a step stores.
-        encoder_capacity, encoder_width, encoder_class: positions and width of the encoder's output, and the class that
-            it comes in; None for a model without an encoder.
+        encoder: the class that the encoder's output comes in, its positions and width; None without an encoder.
         source_in_front: K and V of the encoder's output are those of self-attention, in front of the sequences'.
         search: the class of the search and its options.
         eos: tokens that end a sequence.
@@ -75,9 +73,7 @@ class Key:
     stored_capacity: int
     capacity: int
     width: int
-    encoder_capacity: int | None
-    encoder_width: int | None
-    encoder_class: type | None
+    encoder: tuple[type, int, int] | None
     source_in_front: bool
     search: tuple[str, Hashable]
     eos: tuple[int, ...]
@@ -92,14 +88,17 @@ class Key:
     def rows(self) -> int:
         return self.batch * self.per_input
 
+    @property
+    def encoder_capacity(self) -> int:
+        return self.encoder[1] if self.encoder is not None else 0
+
 
 @dataclass
 class Prompt:
     """What a step begins from: the result of the prefill, one row per input.
 
     Attributes:
-        tokens: [inputs, N], int64.
-        new_tokens: to generate, at the most.
+        tokens: [inputs, N], int64; new_tokens: to generate, at the most.
         stored: positions of self-attention that the first pass has left.
         own, cross: K and V of each layer, [inputs, heads, stored, dim] and [inputs, heads, encoder positions, dim]. A
             layer with a sliding window may have the last of the stored positions only. `cross` is empty without
@@ -127,10 +126,7 @@ class Prompt:
 class CapturedStep:
     """The step, its buffers, and, once it has been captured, its graph.
 
-    Args:
-        key: what is frozen.
-        prompt: any with K and V of the key's kind; nothing of it is stored.
-        processors: the captured ones; None if the host runs them.
+    Of `prompt`, any of the key's kind, nothing is stored. `processors` is None if the host runs them.
     """
 
     def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
@@ -142,8 +138,7 @@ class CapturedStep:
             StaticKV(*kv, self._state, key.stored_capacity, has_suffix=True, window=window)
             for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
-        encoded = key.encoder_capacity or 0
-        self._cross = [StaticKV(*kv, self._state, encoded, has_suffix=False) for kv in prompt.cross]
+        self._cross = [StaticKV(*kv, self._state, key.encoder_capacity, has_suffix=False) for kv in prompt.cross]
         kind, option = key.search
         sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
         self.search: BeamSearch | RowSearch = (
@@ -154,11 +149,12 @@ class CapturedStep:
         self._cache = cache_of(self._own, self._cross, seen)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in key.tensors}
         self._constants: dict[str, Any] = dict(key.constants)
-        if key.encoder_class is not None:
+        if key.encoder is not None:
             # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+            kind_of_output, *sizes_of_output = key.encoder
             nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
-            states = nothing.expand(key.rows, key.encoder_capacity, key.encoder_width)
-            self._constants["encoder_outputs"] = key.encoder_class(last_hidden_state=states)
+            states = nothing.expand(key.rows, *sizes_of_output)
+            self._constants["encoder_outputs"] = kind_of_output(last_hidden_state=states)
         # What the host's processors and criteria get and give.
         scores_of_host = (key.rows, prompt.logits.shape[-1]) if processors is None else (0,)
         self._scores = torch.zeros(scores_of_host, dtype=torch.float32, device=device)
@@ -175,7 +171,6 @@ class CapturedStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there is a graph."""
         return bool(self._graphs)
 
     @property
@@ -186,11 +181,9 @@ class CapturedStep:
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
         key = self.key
-        width = 1
+        width = key.encoder_capacity if name == "attention_mask" else 1
         if self._grows(name):
             width = key.stored_capacity + key.capacity
-        elif name == "attention_mask":
-            width = key.encoder_capacity or 0
         return torch.zeros(key.rows, width, dtype=first.dtype, device=first.device)
 
     # ---- a call
@@ -225,8 +218,8 @@ class CapturedStep:
             buffer[:rows, : given.shape[1]] = given
 
     def _grows(self, name: str) -> bool:
-        """Whether an input of the model is a mask of the sequences, and not of what the encoder has read."""
-        return name == ("attention_mask" if self.key.encoder_capacity is None else "decoder_attention_mask")
+        """Whether an input is a mask of the sequences, and not of what the encoder has read."""
+        return name == ("attention_mask" if self.key.encoder is None else "decoder_attention_mask")
 
     def _extend(self, mask: Tensor) -> None:
         """The position of the next step counts; those behind it do not: models count the ones."""
@@ -234,7 +227,7 @@ class CapturedStep:
         mask.masked_fill_(columns == self._seen, 1)
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
-        """The first token, from the logits of the prompt, [inputs * per_input, vocabulary]."""
+        """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
         all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
         self._run(self._parts(lambda: all_rows, self._send), 0, host)
@@ -273,15 +266,11 @@ class CapturedStep:
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
     def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Part]:
-        """From the logits to the chosen tokens, and what ends the step; cut where the host does something.
-
-        What runs before the capture is what is captured, so that nothing is done for the first time in there.
-        """
+        """From the logits to the chosen tokens, and what ends the step; cut where the host does something."""
         parts: list[Part] = []
-        scores: Callable[[], Scores] = partial(self._processed, logits)
+        scores = partial(self._processed, logits)
         if self.processors is None:
-            parts.append((partial(self._put_scores, logits), CapturedStep._process_on_host))
-            scores = self._processed_on_host
+            parts.append((lambda: self._scores.copy_(self._normalised(logits())), CapturedStep._process_on_host))
         if self.key.has_criteria:
             parts += [
                 (partial(self._put_proposal, scores), CapturedStep._stop_on_host),
@@ -377,7 +366,9 @@ class CapturedStep:
         return logits.float()
 
     def _processed(self, logits: Callable[[], Tensor]) -> Scores:
-        """What the search chooses from, after the captured processors."""
+        """What the search chooses from, after the processors."""
+        if self.processors is None:  # the host has run them
+            return self._scores, False
         if not self.processors:
             return logits(), True
         search = self.search
@@ -392,12 +383,6 @@ class CapturedStep:
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores, False
-
-    def _processed_on_host(self) -> Scores:
-        return self._scores, False
-
-    def _put_scores(self, logits: Callable[[], Tensor]) -> None:
-        self._scores.copy_(self._normalised(logits()))
 
     def _choose(self, scores: Callable[[], Scores], end: Callable[[], None]) -> None:
         self.search.choose(*scores())
