@@ -1,7 +1,4 @@
-"""What FastGen keeps from one call to the next, and how to free it: who keeps something registers here.
-
-This imports nothing, so that all may ask, whether or not anything has been kept yet.
-"""
+"""What FastGen keeps from one call to the next: who keeps something registers here how to free it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """What a patch is: a wrapper around one function of another library, applied when that library is imported.
 
-A patch names its target, the wrapper, and a condition that looks at the target before anything is changed. It is
-applied as soon as the target's module is imported (before or after FastGen), and `remove` puts the original object
-back, the very same one. The wrapping itself is done by wrapt, so that signatures, docstrings and introspection stay
-those of the target.
+It is applied as soon as the target's module is imported (before or after FastGen), and `remove` puts the very same
+object back. Wrapping is wrapt's, so signatures, docstrings and introspection stay those of the target.
 """
 
 from __future__ import annotations

@@ -41,11 +41,9 @@ class Settings:
             results and are used for every linear layer of a model in float32 (FASTGEN_WEIGHT_DTYPE). The setting's old
             name, cpu_weights (FASTGEN_CPU_WEIGHTS), is deprecated.
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
-            (the default): the fastest, by timings of this machine and by the number of products so far. Torch's product
-            and FastGen's round differently, so the last digits of scores may differ between two runs. "fixed": by the
-            weight's shape and the processor's instructions alone, so that a run can be repeated to the last bit.
-            FastGen's product is then used for every large weight, and a row's result depends neither on the other rows
-            nor on the number of threads; where the processor has no AVX2, torch's is used.
+            (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
+            digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
+            instructions alone, so that a row's result depends neither on the other rows nor on the number of threads.
         captured_step: whether decoding steps on an NVIDIA GPU are captured in a CUDA graph: where it serves, "auto", or
             "never" (FASTGEN_CAPTURED_STEP).
 

@@ -6,9 +6,7 @@ chooses its product (`fastgen.decoding.products`). Hooks keep working: they run 
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
 not count writing through `parameter.data`. So a call does not use what was packed before it began, even if that belongs
-to a call that still runs in another thread, unless the user asks for it (`packed_weights="keep"`). A weight that is
-changed during a call counts from the next product on. If the change is made through `parameter.data`, it may also count
-later, or only in the next call: when, depends on whether the weight is packed.
+to a call that still runs in another thread, unless the user asks for it (`packed_weights="keep"`).
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ turn = threading.RLock()
 
 @contextlib.contextmanager
 def stepped_aside(device: torch.device) -> Iterator[None]:
-    """For code of others, between two graphs of a call that has its turn: other threads may have theirs meanwhile.
+    """For code of others, between two graphs of a call: it may wait for a thread that has its turn meanwhile.
 
-    That code may wait for such a thread. Nothing that the call needs is in the pool between its graphs.
+    Nothing that the call needs is in the pool between its graphs.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -35,8 +35,6 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
 
 # The first architecture that Triton supports.
 _LEAST_CAPABILITY = (8, 0)
-
-
 # The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.
 _shared: dict[int, tuple[Any, Any]] = {}
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
@@ -44,7 +42,7 @@ _abandoned: list[Any] = []
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why steps on this device cannot be captured, or None when they can."""
+    """Why steps on this device cannot be captured."""
     if device.type != "cuda":
         return f"the model is on {device.type}"
     if torch.version.hip is not None:
@@ -81,8 +79,7 @@ class Graph:
         """Captures what `function` starts on the device. It is not executed.
 
         Raises:
-            RuntimeError: it does something that cannot be captured: waits for the device, say. Other graphs can be
-                captured all the same, and numbers drawn.
+            RuntimeError: it does something that cannot be captured: waits for the device, say.
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with torch.cuda.device(index), _no_collection():
@@ -104,11 +101,9 @@ class Graph:
             torch.cuda.current_stream().wait_stream(stream)
 
     def _break_off(self, index: int) -> None:
-        """Ends a capture that failed, and undoes what its beginning has changed in torch.
+        """Ends a capture that failed, and undoes what its beginning has changed in releases of torch up to 2.12.
 
-        Releases up to 2.12 leave that as it is: memory would not be given back as long as the process lives, no other
-        graph could be captured into the pool, and nothing could be drawn with the generator of the device. There is a
-        new pool from now on; graphs that have the old one keep it.
+        No other graph could be captured into the pool, and nothing could be drawn with the generator of the device.
         """
         try:
             self._graph.capture_end()
@@ -130,7 +125,6 @@ class Graph:
             other.capture_end()
 
     def replay(self) -> None:
-        """Starts it on the current stream, with what is in its tensors now."""
         self._graph.replay()
 
 
@@ -157,10 +151,7 @@ def capturable(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class _NumbersOnDevice(TorchFunctionMode):
-    """`torch.where` with a number, and `torch.tensor` of one: made on the host, and copied to the device.
-
-    Such a copy cannot be captured; filling a tensor on the device can.
-    """
+    """`torch.where` with a number, and `torch.tensor` of one: their copy from the host could not be captured."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.where and len(args) == 3:
@@ -186,11 +177,7 @@ def _tensor(x: Any, other: Any, device: torch.device) -> Any:
 
 
 class LateFlag:
-    """A flag on the device that the host reads a few steps late, so that the device never waits for the host.
-
-    The flag must not be taken back once it is set. `late` steps may be under way that the host does not know the
-    outcome of.
-    """
+    """A flag on the device, never taken back, that the host reads `late` steps late: the device never waits for it."""
 
     def __init__(self, device: torch.device, late: int) -> None:
         self._device = device
@@ -210,7 +197,6 @@ class LateFlag:
             event.synchronize()
 
     def reset(self) -> None:
-        """Not set, and nothing under way."""
         self._wait()
         self._spare += self._events
         self._events = []

@@ -1,8 +1,4 @@
-"""K and V of one attention layer in buffers of a fixed capacity, and how attention of a captured step reads them.
-
-`StepState` is where the step is: all layers read it, and the step changes it once. `StaticKV` has the buffers, and
-`StepReader` reads them.
-"""
+"""K and V of one attention layer in buffers of a fixed capacity, and how attention of a captured step reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from fastgen.ops.triton.kv_write import kv_write
 
 
 class StepState:
-    """Positions of a step over `batch` inputs with `per_input` rows each, on the device.
+    """Where a step is, on the device: all layers read it, and the step changes it once.
 
     Attributes:
         batch, per_input, capacity: inputs, rows of each, and positions of the suffix at the most.
@@ -44,7 +40,6 @@ class StepState:
         return self.batch * self.per_input
 
     def begin(self) -> None:
-        """Nothing has been written to the suffix yet."""
         self._positions.copy_(torch.arange(self.width, device=self._positions.device))
         self.filled.fill_(self.width)
         if self.ancestry is not None:
@@ -75,8 +70,7 @@ class StepState:
     def causal_bias(self, heads: int, prefix: int) -> Tensor:
         """What is added to the scores so that a position of the step does not see those of the step behind it.
 
-        A buffer that goes along with the steps, [1, heads * width, prefix + capacity], float32: the positions of the
-        step one by one for each head. One for all layers of a shape.
+        A buffer that goes along with the steps, [1, heads * width, prefix + capacity], float32; for all layers.
         """
         if (heads, prefix) not in self._biases:
             made = torch.zeros(1, heads * self.width, prefix + self.capacity, device=self._own.device)
@@ -126,7 +120,6 @@ class StaticKV:
 
     @property
     def width(self) -> int:
-        """Positions that a step stores."""
         return self._state.width
 
     @property
@@ -135,7 +128,6 @@ class StaticKV:
 
     @property
     def length(self) -> int:
-        """Positions that the handles have: the whole capacity."""
         return self.prefix_capacity + (self._state.capacity if self._suffix else 0)
 
     def load(self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool) -> None:
@@ -204,17 +196,10 @@ class StaticKV:
 class StepReader:
     """What of a layer's buffers counts, and what a mask says beyond that.
 
-    The lengths on the device leave out what is padding or not yet written. The masks that models build, from the sizes
-    of the buffers, mostly say the same once more; then they are not read. Whether it is so is found out in a step that
-    is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
+    The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
+    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
 
-    Attributes:
-        host_may_wait: the host may look at a mask, and wait for the device.
-
-    Args:
-        starts, ends: [batch], int32: prefix positions that count are those in [start, end).
-        state: where the step is in the suffix; None for a layer without a suffix.
-        window: a query sees so many positions, its own included; None for all.
+    The arguments are those of `StaticKV`; `state` is None for a layer without a suffix.
     """
 
     def __init__(self, starts: Tensor, ends: Tensor, state: StepState | None, window: int | None = None) -> None:

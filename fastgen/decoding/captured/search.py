@@ -1,10 +1,8 @@
 """The bookkeeping of a search in buffers of fixed sizes, with nothing that waits for the device.
 
-What becomes of the best candidates of a step: which of them are finished, which go on, and whether the search is over.
 The rules are those of Transformers' loops (5.x), number by number. There, shapes grow with the length and the host
 looks at a flag in every step; here, the length is on the device, every step does the same, and a step after the end
-changes nothing, so that the flag may be looked at late. It is all plain torch on small tensors: it can be captured in a
-CUDA graph as it is.
+changes nothing, so that the flag may be looked at late.
 """
 
 from __future__ import annotations
@@ -68,11 +66,7 @@ class Search:
         return self.running_sequences.flatten(0, 1)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
-        """Starts a search.
-
-        Args:
-            prompt: [inputs, prompt length], int64, on the device: of encoder-decoder models the decoder's.
-            fill: what stands behind the end of a sequence.
+        """Starts a search from `prompt`, [inputs, length], int64; `fill` stands behind the end of a sequence.
 
         Raises:
             ValueError: there is nothing to generate, or more than the capacity.
@@ -101,10 +95,7 @@ class Search:
         raise NotImplementedError
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
-        """The sequences that are proposed for the first inputs, [inputs * continuations of each, end - start + 1].
-
-        Up to now, they are at [start, end) of their buffers, as the host knows.
-        """
+        """Those proposed for the first inputs, which are at [start, end): [inputs * continuations, end - start + 1]."""
         raise NotImplementedError
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:

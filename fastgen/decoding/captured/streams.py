@@ -1,9 +1,7 @@
 """K or V of several streams in a captured step: what they have in common, and further positions of each.
 
-ProphetNet computes the main stream and streams that predict one of the next tokens each. All read the K and V of the
-main stream, and each of them its own. The model puts the two parts together, once per stream, and all streams on top of
-each other. That would copy what is stored in every step, times the number of streams; here it stays what it is, and the
-products are computed on the parts.
+ProphetNet's streams read the K and V of the main stream, and each its own. The model puts the two together, once per
+stream, which would copy what is stored in every step; here the products are computed on the parts.
 """
 
 from __future__ import annotations

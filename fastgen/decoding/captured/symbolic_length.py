@@ -15,8 +15,7 @@ class SymbolicLength(Tensor):
     """One integer on the device. What its bounds decide, the host answers without waiting for it.
 
     Models ask the length of their cache whether there is anything in it, or whether their table of positions is long
-    enough. In a captured step that length is on the device, and such a question would wait for it; but the buffers say
-    how short and how long it may be. Where the bounds leave a comparison open, it gives a tensor, as ever.
+    enough. Where the bounds leave a comparison open, it gives a tensor, as ever.
 
     Attributes:
         low, high: what it is at the least and at the most.

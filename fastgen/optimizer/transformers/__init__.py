@@ -62,24 +62,19 @@ def patches() -> list[Patch]:
             has(scores),
         ),
         processors("LogitsProcessorList.__call__", "scores:process", has(scores)),
-        processors("NoRepeatNGramLogitsProcessor.__call__", "logits:no_repeat_ngram", takes(scores, uses="ngram_size")),
         processors(
             "EncoderNoRepeatNGramLogitsProcessor.__init__",
             "logits:remember_encoder_tokens",
             has("encoder_input_ids"),
         ),
-        processors(
-            "EncoderNoRepeatNGramLogitsProcessor.__call__",
-            "logits:no_repeat_ngram",
-            takes(scores, uses="ngram_size batch_size"),
-        ),
-        processors(
-            "MinLengthLogitsProcessor.__call__", "logits:min_length", takes(scores, uses="min_length eos_token_id")
-        ),
-        processors(
-            "MinNewTokensLengthLogitsProcessor.__call__",
-            "logits:min_length",
-            takes(scores, uses="min_new_tokens prompt_length_to_skip eos_token_id"),
+        *(
+            processors(f"{name}LogitsProcessor.__call__", f"logits:{wrapper}", takes(scores, uses=uses))
+            for name, wrapper, uses in (
+                ("NoRepeatNGram", "no_repeat_ngram", "ngram_size"),
+                ("EncoderNoRepeatNGram", "no_repeat_ngram", "ngram_size batch_size"),
+                ("MinLength", "min_length", "min_length eos_token_id"),
+                ("MinNewTokensLength", "min_length", "min_new_tokens prompt_length_to_skip eos_token_id"),
+            )
         ),
         prophetnet("ProphetNetPositionalEmbeddings.forward", "embed_positions", has("past_key_values")),
         prophetnet(
