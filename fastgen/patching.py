@@ -80,24 +80,16 @@ def _names(code: CodeType) -> set[str]:
 
 @dataclass(eq=False)
 class Patch:
-    """One function of another library, wrapped.
+    """One function of another library, wrapped."""
 
-    Attributes:
-        module: dotted name of the module that holds the target. The patch waits until it is imported.
-        target: path of the target inside the module, such as "GenerationMixin.generate".
-        wrapper: "package.module:function", imported only when the patch is applied, so that importing FastGen stays
-            light. It has wrapt's signature (wrapped, instance, args, kwargs).
-        condition: what the target must look like; `has` and `takes` make such conditions.
-        former: what the target was called in other releases; looked for when there is nothing at `target`.
-        state: "not enabled", "waiting for import", "applied" or "not applied: <reason>".
-    """
-
-    module: str
-    target: str
+    module: str  # that holds the target: the patch waits until it is imported
+    target: str  # its path inside the module, such as "GenerationMixin.generate"
+    # "package.module:function", imported only when the patch is applied, so that importing FastGen stays light. It has
+    # wrapt's signature (wrapped, instance, args, kwargs).
     wrapper: str
-    condition: Condition = lambda target: None
-    former: str | None = None
-    state: str = "not enabled"
+    condition: Condition = lambda target: None  # what the target must look like: see `has` and `takes`
+    former: str | None = None  # what the target was called in other releases
+    state: str = "not enabled"  # or "waiting for import", "applied" or "not applied: <reason>"
     _owner: Any = field(default=None, repr=False)
     _attribute: str = field(default="", repr=False)
     _original: Any = field(default=_MISSING, repr=False)

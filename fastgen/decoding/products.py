@@ -34,20 +34,15 @@ class FixedProducts:
 
     In float32 the packed and the streamed product give the same bits. So the number of products so far decides when the
     weight is packed. In another precision, every product needs the packed weight.
-
-    Attributes:
-        precision: of the packed weight: "fp32", "int8" or "bf16".
-        itemsize: bytes of an element of it.
-        packing: what packing takes, in the unit of `Gain.seconds`.
-        must_pack: without the packed weight a result would not be the one that the user asks for.
     """
 
     def __init__(self, precision: str) -> None:
-        self.precision = precision
+        self.precision = precision  # of the packed weight: "fp32", "int8" or "bf16"
         self.itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
         is_float32 = precision == "fp32"
-        # In products: about what packing takes, with the few rows of a decoding step.
+        # What packing takes in the unit of `Gain.seconds`, here products with the few rows of a decoding step.
         self.packing = 4.0 if is_float32 else 0.0
+        # Without the packed weight a result would not be the one that the user asks for.
         self.must_pack = not is_float32 and settings.current().linear_products == "fixed"
         self._gain = Gain(is_faster=True, seconds=1.0, streams=is_float32)
 

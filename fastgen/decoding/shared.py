@@ -38,32 +38,21 @@ METADATA = frozenset(
 
 @dataclass(frozen=True)
 class Parts:
-    """The stored tensors, and the view of them that a `SharedKV` stands for.
+    """The stored tensors, and the view of them that a `SharedKV` stands for."""
 
-    Attributes:
-        prefix: [batch, kv heads, N, dim].
-        suffix: [rows, kv heads, T, dim] or None.
-        per_input: rows per input.
-        ancestry: [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
-        materialize_suffix: gives what is called when something else needs the suffix row by row.
-        reader: the `StepReader` of a captured step: knows how much of prefix and suffix counts, which is on the device.
-        group: every kv head is repeated this many times (grouped-query attention).
-        ungrouped: the tensor is [rows, kv heads, group, length, dim], half-way through such a repetition.
-        folded: heads are folded into rows: [rows * heads, length, dim].
-        transposed: the last two dimensions are swapped.
-        gathered: the suffix row by row, once somebody has asked for it: for all views of the tensor.
-    """
-
-    prefix: Tensor
-    suffix: Tensor | None
+    prefix: Tensor  # [batch, kv heads, N, dim]
+    suffix: Tensor | None  # [rows, kv heads, T, dim]
     per_input: int
+    # [rows, T]: position t of row r of the suffix lies in row `ancestry[r, t]`; None: in row r.
     ancestry: Tensor | None = None
+    # Gives what is called when something else than the attention operator needs the suffix, row by row.
     materialize_suffix: weakref.WeakMethod | None = None
-    reader: Any = None
-    group: int = 1
-    ungrouped: bool = False
-    folded: bool = False
-    transposed: bool = False
+    reader: Any = None  # the `StepReader` of a captured step, which knows how much of prefix and suffix counts
+    group: int = 1  # every kv head is repeated this many times (grouped-query attention)
+    ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
+    folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
+    transposed: bool = False  # the last two dimensions are swapped
+    # The suffix row by row, once somebody has asked for it: for all views of the tensor.
     gathered: list[Tensor] = field(default_factory=list, compare=False)
 
     @property

@@ -1,10 +1,9 @@
 """Linear layers for the few rows of a decoding step on a CPU.
 
 A BLAS library rearranges the weight block by block inside every product. For few rows that costs as much as the product
-itself. `packed_linear` takes a weight that was rearranged once, into panels that hold some outputs of all inputs in the
-order in which a product uses them, and reads it as one stream. `streamed_linear` takes the weight as it is and
-rearranges it while it waits for memory: it needs no copy, and gives the same result (see csrc/cpu/linear.cpp). Which is
-faster than torch's own product is measured, once per machine and shape (`costs`).
+itself. `packed_linear` takes a weight that was rearranged once, and reads it as one stream. `streamed_linear` takes the
+weight as it is and rearranges it while it waits for memory: it needs no copy, and gives the same result (see
+csrc/cpu/linear.cpp). Which is faster than torch's own product is measured, once per machine and shape (`costs`).
 
 The operators are float32 only, and there are kernels alone (`is_available`). The results differ from those of
 `torch.nn.functional.linear` by rounding.
@@ -39,19 +38,12 @@ _STEADY = 1.1
 
 
 class Costs(NamedTuple):
-    """Seconds that a product takes.
+    """Seconds that a product takes."""
 
-    Attributes:
-        plain: torch's own.
-        packed: with the packed weight.
-        packing: that packing the weight takes, which is no product.
-        streamed: with the weight as it is.
-    """
-
-    plain: float
-    packed: float
-    packing: float
-    streamed: float = float("inf")
+    plain: float  # torch's own
+    packed: float  # with the packed weight
+    packing: float  # that packing the weight takes, which is no product
+    streamed: float = float("inf")  # with the weight as it is
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -34,18 +34,12 @@ _ROUNDS = 20
 
 
 class QuantizedWeight(NamedTuple):
-    """What `pack` makes of a weight; valid in this process.
+    """What `pack` makes of a weight; valid in this process."""
 
-    Attributes:
-        panels: [panels, bytes of an output's inputs, outputs of a panel], uint8.
-        scales, totals: [outputs], of `int8` only: what the integers of an output are multiples of, and their sum.
-        outputs: rows of the weight.
-    """
-
-    panels: Tensor
-    scales: Tensor | None
-    totals: Tensor | None
-    outputs: int
+    panels: Tensor  # [panels, bytes of an output's inputs, outputs of a panel], uint8
+    scales: Tensor | None  # [outputs], of `int8` only: what the integers of an output are multiples of
+    totals: Tensor | None  # [outputs], of `int8` only: their sum
+    outputs: int  # rows of the weight
 
 
 def pack(weight: Tensor, precision: str) -> QuantizedWeight:

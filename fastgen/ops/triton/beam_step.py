@@ -28,17 +28,11 @@ _MOST_CANDIDATES = 32768
 
 
 class Candidates(NamedTuple):
-    """The best continuations of every input, best first: each [batch, count].
+    """The best continuations of every input, best first: each [batch, count]."""
 
-    Attributes:
-        scores: accumulated log-probabilities, float32.
-        beams: which beam of the input is continued, int64.
-        tokens: with which token, int64.
-    """
-
-    scores: Tensor
-    beams: Tensor
-    tokens: Tensor
+    scores: Tensor  # accumulated log-probabilities, float32
+    beams: Tensor  # which beam of the input is continued, int64
+    tokens: Tensor  # with which token, int64
 
 
 def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:

@@ -33,37 +33,22 @@ class NotAccelerated(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """State of one `generate` call, found by the inner hooks through a context variable: threads do not meet.
-
-    Attributes:
-        scores_are_private: nobody but the decoding loop holds the scores that the processors get, so that they may be
-            changed in place.
-        cache_is_the_users: the user passed the cache in, and looks at it after the call.
-        users_errors: what processors, criteria and other code of the user's have raised.
-        runs_user_code: such code takes part; None until the decoding loop has begun, where that is looked at.
-        accelerated, declined: what has been decided.
-        has_intervened: what the library computes is no longer all its own, so an error may be FastGen's.
-        takes_best: it is an accelerated beam search that takes the best continuations, and draws none.
-        store: once the call is accelerated.
-        compaction: the rows that the model runs on, where finished inputs may leave the batch.
-        prefilled: the outputs of the first pass, made ahead of the library's loop, which gets them when it asks.
-        layers: those of the model, in a faster form while the call is accelerated.
-    """
+    """State of one `generate` call, found by the inner hooks through a context variable: threads do not meet."""
 
     _active: ClassVar[ContextVar[Call | None]] = ContextVar("fastgen_call", default=None)
 
     model: Any
-    scores_are_private: bool
-    cache_is_the_users: bool
-    users_errors: Errors = field(default_factory=Errors)
-    runs_user_code: bool | None = None
+    scores_are_private: bool  # nobody but the decoding loop holds those that the processors get
+    cache_is_the_users: bool  # it was passed in, and is looked at after the call
+    users_errors: Errors = field(default_factory=Errors)  # what processors, criteria and other code of theirs raised
+    runs_user_code: bool | None = None  # None until the decoding loop has begun, where that is looked at
     accelerated: bool = False
     declined: bool = False
-    has_intervened: bool = False
-    takes_best: bool = False
-    store: StoreInCache | None = None
-    compaction: BatchCompaction | None = None
-    prefilled: Any = None
+    has_intervened: bool = False  # what the library computes is no longer all its own: an error may be FastGen's
+    takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
+    store: StoreInCache | None = None  # once the call is accelerated
+    compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
+    prefilled: Any = None  # the outputs of the first pass, made ahead of the library's loop
     _returns_cache: bool = False
 
     def __post_init__(self) -> None:

@@ -21,22 +21,13 @@ from fastgen.optimizer.transformers import logits
 
 
 class StepTokens(NamedTuple):
-    """The running sequences at a step, all on the device: a replay sees what is in these tensors then.
+    """The running sequences at a step, all on the device: a replay sees what is in these int64 tensors then."""
 
-    Attributes:
-        tokens: [rows, capacity], int64: a sequence in each row, at the positions [start, length). Positions in front of
-            it hold -1, positions behind it anything.
-        start: 0-dim int64: how many positions in front belong to no sequence (the filling of a bucket).
-        length: 0-dim int64: where the sequences end. The library's current length is length - start.
-        prompt: 0-dim int64: where the prompt ends. The library's length of the prompt is prompt - start.
-        limit: 0-dim int64: the library's `max_length`, counted from `start`.
-    """
-
-    tokens: Tensor
-    start: Tensor
-    length: Tensor
-    prompt: Tensor
-    limit: Tensor
+    tokens: Tensor  # [rows, capacity]: a sequence in each row at [start, length), -1 in front of it, anything behind it
+    start: Tensor  # 0-dim, as the others: how many positions in front belong to no sequence (the filling of a bucket)
+    length: Tensor  # where the sequences end: the library's current length is length - start
+    prompt: Tensor  # where the prompt ends: the library's length of the prompt is prompt - start
+    limit: Tensor  # the library's `max_length`, counted from `start`
 
 
 class Bucket(NamedTuple):

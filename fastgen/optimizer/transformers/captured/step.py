@@ -46,43 +46,25 @@ Part = tuple[Callable[[], object], OnHost | None]
 
 @dataclass(frozen=True)
 class Key:
-    """All that is frozen in a captured step: calls that agree on it can share one.
-
-    Attributes:
-        batch, per_input: inputs and sequences of each, at the most.
-        prompt_capacity, new_capacity: positions of the sequences' buffers for the prompt, and for what is generated.
-        stored_capacity, capacity: positions of K and V of self-attention for what the first pass has stored, and for
-            what is generated.
-        width: positions that a step stores.
-        encoder: the class that the encoder's output comes in, its positions and width; None without an encoder.
-        source_in_front: K and V of the encoder's output are those of self-attention, in front of the sequences'.
-        search: the class of the search and its options.
-        eos: tokens that end a sequence.
-        processors: signatures of the captured processors; None if the host runs the processors.
-        has_criteria: there are stopping criteria, which the host runs, besides the search's own.
-        tensors: names of the model's inputs that are in buffers.
-        constants: the others, by name.
-        kv: shapes and dtypes of K and V of each layer.
-        windows: the sliding window of each layer; None for one that sees everything.
-    """
+    """All that is frozen in a captured step: calls that agree on it can share one. Capacities are positions."""
 
     batch: int
     per_input: int
-    prompt_capacity: int
+    prompt_capacity: int  # of the sequences' buffers
     new_capacity: int
-    stored_capacity: int
-    capacity: int
-    width: int
-    encoder: tuple[type, int, int] | None
-    source_in_front: bool
-    search: tuple[str, Hashable]
+    stored_capacity: int  # of K and V of self-attention, for what the first pass has stored
+    capacity: int  # and for what is generated
+    width: int  # positions that a step stores
+    encoder: tuple[type, int, int] | None  # the class that its output comes in, its positions and width
+    source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
+    search: tuple[str, Hashable]  # its class and options
     eos: tuple[int, ...]
-    processors: tuple[Hashable, ...] | None
-    has_criteria: bool
-    tensors: tuple[str, ...]
-    constants: tuple[tuple[str, Hashable], ...]
-    kv: Hashable
-    windows: tuple[int | None, ...]
+    processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
+    has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
+    tensors: tuple[str, ...]  # names of the model's inputs that are in buffers
+    constants: tuple[tuple[str, Hashable], ...]  # the others, by name
+    kv: Hashable  # shapes and dtypes of K and V of each layer
+    windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
 
     @property
     def rows(self) -> int:
@@ -95,28 +77,18 @@ class Key:
 
 @dataclass
 class Prompt:
-    """What a step begins from: the result of the prefill, one row per input.
+    """What a step begins from: the result of the prefill, one row per input."""
 
-    Attributes:
-        tokens: [inputs, N], int64; new_tokens: to generate, at the most.
-        stored: positions of self-attention that the first pass has left.
-        own, cross: K and V of each layer, [inputs, heads, stored, dim] and [inputs, heads, encoder positions, dim]. A
-            layer with a sliding window may have the last of the stored positions only. `cross` is empty without
-            cross-attention.
-        span, cross_span: [inputs] starts and ends of the positions that count.
-        tensors: the model's inputs of the first step, [inputs, ...], by name.
-        logits: [inputs * per_input, vocabulary]: of the last position of the prompt.
-    """
-
-    tokens: Tensor
-    new_tokens: int
-    stored: int
+    tokens: Tensor  # [inputs, N], int64
+    new_tokens: int  # to generate, at the most
+    stored: int  # positions of self-attention that the first pass has left
+    # K and V of each layer, [inputs, heads, stored, dim]; with a sliding window maybe only the last of these positions.
     own: list[tuple[Tensor, Tensor]]
-    cross: list[tuple[Tensor, Tensor]]
-    span: tuple[Tensor, Tensor]
+    cross: list[tuple[Tensor, Tensor]]  # [inputs, heads, encoder positions, dim]; empty without cross-attention
+    span: tuple[Tensor, Tensor]  # [inputs] starts and ends of the positions that count
     cross_span: tuple[Tensor, Tensor] | None
-    tensors: dict[str, Tensor]
-    logits: Tensor
+    tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
+    logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
 
     @property
     def inputs(self) -> int:
