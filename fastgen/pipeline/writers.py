@@ -164,7 +164,7 @@ class FileOutput:
                     failed.append(result)
                 yield result
 
-        with _placed(self._path, self.journal) as unfinished:
+        with placed(self._path, self.journal) as unfinished:
             if form == "parquet":
                 numbered = all("error" in result or type(result["id"]) is int for result in self.journal.results())
                 _write_parquet(unfinished, counted(), numbered)
@@ -252,25 +252,25 @@ def check_free(settings: RunOptions) -> None:
         check_suffix(path)
         placed.insert(0, path)
         for target in (path, partial, errors, settings.errors_partial_path):
-            _check_writable(target)
+            check_writable(target)
         left = journal.find(partial)
         if left is not None and not (settings.resume or settings.overwrite):
             raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
         for target in (errors, settings.errors_partial_path):
             # With resume as well: without the work file there is no run that these could belong to.
             if left is None and not settings.overwrite:
-                _check_absent(target)
+                check_absent(target)
             if os.path.lexists(target):
                 journal.check_own(target, _ERROR_START)
     for path in placed:
-        _check_writable(path)
+        check_writable(path)
         if is_special(path):
             continue
         # A kill may have come when the file was in place already.
         if not settings.overwrite and (left is None or not left.has_written(path)):
-            _check_absent(path)
+            check_absent(path)
         if left is None or not left.has_begun(path):
-            _check_absent(unfinished_path(path), "move it away: it was not written by fastgen")
+            check_absent(unfinished_path(path), "move it away: it was not written by fastgen")
 
 
 def check_suffix(path: Path) -> None:
@@ -279,7 +279,8 @@ def check_suffix(path: Path) -> None:
         raise SetupError(f"{path} is not written compressed: leave out {path.suffix}, or compress the output of -")
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
+    """A SetupError where no file can be written at a path."""
     if path.is_dir():
         raise SetupError(f"cannot write {path}: it is a directory")
     if is_special(path):
@@ -293,19 +294,26 @@ def _check_writable(path: Path) -> None:
         raise SetupError(f"cannot write {path}: permission denied")
 
 
-def _check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
+def check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
+    """A SetupError where there is something at a path."""
     # A link to nothing would be replaced as well.
     if os.path.lexists(path):
         raise SetupError(f"{path} exists already ({remedy})")
 
 
 @contextlib.contextmanager
-def _placed(path: Path, journal: Journal | None) -> Iterator[Path]:
+def placed(path: Path, journal: Journal | None = None) -> Iterator[Path]:
     """Where to write a file that is to be there as a whole or not at all; it is put in place at the end of the block.
+
+    What is written to and cannot be replaced, such as a pipe, is written to at once.
 
     Args:
         journal: of the run that it belongs to, which is told, so that a resumed run knows the file.
     """
+    if is_special(path):
+        with writing(path):
+            yield path
+        return
     unfinished = unfinished_path(path)
     with writing(path, RESUMABLE if journal else ""):
         try:
@@ -322,8 +330,7 @@ def _placed(path: Path, journal: Journal | None) -> Iterator[Path]:
 
 
 def write_json(name: str, value: Any, journal: Journal | None = None) -> None:
-    """A JSON file for people and programs; for `journal` see `_placed`."""
-    path = Path(name)
+    """A JSON file for people and programs; for `journal` see `placed`."""
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-    with writing(path) if is_special(path) else _placed(path, journal) as unfinished:
-        (unfinished or path).write_text(text, encoding="utf-8")
+    with placed(Path(name), journal) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

@@ -294,18 +294,15 @@ def test_data_that_cannot_be_read_are_one_error(tmp_path, monkeypatch, end):
 def test_shortest_edits(alphabet):
     sequences = [list(word) for length in range(4) for word in product(range(5, 5 + alphabet), repeat=length)]
     for x, y in product(sequences, sequences):
-        distance = libnat.compute_ed2([x], [y])[0]
         (path,) = libnat.suggested_ed2_path([x], [y], 1)
         if not x:
-            assert (distance, path) == (len(y), [y, []])
+            assert path == [y, []]
             continue
         *inserted, deleted = [[] if part == [1] and place <= len(x) else part for place, part in enumerate(path)]
         kept = [inserted[0]] + [[token] * (1 - gone) + more for token, gone, more in
                                 zip(x, deleted, inserted[1:], strict=True)]  # fmt: skip
         assert [token for part in kept for token in part] == y
-        assert distance == sum(map(len, inserted)) + sum(deleted) == len(x) + len(y) - 2 * common(x, y)
-        (marked,) = libnat.suggested_ed2_path_with_delete([x], [y], 1, 2)
-        assert sum(part.count(2) for part in marked) == sum(deleted)
+        assert sum(map(len, inserted)) + sum(deleted) == len(x) + len(y) - 2 * common(x, y)
 
 
 def common(x: list[int], y: list[int]) -> int:

@@ -26,7 +26,7 @@ def register() -> None:
     from fairseq import criterions, models, tasks
     from fairseq.tasks.translation import TranslationConfig
 
-    from fastgen.models.prophetnet import criterion, model, task
+    from fastgen.models.prophetnet import model, task
 
     if MODEL not in models.MODEL_REGISTRY:
         models.register_model(MODEL)(model.ProphetNetModel)
@@ -35,8 +35,8 @@ def register() -> None:
     if TASK not in tasks.TASK_REGISTRY:
         tasks.register_task(TASK, dataclass=TranslationConfig)(task.TranslationProphetNetTask)
     if CRITERION not in criterions.CRITERION_REGISTRY:
-        config = criterion.NgramLanguageLossConfig
-        criterions.register_criterion(CRITERION, dataclass=config)(criterion.NgramLanguageLoss)
+        config = task.NgramLanguageLossConfig
+        criterions.register_criterion(CRITERION, dataclass=config)(task.NgramLanguageLoss)
 
 
 def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     """
     from fairseq import criterions, models, tasks
 
-    from fastgen.models.prophetnet import criterion, model, task
+    from fastgen.models.prophetnet import model, task
 
     name = args[0] if args else kwargs.get("name")
     if name == MODEL and models.MODEL_REGISTRY.get(name) is model.ProphetNetModel:
@@ -57,6 +57,6 @@ def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
                 del registry[architecture]
     elif name == TASK and tasks.TASK_REGISTRY.get(name) is task.TranslationProphetNetTask:
         del tasks.TASK_REGISTRY[name], tasks.TASK_DATACLASS_REGISTRY[name]
-    elif name == CRITERION and criterions.CRITERION_REGISTRY.get(name) is criterion.NgramLanguageLoss:
+    elif name == CRITERION and criterions.CRITERION_REGISTRY.get(name) is task.NgramLanguageLoss:
         del criterions.CRITERION_REGISTRY[name], criterions.CRITERION_DATACLASS_REGISTRY[name]
     return wrapped(*args, **kwargs)

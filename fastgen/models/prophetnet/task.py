@@ -1,13 +1,21 @@
-"""Translation and summarisation with the dictionaries of BERT."""
+"""Translation and summarisation with the dictionaries of BERT, and the loss over the predicting streams."""
 
-from __future__ import annotations
+# FairSeq reads the types of a configuration's fields, so annotations are evaluated in this module.
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from fairseq.criterions import FairseqCriterion
 from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
+from fairseq.logging import metrics
 from fairseq.tasks.translation import TranslationTask
 from fairseq.tokenizer import tokenize_line
+from torch import Tensor
 
 
 class BertDictionary(Dictionary):
@@ -29,7 +37,7 @@ class BertDictionary(Dictionary):
         self.bos_index, self.pad_index, self.eos_index, self.unk_index = indices
 
     @classmethod
-    def load_from_file(cls, path: str) -> BertDictionary:
+    def load_from_file(cls, path: str) -> "BertDictionary":
         """The dictionary of a file that has `TOKEN COUNT` in each line.
 
         Raises:
@@ -54,17 +62,76 @@ class TranslationProphetNetTask(TranslationTask):
     """FairSeq's translation with `BertDictionary`."""
 
     @classmethod
-    def load_dictionary(cls, filename: str) -> BertDictionary:
+    def load_dictionary(cls, filename: str) -> "BertDictionary":
         """Reads a dictionary."""
         return BertDictionary.load_from_file(filename)
 
     @classmethod
     def build_dictionary(
         cls, filenames: list[str], workers: int = 1, threshold: int = -1, nwords: int = -1, padding_factor: int = 8
-    ) -> BertDictionary:
+    ) -> "BertDictionary":
         """The dictionary of a text, for a model that is not pre-trained; the arguments are `fairseq-preprocess`'s."""
         made = BertDictionary()
         for filename in filenames:
             Dictionary.add_file_to_dictionary(filename, made, tokenize_line, workers)
         made.finalize(threshold=threshold, nwords=nwords, padding_factor=padding_factor)
         return made
+
+
+@dataclass
+class NgramLanguageLossConfig(FairseqDataclass):
+    label_smoothing: float = field(default=0.0, metadata={"help": "part of the probability that all tokens share"})
+    disable_ngram_loss: bool = field(
+        default=False, metadata={"help": "count the first predicting stream alone, which predicts the next token"}
+    )
+
+
+class NgramLanguageLoss(FairseqCriterion):
+    """The negative log-likelihood of the target in every predicting stream, summed over tokens and streams.
+
+    Qi et al. 2020, section 3.3, with every stream weighted the same.
+    """
+
+    def __init__(self, task: Any, label_smoothing: float = 0.0, disable_ngram_loss: bool = False) -> None:
+        super().__init__(task)
+        self.label_smoothing = label_smoothing
+        self.disable_ngram_loss = disable_ngram_loss
+
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """
+        Returns:
+            The sum, by how much its gradient is to be divided (the tokens that were counted), what to log.
+        """
+        streams, _ = model(**sample["net_input"])
+        targets = sample["target"]
+        if self.disable_ngram_loss:
+            streams = streams[:1]
+        loss = torch.stack([self._loss(scores, targets) for scores in streams]).sum()
+        sample_size = len(streams) * int(targets.ne(self.padding_idx).sum())
+        logged = {
+            "loss": loss.detach(),
+            "ntokens": sample["ntokens"],
+            "nsentences": targets.shape[0],
+            "sample_size": sample_size,
+        }
+        return loss, sample_size, logged
+
+    def _loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        log_probs = F.log_softmax(scores.flatten(0, 1), dim=-1, dtype=torch.float32)
+        targets = targets.flatten()
+        loss = F.nll_loss(log_probs, targets, ignore_index=self.padding_idx, reduction="sum")
+        if self.label_smoothing > 0:
+            smooth = -log_probs[targets.ne(self.padding_idx)].mean(dim=-1).sum()
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * smooth
+        return loss
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Logs the loss per token and stream, in bits."""
+        loss = sum(log.get("loss", 0) for log in logging_outputs)
+        sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
+        metrics.log_scalar("loss", loss / sample_size / math.log(2), sample_size, round=3)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        return True

@@ -7,12 +7,10 @@ and a language model's prefix is run at once. The loop, the searches and the mod
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 from fastgen.optimizer.fairseq import compat
-from fastgen.patching import Patch
+from fastgen.patching import Patch, takes
 
 # FairSeq's releases that are tested; fairseq-fixed calls itself 0.12.3.
 TESTED_VERSIONS = ("0.12", "0.12")
@@ -40,23 +38,16 @@ def _generation() -> list[Patch]:
     """What makes `SequenceGenerator` fast: module, target, wrapper, and the parameters that it was written for."""
     generator = "sequence_generator"
     attention = "query key value key_padding_mask incremental_state need_weights static_kv attn_mask before_softmax"
+    with_heads = f"{attention} need_head_weights"
+    ngrams = "tokens lprobs bsz beam_size step"
     search = "step lprobs scores prev_output_tokens original_batch_idxs"
     tokens = "tokens encoder_outs incremental_states temperature"
     prefix = "step lprobs scores tokens prefix_tokens beam_size"
     states = "incremental_states new_order"
+    call = "sample prefix_tokens constraints bos_token"
     return [
-        _hook(
-            "modules.multihead_attention",
-            "MultiheadAttention.forward",
-            "attention:attention",
-            f"{attention} need_head_weights",
-        ),
-        _hook(
-            "ngram_repeat_block",
-            "NGramRepeatBlock.forward",
-            "scores:no_repeat_ngram",
-            "tokens lprobs bsz beam_size step",
-        ),
+        _hook("modules.multihead_attention", "MultiheadAttention.forward", "attention:attention", with_heads),
+        _hook("ngram_repeat_block", "NGramRepeatBlock.forward", "scores:no_repeat_ngram", ngrams),
         _hook("search", "BeamSearch.step", "scores:step", search, optional="candidate_multiple"),  # of fairseq-fixed
         _hook(generator, "EnsembleModel.forward_encoder", "sources:encode", "net_input"),
         _hook(generator, "EnsembleModel.reorder_encoder_out", "generate:reorder_encoder_out", "encoder_outs new_order"),
@@ -64,23 +55,14 @@ def _generation() -> list[Patch]:
         _hook(generator, "EnsembleModel.forward_decoder", "generate:forward_decoder", tokens),
         _hook(generator, "SequenceGenerator._prefix_tokens", "generate:prefix_tokens", prefix),
         # Last: without the others it would open calls that nobody serves.
-        _hook(
-            generator, "SequenceGenerator._generate", "generate:generate", "sample prefix_tokens constraints bos_token"
-        ),
+        _hook(generator, "SequenceGenerator._generate", "generate:generate", call),
     ]
 
 
 def _hook(module: str, target: str, wrapper: str, parameters: str, optional: str = "") -> Patch:
     """A patch on the condition that the target takes these parameters behind `self`, the `optional` one or not."""
-    expected = ["self", *parameters.split()]
-
-    def check(original: Any) -> str | None:
-        found = list(inspect.signature(original).parameters)
-        if found in (expected, [*expected, optional]):
-            return None
-        return f"{original.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
-
-    return Patch(f"fairseq.{module}", target, f"{__name__}.{wrapper}", check)
+    condition = takes(f"self {parameters}", optional=optional)
+    return Patch(f"fairseq.{module}", target, f"{__name__}.{wrapper}", condition)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,16 @@ class Unsupported(Exception):
     """This call is not supported after all; the message says why. It is repeated with the original code."""
 
 
+@dataclass(eq=False)
 class Call:
     """State of one `_generate` call, found by the inner hooks through a context variable: threads do not meet.
 
     Attributes:
         ensemble: the ensemble that generates.
         per_input: sequences per source.
+        pad: the token that stands for none.
+        attentions: `id` of each attention module whose K/V are kept here.
+        initial_capacity: positions to allocate for at first.
         beams: the sources that are left, and what their sequences descend from; known when the loop repeats the encoder
             output for the beams, which happens before the first step.
         is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
@@ -41,29 +46,22 @@ class Call:
         prefilled: where the K/V of these tokens go while they run.
     """
 
-    _active: ContextVar[Call | None] = ContextVar("fastgen_fairseq_call", default=None)
+    _active: ClassVar[ContextVar[Call | None]] = ContextVar("fastgen_fairseq_call", default=None)
 
-    def __init__(self, ensemble: Any, per_input: int, pad: int, attentions: set[int], initial_capacity: int) -> None:
-        """
-        Args:
-            pad: the token that stands for none.
-            attentions: `id` of each attention module whose K/V are kept here.
-            initial_capacity: positions to allocate for at first.
-        """
-        self.ensemble = ensemble
-        self.per_input = per_input
-        self.beams: Beams | None = None
-        self.prefill: Prefill | None = None
-        self.is_expanded = False
-        self._pad = pad
-        self._attentions = attentions
-        self._initial_capacity = initial_capacity
-        self._layers: list[LayerKV] = []
-        self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.prefilled: State | None = None
-        self._tokens: Tensor | None = None
-        self._has_padding = False
-        self._own_mask: Tensor | None = None
+    ensemble: Any
+    per_input: int
+    pad: int
+    attentions: set[int]
+    initial_capacity: int
+    beams: Beams | None = None
+    prefill: Prefill | None = None
+    is_expanded: bool = False
+    prefilled: State | None = None
+    _layers: list[LayerKV] = field(default_factory=list)
+    _masks: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    _tokens: Tensor | None = None
+    _has_padding: bool = False
+    _own_mask: Tensor | None = None
 
     @classmethod
     def current(cls) -> Call | None:
@@ -92,7 +90,7 @@ class Call:
 
     def state(self, module: Any, incremental_state: State | None) -> State | None:
         """Where `module` has its K/V, or None when this call does not keep them."""
-        if id(module) not in self._attentions:
+        if id(module) not in self.attentions:
             return None
         return incremental_state if incremental_state is not None else self.prefilled
 
@@ -109,7 +107,7 @@ class Call:
         found = module.get_incremental_state(state, _KEY)
         if found is not None:
             return found["kv"], False
-        layer = LayerKV(self._initial_capacity)
+        layer = LayerKV(self.initial_capacity)
         self._layers.append(layer)
         module.set_incremental_state(state, _KEY, {"kv": layer})
         return layer, True
@@ -139,7 +137,7 @@ class Call:
         self._has_padding |= padding is not None
         if self._has_padding and self._own_mask is None:
             mask = torch.zeros(self._tokens.shape, dtype=dtype, device=self._tokens.device)
-            self._own_mask = mask.masked_fill_(self._tokens.eq(self._pad), float("-inf"))[:, None, None, :]
+            self._own_mask = mask.masked_fill_(self._tokens.eq(self.pad), float("-inf"))[:, None, None, :]
         return self._own_mask
 
     def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -88,8 +88,5 @@ class Prefill:
 
 
 def _repeats_ngram(prefix: Tensor, bos: int, n: int) -> bool:
-    for row in prefix.tolist():
-        ngrams = list(zip(*([bos, *row][i:] for i in range(n)), strict=False))
-        if len(set(ngrams)) < len(ngrams):
-            return True
-    return False
+    rows = [list(zip(*([bos, *row][i:] for i in range(n)), strict=False)) for row in prefix.tolist()]
+    return any(len(set(ngrams)) < len(ngrams) for ngrams in rows)

@@ -58,20 +58,12 @@ def unsupported(generator: Any, bos_token: Any) -> str | None:
     devices = {parameter.device for parameter in ensemble.parameters()}
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         return f"the parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}"
-    for model in ensemble.models:
-        reason = _model_unsupported(model, generator)
-        if reason is not None:
-            return reason
-    return None
+    return next(filter(None, (_model_unsupported(model, generator) for model in ensemble.models)), None)
 
 
 def attentions_of(ensemble: Any) -> set[int]:
     """`id` of every attention module in the decoders."""
     return {id(attention) for model in ensemble.models for attention in _attentions(model.decoder)}
-
-
-def _kind(decoder: Any) -> type | None:
-    return next((kind for kind in _KINDS if isinstance(decoder, kind)), None)
 
 
 def _attentions(decoder: Any) -> Iterator[Any]:
@@ -85,7 +77,7 @@ def _model_unsupported(model: Any, generator: Any) -> str | None:
     if isinstance(model, torch.jit.ScriptModule):
         return "a scripted model"
     decoder = getattr(model, "decoder", None)
-    kind = _kind(decoder)
+    kind = next((kind for kind in _KINDS if isinstance(decoder, kind)), None)
     if kind is None:
         return f"{type(decoder if decoder is not None else model).__name__} is not a Transformer decoder"
     for name in _DECODER_METHODS:
@@ -93,11 +85,8 @@ def _model_unsupported(model: Any, generator: Any) -> str | None:
             return f"{type(decoder).__name__} has a {name} of its own"
     if decoder.padding_idx != generator.pad:
         return "the decoder pads with another token than the dictionary"
-    for layer in decoder.layers.children():
-        reason = _layer_unsupported(layer, _KINDS[kind], generator.beam_size)
-        if reason is not None:
-            return reason
-    return _modules_unsupported(model)
+    layers = (_layer_unsupported(layer, _KINDS[kind], generator.beam_size) for layer in decoder.layers.children())
+    return next(filter(None, layers), None) or _modules_unsupported(model)
 
 
 def _layer_unsupported(layer: Any, self_attention: type, beam_size: int) -> str | None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen.pipeline.errors import SetupError, one_line, writing
 from fastgen.pipeline.fairseq.errors import explained
 from fastgen.pipeline.records import Result
-from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special, unfinished_path
-from fastgen.pipeline.writers import check_suffix, json_line, text_line
+from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special
+from fastgen.pipeline.writers import check_absent, check_suffix, check_writable, json_line, placed, text_line
 
 if TYPE_CHECKING:
     from fastgen.pipeline.fairseq.formatting import Written
@@ -107,12 +107,10 @@ class Records:
         self._line = json_line if kind == "jsonl" else text_line
         self._gaps = kind != "jsonl"
         self._written: dict[int, Written] = {}
-        if self._path.is_dir() or not self._path.parent.is_dir():
-            raise SetupError(f"cannot write {name}: it is a directory, or is to be in one that does not exist")
-        if not overwrite and not self._to_stdout and not is_special(self._path):
-            for path in (self._path, self.partial):
-                if path.exists():
-                    raise SetupError(f"{path} exists already (--overwrite replaces it)")
+        if not self._to_stdout and not is_special(self._path):
+            check_writable(self._path)
+            for path in () if overwrite else (self._path, self.partial):
+                check_absent(path)
         try:
             self.lines: TextIO = open(self.partial, "w", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         except OSError as error:
@@ -140,12 +138,8 @@ class Records:
                 sys.stdout.buffer.writelines(lines)
                 sys.stdout.flush()
             return
-        unfinished = self._path if is_special(self._path) else unfinished_path(self._path)
-        with writing(self._path):
-            with open(unfinished, "wb") as handle:
-                handle.writelines(lines)
-            if unfinished != self._path:
-                os.replace(unfinished, self._path)
+        with placed(self._path) as unfinished, open(unfinished, "wb") as handle:
+            handle.writelines(lines)
         self.partial.unlink()
 
 

@@ -13,7 +13,7 @@ from fairseq.criterions import cross_entropy
 
 import fastgen
 from fastgen.models.prophetnet import attention
-from fastgen.models.prophetnet.criterion import NgramLanguageLoss
+from fastgen.models.prophetnet.task import NgramLanguageLoss
 from tests.fairseq.test_generate import generator_for
 from tests.models.prophetnet.reference import Reference
 from tests.models.prophetnet.tiny import PAD, SEP, VARIANTS, WORDS, arguments, dictionary, model_of, rows, sources

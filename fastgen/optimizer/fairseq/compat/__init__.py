@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastgen.optimizer.fairseq.compat import literals
 from fastgen.optimizer.fairseq.compat.configs import HashableConfigs
-from fastgen.patching import Patch
+from fastgen.patching import Condition, Patch
 
 
 def patches() -> list[Patch]:
@@ -50,7 +49,7 @@ def _running() -> list[Patch]:
         ModuleGlobal("fairseq.data.language_pair_dataset", "np", numpy, numpy_lacks("compat")),
         ModuleGlobal("fairseq.data.token_block_dataset", "np", numpy, numpy_lacks("compat")),
         ModuleGlobal("fairseq.modules.dynamic_crf_layer", "np", numpy, numpy_lacks("float")),
-        ModuleGlobal("fairseq", "libnat", f"{__name__}.libnat:make", missing_from_fairseq("libnat")),
+        ModuleGlobal("fairseq", "libnat", f"{__name__}.libnat:make", libnat_is_missing),
         Patch(layers, "TransformerEncoderLayerBase._load_from_state_dict", f"{repairs}:load_from_state_dict"),
         Patch(data, "MMapIndexedDataset._do_init", f"{repairs}:open_data"),
         Patch(data, "MMapIndexedDataset.__del__", f"{repairs}:close"),
@@ -63,32 +62,25 @@ def _running() -> list[Patch]:
 class ModuleGlobal(Patch):
     """A global of one module, replaced by what the function or class `wrapper` makes of it, or of None without one."""
 
-    def apply(self) -> None:
-        if self._installed is not None:
-            return
+    def _apply(self) -> str | None:
         owner = sys.modules[self.module]
         original = vars(owner).get(self.target)
         reason = self.condition(original)
-        if reason is not None:
-            self.state = f"not applied: {reason}"
-            return
-        make: Any = self._find()
-        self._owner, self._attribute, self._original, self._installed = owner, self.target, original, make(original)
-        setattr(owner, self.target, self._installed)
-        self.state = "applied"
+        if reason is None:
+            make: Any = self._find()
+            self._owner, self._attribute, self._original, self._installed = owner, self.target, original, make(original)
+            setattr(owner, self.target, self._installed)
+        return reason
 
     def remove(self) -> None:
-        if (
-            self._installed is not None
-            and self._original is None
-            and vars(self._owner).get(self.target) is self._installed
-        ):
+        installed = self._installed
+        if installed is not None and self._original is None and vars(self._owner).get(self.target) is installed:
             delattr(self._owner, self.target)
             self._installed = None
         super().remove()
 
 
-def numpy_lacks(name: str) -> Callable[[Any], str | None]:
+def numpy_lacks(name: str) -> Condition:
     """The condition that NumPy does not have `name` any more."""
 
     def check(original: Any) -> str | None:
@@ -99,10 +91,6 @@ def numpy_lacks(name: str) -> Callable[[Any], str | None]:
     return check
 
 
-def missing_from_fairseq(name: str) -> Callable[[Any], str | None]:
-    """The condition that FairSeq's extension `name` has not been built."""
-
-    def check(original: Any) -> str | None:
-        return f"fairseq.{name} is built" if importlib.util.find_spec(f"fairseq.{name}") is not None else None
-
-    return check
+def libnat_is_missing(original: Any) -> str | None:
+    """The condition that FairSeq's extension `libnat` has not been built."""
+    return "fairseq.libnat is built" if importlib.util.find_spec("fairseq.libnat") is not None else None

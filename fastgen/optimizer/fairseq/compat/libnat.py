@@ -1,4 +1,4 @@
-"""The functions of FairSeq's extension `libnat`, whose sources its release on PyPI lacks.
+"""The function that FairSeq calls of its extension `libnat`, whose sources its release on PyPI lacks.
 
 The models that edit their output (Levenshtein and insertion transformer) learn from the shortest edit that leads from
 one sequence to another by inserting and deleting tokens.
@@ -17,43 +17,17 @@ def make(missing: None) -> ModuleType:
     return sys.modules[__name__]
 
 
-def compute_ed2(xs: list[Tokens], ys: list[Tokens]) -> list[int]:
-    """How many insertions and deletions lead from each x to its y, at the least."""
-    return [sum(map(len, inserted)) + sum(deleted) for inserted, deleted in _edits(xs, ys)]
-
-
 def suggested_ed2_path(xs: list[Tokens], ys: list[Tokens], terminal_symbol: int) -> list[list[Tokens]]:
     """For each pair: what to insert before each token of x and behind the last, then 1 for each that is deleted.
 
     A list that would be empty has the terminal symbol, unless x itself is empty.
     """
-    return [_ended([*inserted, deleted], terminal_symbol, deleted) for inserted, deleted in _edits(xs, ys)]
+    paths = [_edit(x, y) for x, y in zip(xs, ys, strict=True)]
+    return [[part or [terminal_symbol] for part in path] if x else path for x, path in zip(xs, paths, strict=True)]
 
 
-def suggested_ed2_path_with_delete(
-    xs: list[Tokens], ys: list[Tokens], terminal_symbol: int, deletion_symbol: int
-) -> list[list[Tokens]]:
-    """For each pair: what to insert before each token of x and behind the last, and a symbol where it is deleted."""
-    paths = []
-    for inserted, deleted in _edits(xs, ys):
-        marked = [tokens + [deletion_symbol] * gone for tokens, gone in zip(inserted, [*deleted, 0], strict=True)]
-        paths.append(_ended(marked, terminal_symbol, deleted))
-    return paths
-
-
-def _ended(path: list[Tokens], terminal_symbol: int, deleted: list[int]) -> list[Tokens]:
-    return [part or [terminal_symbol] for part in path] if deleted else path
-
-
-def _edits(xs: list[Tokens], ys: list[Tokens]) -> list[tuple[list[Tokens], list[int]]]:
-    """For each pair: what is inserted before each token of x and behind the last, and whether each is deleted.
-
-    Of several shortest edits it is the one that, read from the end, inserts as early as it can, and then deletes.
-    """
-    return [_edit(x, y) for x, y in zip(xs, ys, strict=True)]
-
-
-def _edit(x: Tokens, y: Tokens) -> tuple[list[Tokens], list[int]]:
+def _edit(x: Tokens, y: Tokens) -> list[Tokens]:
+    """Of several shortest edits the one that, read from the end, inserts as early as it can, and then deletes."""
     # [i][j]: how many insertions and deletions lead from the first i tokens of x to the first j of y.
     distances = [list(range(len(y) + 1))]
     for i, token in enumerate(x, start=1):
@@ -74,4 +48,4 @@ def _edit(x: Tokens, y: Tokens) -> tuple[list[Tokens], list[int]]:
                 deleted[i] = 1
             else:
                 j -= 1
-    return inserted, deleted
+    return [*inserted, deleted]
