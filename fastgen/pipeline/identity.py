@@ -37,10 +37,11 @@ _NOTES = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version
 def identity(settings: RunOptions, inputs: Inputs, loaded: LoadedModel) -> dict[str, Any]:
     """Everything that decides what the output is."""
     decisive = [f.name for f in dataclasses.fields(settings) if f.name not in _FREE and not f.metadata.get("free")]
+    generation = loaded.generation.to_dict().items()
     return {
         **{name: getattr(settings, name) for name in decisive},
         "model": content(loaded.model, loaded.tokenizer),
-        "generation": loaded.identity,
+        "generation": {key: value for key, value in generation if key != "transformers_version" and key[0] != "_"},
         "output_format": settings.resolved_output_format,
         "device": loaded.device.type,
         **inputs.identity(),

@@ -141,12 +141,10 @@ def find(path: Path) -> Left | None:
 
 
 def check_own(path: Path, beginning: bytes) -> None:
-    """Raises `SetupError` for a file that does not begin as those of FastGen do.
-
-    A kill may have cut the beginning short. Another file must not be replaced, whatever its name is.
-    """
+    """Raises `SetupError` for a file that does not begin as those of FastGen do: it must not be replaced."""
     if path.is_file():
         with open(path, "rb") as handle:
+            # A kill may have cut the beginning short.
             if beginning.startswith(handle.read(len(beginning))):
                 return
     raise SetupError(f"{path} was not written by fastgen: move it away, or choose another OUTPUT")

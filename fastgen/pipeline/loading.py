@@ -30,12 +30,6 @@ class LoadedModel:
     """The most tokens that an input may have; None where the model does not say."""
     pad_id: int = 0
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What the journal compares: the configuration as it is used."""
-        values = self.generation.to_dict()
-        return {key: value for key, value in values.items() if key != "transformers_version" and key[0] != "_"}
-
 
 def load(settings: RunOptions) -> LoadedModel:
     """Load model and tokenizer and settle the generation config. Raises `SetupError` where any of it is damaged."""
@@ -74,10 +68,8 @@ def load(settings: RunOptions) -> LoadedModel:
 
 
 def _check_tokenizer(tokenizer: Any, name: str) -> None:
-    """Raises `SetupError` where the library made a tokenizer without the files that belong to it.
-
-    Some are made of special tokens alone, others of these and "▁". A tokenizer of bytes has no files.
-    """
+    """Raises `SetupError` where the library made a tokenizer without the files that belong to it."""
+    # Of special tokens alone, or of these and "▁". A tokenizer of bytes has no files.
     named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
     known = {*named, "tokenizer.json", "tokenizer.model", "tekken.json"}
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}

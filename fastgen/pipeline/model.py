@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import time
 from collections.abc import Sequence
@@ -100,8 +101,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_captured_steps(device: Any) -> bool:
     """Gives back what FastGen keeps on a GPU for further batches of the same size; False where that was nothing."""
-    import gc
-
     import torch
 
     if device.type != "cuda":
@@ -117,10 +116,8 @@ def free_captured_steps(device: Any) -> bool:
 class SequenceScores:
     """A stopping criterion that never stops: it looks at the scores of each step and lets them go.
 
-    `generate` keeps the scores over the whole vocabulary of every step if it is to return the scores of the
-    sequences: gigabytes for what ends up as one number a sequence. In place of keeping them, this adds up the
-    log-probability of each chosen token (for greedy search and sampling; beam search does its own sum) and empties
-    the stored tensor.
+    `generate` would keep the scores over the whole vocabulary of every step: gigabytes, for one number a sequence. This
+    adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
     """
 
     def __init__(self, beams: bool) -> None:
@@ -225,16 +222,13 @@ class ModelStage:
         return split_rows(rows, parts)
 
     def _remember(self, rows: Sequence[Prepared]) -> None:
-        import gc
-
         import torch
 
         self.out_of_memory += 1
         if len(rows) > 1:
             self.limit = min(self.limit or self.size(rows), max(1, self.size(rows) // 2))
         gc.collect()
-        if self.loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
     def _generate(self, rows: list[Prepared], batch: Batch) -> Piece:
         import torch

@@ -1,9 +1,8 @@
 """Which records share a batch.
 
 Records are read in windows, in input order. Each window is sorted by length and cut into batches, so that the rows of a
-batch have nearly one length and need little padding. The plan depends on the lengths and the settings alone, not on
-timing or on memory. The same command plans the same batches: therefore a seeded run can be repeated, and an interrupted
-one resumed.
+batch have nearly one length and need little padding. The plan depends on the lengths and the settings alone: therefore
+a seeded run can be repeated, and an interrupted one resumed.
 """
 
 from __future__ import annotations
@@ -91,11 +90,6 @@ class Resumed:
     windows: dict[int, Window] = field(default_factory=dict)
     done: dict[int, set[int]] = field(default_factory=dict)
 
-    def complete(self, window: int) -> Window | None:
-        """The window, if all its batches are done."""
-        known = self.windows.get(window)
-        return known if known and len(self.done.get(window, ())) == known.batches else None
-
 
 def plan(
     records: Iterable[Record | BadRecord],
@@ -114,8 +108,8 @@ def plan(
         chunk = list(itertools.islice(stream, rules.window_records))
         if not chunk:
             return
-        known = resumed.complete(index)
-        if known is not None:
+        known, done = resumed.windows.get(index), resumed.done.get(index, set())
+        if known and len(done) == known.batches:
             # All is done: no need to tokenise the window.
             _check_same(known.start == chunk[0].position and known.count == len(chunk))
             continue
@@ -125,13 +119,12 @@ def plan(
         bad.sort(key=lambda record: record.position)
         batches = cut([len(row.ids) for row in prepared], rules)
         window = Window(index, chunk[0].position, len(chunk), len(batches), bad)
-        if index in resumed.windows:
-            _check_same(resumed.windows[index] == window)
+        if known:
+            _check_same(known == window)
         else:
             yield window
         for record in bad:
             on_bad(record)
-        done = resumed.done.get(index, set())
         for number, rows in enumerate(batches):
             if number not in done:
                 yield Batch(index, number, [prepared[row] for row in rows])

@@ -34,13 +34,6 @@ _PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
 Statistics = dict[str, list[float]]
 
 
-def check_metrics(names: Sequence[str]) -> None:
-    """Raises `SetupError` where a metric needs a package that is not installed."""
-    for name in names:
-        if name in _PACKAGES:
-            check_installed(_PACKAGES[name], f"metric {name}")
-
-
 def _sacrebleu(name: str) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
@@ -114,7 +107,9 @@ class Work:
         """Raises `SetupError` where a package is not installed that the detokenizer or a metric needs."""
         if self.detokenizer:
             check_installed("sacremoses", "the moses detokenizer")
-        check_metrics(self.metrics)
+        for name in self.metrics:
+            if name in _PACKAGES:
+                check_installed(_PACKAGES[name], f"metric {name}")
 
 
 @dataclass(frozen=True)

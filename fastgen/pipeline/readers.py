@@ -96,10 +96,7 @@ class FileSource:
         return lines + (last != b"\n")
 
     def identity(self) -> dict[str, Any]:
-        """What the journal keeps, so that a run is not resumed with another input: size, and a digest of both ends.
-
-        That is fast for files of any size, and the same for a copy.
-        """
+        """What the journal keeps, so that a run is not resumed with another input: size, and a digest of both ends."""
         if self.name == STANDARD_STREAM:
             return {"name": STANDARD_STREAM}
         size = os.path.getsize(self.name)

@@ -259,11 +259,7 @@ def _peak_memory() -> int | None:
 
 @dataclass
 class Steps:
-    """The steps of one run, and what came out of them. A window goes through all of them as it is.
-
-    reading, tokenising, planning -> model -> decoding -> ordered writing
-                                                      worker processes: detokenising, metrics
-    """
+    """What the stages of one run do, and what came out of them. A window goes through all of them as it is."""
 
     model: ModelStage
     decoder: Decoder

@@ -54,7 +54,6 @@ def run_stages(
     An interrupt or a failure is raised after all that the model has finished is recorded.
 
     Args:
-        plan: the items.
         model: runs in the thread that calls this.
         post: runs in a thread. It may start work in other processes and return a future.
         record: runs in another thread, waits for that work and writes the result.

@@ -42,8 +42,7 @@ def register() -> None:
 def give_way(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of FairSeq's `register_model(name, ...)`, `register_task(name, ...)` and `register_criterion(name, ...)`.
 
-    Users who load the authors' own code, as with `--user-dir`, get that: what this package has registered under the
-    name leaves FairSeq's registries.
+    The authors' own code, as with `--user-dir`, replaces what this package has registered under the name.
     """
     from fairseq import criterions, models, tasks
 

@@ -294,12 +294,9 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
 
 def _mask(source_mask: Tensor, queries: int, keys: int, dtype: torch.dtype, first: int | Tensor) -> Tensor:
-    """What is added to the scores: source tokens see the source, and target tokens that and the target up to them.
+    """0 where the `queries` positions from `first` on see one of all `keys`, otherwise the lowest number of `dtype`.
 
-    The `queries` positions from `first` on ask; the `keys` positions are all, those of the source first.
-
-    Returns:
-        [rows, 1, queries, keys]: 0 where a position is visible, the lowest number of `dtype` elsewhere.
+    [rows, 1, queries, keys]. Source tokens, which come first, see the source; target tokens also the target up to them.
     """
     length = source_mask.shape[1]
     key = torch.arange(keys, device=source_mask.device)

@@ -67,10 +67,7 @@ def _hook(module: str, target: str, wrapper: str, parameters: str, optional: str
 
 @dataclass(eq=False)
 class _Registration(Patch):
-    """A model that FairSeq lacks; `wrapper` names the function that registers it.
-
-    It stays registered when FastGen is disabled: it is a model like any other then, generating with FairSeq's own code.
-    """
+    """A model that FairSeq lacks; `wrapper` registers it. When FastGen is disabled it stays, on FairSeq's own code."""
 
     def apply(self) -> None:
         try:

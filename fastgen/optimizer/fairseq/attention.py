@@ -31,22 +31,18 @@ def attention(
     before_softmax: bool = False,
     need_head_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Wrapper of `MultiheadAttention.forward`: query [positions, rows, dim], key and value [positions, sources, dim].
-
-    Weights are made where the decoder uses them (`need_head_weights`); those of the other layers are dropped anyway.
-    """
+    """Wrapper of `MultiheadAttention.forward`: query [positions, rows, dim], key, value [positions, sources, dim]."""
     state = call.state(module, incremental_state)
     if state is None:
         return NotImplemented  # the encoder, or a language model that takes part in the scores
     if module.self_attention:
-        new = _heads(module, module.k_proj(query)), _heads(module, module.v_proj(query))
-        keys, values = call.extend(module, state, *new)
+        keys, values = _own(call, module, query, state)
         mask = attn_mask if call.prefilled is not None else call.own_mask(key_padding_mask, query.dtype)
     else:
         keys, values = _of_source(call, module, key, state)
         mask = call.source_mask(key_padding_mask, query.dtype) if key_padding_mask is not None else None
     queries = _heads(module, module.q_proj(query))
-    if need_head_weights:
+    if need_head_weights:  # those of the other layers are dropped anyway
         context, weights = _with_weights(queries, keys, values, mask)
     else:
         context, weights = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), None
@@ -60,6 +56,12 @@ def extend(
     """Wrapper of ProphetNet's `NgramSelfAttention.extend`: K and V of the main stream, which all its streams read."""
     state = call.state(module, incremental_state)
     return NotImplemented if state is None else call.extend(module, state, keys, values)
+
+
+def _own(call: Call, module: Any, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """K and V of self-attention, with those of the new positions."""
+    keys, values = module.k_proj(query), module.v_proj(query)
+    return call.extend(module, state, _heads(module, keys), _heads(module, values))
 
 
 def _of_source(call: Call, module: Any, key: Tensor, state: State) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,7 @@ class Call:
         pad: the token that stands for none.
         attentions: `id` of each attention module whose K/V are kept here.
         initial_capacity: positions to allocate for at first.
-        beams: the sources that are left, and what their sequences descend from; known when the loop repeats the encoder
-            output for the beams, which happens before the first step.
+        beams: the sources that are left, and what their sequences descend from; known from before the first step on.
         is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
         prefill: the tokens that every sequence of a source begins with, when they are run at once.
         prefilled: where the K/V of these tokens go while they run.
@@ -62,11 +61,6 @@ class Call:
     _tokens: Tensor | None = None
     _has_padding: bool = False
     _own_mask: Tensor | None = None
-
-    @classmethod
-    def current(cls) -> Call | None:
-        """The innermost call that runs in this thread."""
-        return cls._active.get()
 
     @classmethod
     @contextlib.contextmanager
@@ -127,12 +121,9 @@ class Call:
         self._tokens, self._own_mask = tokens, None
 
     def own_mask(self, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores of self-attention when `padding` says which of the new tokens are padding.
+        """What to add to the scores of self-attention, [rows, 1, 1, length], or None before there has been padding.
 
-        Only sequences that have no score any more contain padding.
-
-        Returns:
-            [rows, 1, 1, length], or None as long as there has not been any.
+        Only sequences that have no score any more contain padding; `padding` says which of the new tokens are.
         """
         self._has_padding |= padding is not None
         if self._has_padding and self._own_mask is None:
@@ -141,13 +132,9 @@ class Call:
         return self._own_mask
 
     def source_mask(self, padding: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores for a mask of the sources' padding, [sources, S].
-
-        Returns:
-            [rows, 1, 1, S], or None when there is no padding. Rows are sources until the call has expanded them.
-        """
+        """What to add to the scores for a mask of the sources' padding, [sources, S]: [rows, 1, 1, S], or None."""
         # All layers pass the same tensor in all steps, because the encoder output is never reordered. The first is
-        # the one before the call is expanded.
+        # the one before the call is expanded: until then rows are sources.
         if id(padding) not in self._masks:
             hidden, mask = padding.bool(), None
             if bool(hidden.any()):
@@ -186,13 +173,12 @@ class Call:
 def inside_call(function: Callable[..., Any], ensemble_of: Callable[[Any], Any] | None = None) -> Wrapper:
     """A wrapper that goes to `function(call, wrapped, instance, ...)`, with the target's own parameters behind these.
 
-    The original code runs instead outside of an accelerated call, where `ensemble_of(instance)` is not the ensemble of
-    the call, and where `function` returns NotImplemented.
+    Outside of a call, and of its ensemble, the original code runs; also where `function` returns NotImplemented.
     """
 
     @functools.wraps(function)
     def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = Call.current()
+        call = Call._active.get()  # the innermost one of this thread
         result = NotImplemented
         if call is not None and (ensemble_of is None or ensemble_of(instance) is call.ensemble):
             result = function(call, wrapped, instance, *args, **kwargs)

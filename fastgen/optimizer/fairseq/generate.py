@@ -89,11 +89,7 @@ def _open(generator: Any, arguments: dict[str, Any]) -> Call:
 def reorder_encoder_out(
     call: Call, wrapped: Any, ensemble: Any, encoder_outs: list[Any] | None, new_order: Tensor
 ) -> list[Any]:
-    """Wrapper of `EnsembleModel.reorder_encoder_out`.
-
-    The loop repeats the encoder output for the beams, and then reorders it in every step. It is needed once, for the
-    K/V of the source, with one row per source.
-    """
+    """Wrapper of `EnsembleModel.reorder_encoder_out`: one row per source is enough for the source's K/V."""
     if call.beams is None:
         call.beams = Beams(new_order.shape[0] // call.per_input, call.per_input)
     return encoder_outs if encoder_outs is not None else []

@@ -30,10 +30,9 @@ class Prefill:
 
     @classmethod
     def of(cls, generator: Any, bos: int, prefix: Tensor | None, max_len: int) -> Prefill | None:
-        """For the part of a call's prefix that is the same for every sequence of a source and known beforehand.
+        """For what is known of every source's prefix.
 
-        It ends where the first source's prefix does. None as well where it is not certain that every sequence with a
-        score follows the prefix: the n-gram blocker or the search might rule out one of its tokens.
+        None where a sequence with a score might leave the prefix: n-gram blocker or search may rule out its tokens.
         """
         from fairseq import search
 

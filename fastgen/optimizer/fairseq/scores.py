@@ -117,7 +117,8 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Wrapper of `BeamSearch.step`, in one pass over the scores of all words (`fastgen.ops.best_candidates`).
 
-    In fairseq-fixed it also takes how many candidates there are for each sequence, `candidate_multiple`.
+    Args:
+        candidate_multiple: candidates for each sequence, in fairseq-fixed.
 
     Returns:
         Scores, words and sequences of the candidates, [sources, candidates] each, the best first.

@@ -62,7 +62,6 @@ class Command:
     """What both commands have in common. A sample is a batch in FairSeq's form; None stands for the end of a buffer.
 
     Args:
-        cfg: the configuration.
         output: where the lines go.
         workers: worker processes; 0 does their work in a thread.
         keep: also given what has been printed, batch by batch.

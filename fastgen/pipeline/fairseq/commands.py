@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any, TextIO
 
 from fastgen.fairseq import fast_layers
@@ -157,19 +157,15 @@ class _Interactive(Command):
 def _buffers(name: str, size: int) -> Iterator[list[str]]:
     """The lines of a file or of standard input, so many at a time, without white space around them."""
     with contextlib.ExitStack() as files:
-        lines: Iterable[str] = sys.stdin
+        lines: Iterator[str] = iter(sys.stdin)
         if name != "-":
             with explained("--input"):
                 lines = files.enter_context(open(name, encoding="utf-8"))
-        buffer: list[str] = []
         with explained("the input cannot be read"):
-            for line in lines:
-                buffer.append(line.strip())
-                if len(buffer) >= size:
-                    yield buffer
-                    buffer = []
-        if buffer:
-            yield buffer
+            while buffer := [line.strip() for line in islice(lines, size)]:
+                yield buffer
+                if len(buffer) < size:
+                    return  # a terminal that has said its end would be asked again
 
 
 def generate(

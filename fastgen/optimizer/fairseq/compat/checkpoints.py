@@ -35,8 +35,7 @@ def load(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Wrapper of FairSeq's functions that read a checkpoint.
 
     Raises:
-        pickle.UnpicklingError: the file is damaged, or contains a type that FairSeq's checkpoints do not; the message
-            names the file or the type.
+        pickle.UnpicklingError: names the file, if it is damaged, or a type that FairSeq's checkpoints do not contain.
     """
     with _lock:
         # What is allowed already stays so afterwards.

@@ -1,11 +1,9 @@
 """FairSeq's configuration classes on Python 3.11 and later.
 
 FairSeq writes `common: CommonConfig = CommonConfig()`. From Python 3.11 on, a dataclass refuses a default that has no
-hash, and dataclasses have none, because they compare by value. FairSeq's own, and those of its users that are derived
-from them, are hashed by identity here: then they are accepted as defaults, as they always were.
-
-The class that all of them inherit from and the first one that is refused are in the same module, so that module is
-given a `dataclass` decorator of its own while it runs. No other module sees it.
+hash, and dataclasses have none, because they compare by value. FairSeq's own, and those derived from them, are hashed
+by identity here. The class that all inherit from and the first one that is refused are in the same module: it is given
+a `dataclass` decorator of its own while it runs. No other module sees it.
 """
 
 from __future__ import annotations

@@ -92,10 +92,7 @@ _real_path = functools.cache(os.path.realpath)
 
 
 def import_user_module(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `fairseq.utils.import_user_module`: also for models among FairSeq's own examples.
-
-    A directory of the user's own is left alone: its code was asked for.
-    """
+    """Wrapper of `fairseq.utils.import_user_module`: also for FairSeq's own examples, and not for the user's code."""
     import fairseq
 
     wrapped(*args, **kwargs)

@@ -6,6 +6,7 @@ Some come with current releases of Python, torch and NumPy; others let a file of
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import tarfile
 from types import SimpleNamespace
@@ -17,10 +18,9 @@ import wrapt
 
 
 def close(wrapped: Any, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `MMapIndexedDataset.__del__` and of that of its index.
+    """Wrapper of `MMapIndexedDataset.__del__` and of that of its index, which have nothing to close if opening failed.
 
-    Both close the file that they have mapped. If opening failed there is nothing to close, and Python would print a
-    second error after the one that matters.
+    Python would print a second error after the one that matters.
     """
     with contextlib.suppress(AttributeError):
         wrapped(*args, **kwargs)
@@ -45,20 +45,18 @@ def open_data(wrapped: Any, data: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def load_from_state_dict(wrapped: Any, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `TransformerEncoderLayerBase._load_from_state_dict`.
+    """Wrapper of `TransformerEncoderLayerBase._load_from_state_dict`: the layer's own code goes on computing.
 
-    A layer that has loaded its weights switches to torch's fused encoder layer. Current releases of torch refuse the
-    way in which it is called when the source has padding. The layer's own code computes the same.
+    FairSeq would switch to torch's fused layer, in a way that current releases refuse for sources with padding.
     """
     wrapped(*args, **kwargs)
     layer.load_to_BT = False
 
 
 def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `TranslationFromPretrainedBARTTask.__init__`.
+    """Wrapper of `TranslationFromPretrainedBARTTask.__init__`: the options are in `args` too, where its methods look.
 
-    Its methods read the task's options from `args`, where older releases kept them. Without this no fine-tuned mBART
-    can generate (FairSeq's issues 3169 and 4479).
+    Without this no fine-tuned mBART can generate (FairSeq's issues 3169 and 4479).
     """
     wrapped(*args, **kwargs)
     if not hasattr(task, "args"):
@@ -66,9 +64,7 @@ def keep_arguments(wrapped: Any, task: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def fasta_index(wrapped: Any, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Wrapper of `FastaDataset._build_index(path)`, which puts the path into a command of the shell.
-
-    A part of the path is the name that a file in the data directory has.
+    """Wrapper of `FastaDataset._build_index(path)`, which puts the name of a file of data into a command of the shell.
 
     Returns:
         The byte at which each sequence begins and how long it is, both int64 [sequences].
@@ -94,11 +90,7 @@ class AskingTorch(wrapt.ObjectProxy):
 
     @property
     def hub(self) -> SimpleNamespace:
-        return SimpleNamespace(load=_hub_load)
-
-
-def _hub_load(repository: str, model: str, **options: Any) -> Any:
-    return torch.hub.load(repository, model, **{"trust_repo": "check", **options})
+        return SimpleNamespace(load=functools.partial(torch.hub.load, trust_repo="check"))
 
 
 class CarefulTarfile(wrapt.ObjectProxy):
