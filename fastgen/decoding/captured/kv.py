@@ -16,7 +16,7 @@ class StepState:
     """Where a step is, on the device: all layers read it, and the step changes it once.
 
     Attributes:
-        batch, per_input, capacity: inputs, rows of each, and positions of the suffix at the most.
+        capacity: positions of the suffix at the most.
         width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
         position: one int64: where the K/V of this step goes in the suffix.
         positions: `width` of them: the same for each position of the step.

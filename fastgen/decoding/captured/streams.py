@@ -16,17 +16,11 @@ from fastgen.decoding.shared import METADATA, ONE_TENSOR, CannotBeCaptured, Shar
 
 
 class StreamKV(Tensor):
-    """[rows, streams, heads, length + own length, dim], or with heads in front of streams, or of one stream without it.
+    """[rows, streams, heads, length + own length, dim], or with heads in front, or of one stream without it."""
 
-    Attributes:
-        shared: [rows, heads, length, dim]: of all streams.
-        own: [rows, heads, own length, dim] of each stream, which follows.
-        stream_dim: the dimension of the streams, 1 or 2; None for one stream without it.
-    """
-
-    shared: SharedKV
-    own: list[Tensor]
-    stream_dim: int | None
+    shared: SharedKV  # [rows, heads, length, dim]: of all streams
+    own: list[Tensor]  # [rows, heads, own length, dim] of each stream, which follows
+    stream_dim: int | None  # the dimension of the streams, 1 or 2; None for one stream without it
 
     @staticmethod
     def of(shared: SharedKV, own: Sequence[Tensor], stream_dim: int | None) -> StreamKV:

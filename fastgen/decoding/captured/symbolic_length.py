@@ -16,16 +16,12 @@ class SymbolicLength(Tensor):
 
     Models ask the length of their cache whether there is anything in it, or whether their table of positions is long
     enough. Where the bounds leave a comparison open, it gives a tensor, as ever.
-
-    Attributes:
-        low, high: what it is at the least and at the most.
-        origin, offset: it is so much more than the number `origin`.
     """
 
     low: int
     high: int
     origin: Tensor
-    offset: int
+    offset: int  # it is so much more than `origin`
 
     @staticmethod
     def of(number: Tensor, low: int, high: int) -> SymbolicLength:

@@ -1,19 +1,14 @@
 """Attention of one decoding step: a query per row, over a shared prefix and a suffix read through an ancestry table.
 
-As in `fastgen.ops.attention`, one input is continued by `per_input` rows, and its prefix is there once. The suffix is
-never moved: when beams are reordered, only the table `ancestry` changes, which says for every row and suffix position
-in which row the K and V of that position lie.
+The suffix is never moved: when beams are reordered, only the table `ancestry` changes, which says for every row and
+suffix position in which row the K and V of that position lie.
 
 The sequence is cut into parts that are worked on at the same time and merged by their maxima and sums, as in
 flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's cascade inference (Ye et al., 2024). Here
 the prefix and the suffixes of all rows of an input are one sequence of blocks, so that one kernel reads both.
 
-Shapes:
-    rows = batch * per_input   those of one input next to each other
-    query heads             a multiple of kv heads; query head h reads kv head h // (query heads / kv heads)
-    query                   [rows, query heads, dim]
-    prefix                  [batch, kv heads, N, dim]
-    suffix                  [rows, kv heads, capacity, dim], of which the first `suffix_length` positions are filled
+Shapes are those of `fastgen.ops.attention`, but for the query, [rows, query heads, dim], and the suffix, of `capacity`
+positions, of which the first `suffix_length` are filled.
 """
 
 from __future__ import annotations

@@ -31,10 +31,7 @@ _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 class BatchCompaction:
     """The rows that the model still runs on.
 
-    Args:
-        batch, per_input: inputs, and sequences of each.
-        searches: the call is a beam search, which tells when an input is done (`note_search`); otherwise the stopping
-            criteria do (`note_criteria`).
+    A beam search (`searches`) tells itself when an input is done (`note_search`); otherwise the criteria do.
     """
 
     def __init__(self, store: StoreInCache, batch: int, per_input: int, searches: bool) -> None:

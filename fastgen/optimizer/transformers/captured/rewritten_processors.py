@@ -1,9 +1,8 @@
 """Logits processors of the library, rewritten for a step in a CUDA graph.
 
-The library's processors compare Python numbers with `input_ids.shape[-1]`, or ask the device for values. In a captured
-step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class here gives
-the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device, copies
-from the host, or has a shape or a branch that depends on values.
+In a captured step the tokens are in a buffer of a fixed size, and where they begin and end is on the device. Each class
+gives the result of the library's own for such a buffer, bit for bit in float32. Nothing here waits for the device,
+copies from the host, or has a shape or a branch that depends on values.
 """
 
 from __future__ import annotations
@@ -216,12 +215,9 @@ class EncoderRepetitionPenalty(_EncoderTokens):
 
 
 class LengthPenalty(CapturedProcessor):
-    """Scores of the end that grow exponentially with the length.
+    """Scores of the end that grow exponentially, for `steps` behind `start`, which counts from the prompt's end.
 
-    Args:
-        start: the position, from the prompt's end, behind which they grow.
-        steps: how many steps behind it there are.
-        finite_only: whether a score of -inf stays.
+    With `finite_only`, a score of -inf stays.
     """
 
     def __init__(
