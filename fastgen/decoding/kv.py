@@ -111,8 +111,8 @@ class LayerKV:
         # Positions of the suffix at the last reorder: up to there, `Beams` knows what the rows have in common.
         self._length_at_reorder = 0
         self._handles: tuple[Tensor, Tensor] | None = None
-        # For the handles, which must not hold what holds them.
-        self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
+        # For the handles, which must not hold what holds them. Made with the suffix: an empty layer may be copied.
+        self._materialize_suffix: weakref.WeakMethod | None = None
 
     @property
     def length(self) -> int:
@@ -160,6 +160,7 @@ class LayerKV:
     def _store_in_suffix(self, keys: Tensor, values: Tensor) -> None:
         """Starts the suffix; a prefix that is not shared (one row per sequence already) moves into it."""
         self._uses_ancestry = self._may_use_ancestry(keys, values)
+        self._materialize_suffix = weakref.WeakMethod(self.materialize_suffix)
         if self._is_short and not self._uses_ancestry:
             self._repeat_prefix()
         if self._uses_ancestry and self._prefix is None:  # nothing came before the first position of the sequences
