@@ -258,10 +258,12 @@ class FastLayers:
 
     Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when another
     context begins, because that must see the weights as they are then, and when the last one ends. With
-    `Settings.packed_weights == "keep"` they live as long as the model.
+    `Settings.packed_weights == "keep"` they live as long as the model. A thread that asks for other products waits until the
+    model is free: layers have one form at a time. Inside a context of its own, it has the products of that.
     """
 
     _lock = threading.RLock()
+    _freed = threading.Condition(_lock)
     _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
     _shapes: dict[tuple[int, int, int, bool], MeasuredProducts] = {}
 
@@ -269,7 +271,8 @@ class FastLayers:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._functions = functions
-        self._users = 0
+        self._users: list[int] = []  # the threads, each as often as it has entered
+        self._asked: tuple[str, ...] = ()  # for which products
         self._budget = _PackingBudget()
         self._installed: dict[nn.Module, Replacement] = {}
         self._kept: dict[nn.Module, Replacement] = {}
@@ -294,26 +297,31 @@ class FastLayers:
         self._budget.steps = max(steps, 0)
 
     def __enter__(self) -> FastLayers:
-        with self._lock:
-            if self._users == 0:
+        thread, now = threading.get_ident(), settings.current()
+        asked = now.weight_dtype, now.linear_products, "never" if now.packed_weights == "never" else "packed"
+        with self._freed:
+            self._freed.wait_for(lambda: not self._users or asked == self._asked or thread in self._users)
+            if not self._users:
+                self._asked = asked
                 try:
                     self._install()
                 except BaseException:
                     self._remove()
                     raise
-            elif settings.current().packed_weights != "keep":
+            elif now.packed_weights != "keep":
                 for layer in self._linear_layers():
                     layer.forget()
                 self._budget.left = None
-            self._users += 1
+            self._users.append(thread)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        with self._lock:
-            self._users -= 1
+        with self._freed:
+            self._users.remove(threading.get_ident())
             self.expect(0)  # it was known of the call that ends; others may go on
-            if self._users == 0:
+            if not self._users:
                 self._remove()
+                self._freed.notify_all()
 
     def _install(self) -> None:
         model, precision = self._model(), cache(_precision)

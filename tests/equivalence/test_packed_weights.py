@@ -158,7 +158,7 @@ def test_several_threads_share_the_packed_weights(monkeypatch: pytest.MonkeyPatc
     assert len(results) == 4
     for result in results:
         assert_same(expected, result)
-    assert installed(model) == 0 and layers.FastLayers.of(model)._users == 0
+    assert installed(model) == 0 and not layers.FastLayers.of(model)._users
 
 
 class Waits(LogitsProcessor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,40 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lambda x, weight, bias: found.append(weight.outputs) or product(x, weight, bias),
     )
     return found
+
+
+@pytest.mark.parametrize("other_is_inside", [True, False])
+def test_calls_in_other_threads_have_their_own_precision(
+    precision: str, outputs: list[int], other_is_inside: bool
+) -> None:
+    """A call in float32 that begins while one with other weights runs, and the other way round."""
+    model, inputs = BY_NAME["gpt2"].build(), BY_NAME["gpt2"].make_inputs(batch=2, length=9)
+    with settings.changed(weight_dtype="fp32"):
+        float32 = run(model, inputs, SCORES).scores[0]
+        in_float32 = contextvars.copy_context()
+    in_precision = contextvars.copy_context()
+    rounded = run(model, inputs, SCORES).scores[0]
+    assert not torch.allclose(rounded, float32, atol=1e-4)
+    found: dict[str, torch.Tensor] = {}
+
+    def call(name: str, options: dict[str, Any]) -> None:
+        found[name] = run(model, inputs, {**SCORES, **options}).scores[0]
+
+    first, second = (in_precision, in_float32) if other_is_inside else (in_float32, in_precision)
+    thread = threading.Thread(target=second.run, args=(call, "second", {}))
+
+    class Meanwhile(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not thread.ident:
+                thread.start()
+                thread.join(timeout=1)  # the second call may have to wait until this one ends
+            return scores
+
+    first.run(call, "first", {"logits_processor": [Meanwhile()]})
+    thread.join()
+    wanted = (rounded, float32) if other_is_inside else (float32, rounded)
+    for name, scores in zip(("first", "second"), wanted, strict=True):
+        torch.testing.assert_close(found[name], scores, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")], ids=str)
