@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from fastgen import counters, kept, patching, settings
+from fastgen import caches, counters, patching, settings
 from fastgen._version import __version__
 from fastgen.counters import FallbackError
 from fastgen.optimizer import fairseq as _fairseq
@@ -76,7 +76,7 @@ def enable(
 def disable() -> None:
     """Takes FastGen's patches out again: the toolkits have the very objects back that they had before."""
     _patches.disable()
-    kept.free_all()
+    caches.free_all()
 
 
 def disabled() -> AbstractContextManager[None]:

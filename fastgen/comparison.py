@@ -18,7 +18,7 @@ from fastgen.decoding.randomness import RandomState
 
 
 @dataclass(frozen=True)
-class Side:
+class Run:
     """One run of `generate`."""
 
     seconds: float
@@ -37,8 +37,8 @@ class Comparison:
     first_difference: tuple[int, int] | None
     """(row, position) of the first token that differs, or None. A position behind the end of one of the results means
     that they have different lengths; (-1, -1), that they have different numbers of rows."""
-    original: Side
-    fastgen: Side
+    original: Run
+    fastgen: Run
     accelerated: bool
     """Whether FastGen accelerated the call; if not, both runs were the original code."""
     fallback: str | None
@@ -69,21 +69,21 @@ def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Compari
     arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **generate_kwargs}
     arguments.pop("streamer", None)  # it would be fed twice
     random_state = RandomState(model.device)
-    sides, tokens = [], []
+    runs, tokens = [], []
     for context in (patching.suspended, contextlib.nullcontext):
         with context():
             _warm_up(model, arguments)
             random_state.restore()
             before = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
-            side, result = _measured(model, arguments)
+            run, result = _measured(model, arguments)
             after = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
-        sides.append(side)
+        runs.append(run)
         tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
     difference = _first_difference(*tokens)
     accelerated = after["accelerated"] > before["accelerated"]
     reasons = [reason for reason, calls in after["fallback"].items() if calls > before["fallback"].get(reason, 0)]
     fallback = None if accelerated else "; ".join(reasons) or "FastGen is disabled"
-    return Comparison(difference is None, difference, sides[0], sides[1], accelerated, fallback)
+    return Comparison(difference is None, difference, runs[0], runs[1], accelerated, fallback)
 
 
 _ENTRY_POINT = "transformers.generate"
@@ -97,14 +97,14 @@ def _warm_up(model: Any, arguments: dict[str, Any]) -> None:
     model.generate(**{**short, "max_new_tokens": 2})
 
 
-def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Side, Any]:
+def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Run, Any]:
     arguments = {name: _copied(value) for name, value in arguments.items()}
     peak_memory = _peak_memory(model.device)
     start = time.perf_counter()
     result = model.generate(**arguments)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return Side(time.perf_counter() - start, peak_memory()), result
+    return Run(time.perf_counter() - start, peak_memory()), result
 
 
 def _copied(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Settings:
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 
     Raises:
-        ValueError: one of them has a value that is not among these, or no copy is to be made in another precision.
+        ValueError: a value is not among these, or weight_dtype asks for packed weights and packed_weights forbids them.
     """
 
     disabled: bool = False

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.comparison import Comparison, Side, _first_difference
+from fastgen.comparison import Comparison, Run, _first_difference
 
 transformers = pytest.importorskip("transformers")
 # Patches are applied when their target is imported.
@@ -66,7 +66,7 @@ def test_first_difference():
     assert _first_difference(a, b) == (1, 2)
     assert _first_difference(a, a[:, :2]) == (0, 2)
     assert _first_difference(a, a[:1]) == (-1, -1)
-    side = Side(1.0, None)
+    side = Run(1.0, None)
     assert "DIFFERENT, first at row 1, position 2" in str(Comparison(False, (1, 2), side, side, True, None))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fastgen import counters, kept, patching, settings
+from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
 from fastgen.decoding.products import FixedProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
@@ -258,8 +258,8 @@ class FastLayers:
 
     Contexts of the same model, nested or in several threads, share the packed weights. They are dropped when another
     context begins, because that must see the weights as they are then, and when the last one ends. With
-    `Settings.packed_weights == "keep"` they live as long as the model. A thread that asks for other products waits until the
-    model is free: layers have one form at a time. Inside a context of its own, it has the products of that.
+    `Settings.packed_weights == "keep"` they live as long as the model. A thread that asks for other products waits
+    until the model is free: layers have one form at a time. Inside a context of its own, it has the products of that.
     """
 
     _lock = threading.RLock()
@@ -330,11 +330,11 @@ class FastLayers:
             replacement = self._replacement(module, precision)
             if replacement is None:
                 continue
-            kept = self._kept.get(module)
-            if type(kept) is _Linear and type(replacement) is _Linear and kept.precision == replacement.precision:
+            former = self._kept.get(module)
+            if type(former) is _Linear and type(replacement) is _Linear and former.precision == replacement.precision:
                 # The weight may have another size since, and torch another number of threads.
-                kept.products, kept.budget = replacement.products, replacement.budget
-                replacement = kept
+                former.products, former.budget = replacement.products, replacement.budget
+                replacement = former
             replacement.active = True
             module.forward = self._installed[module] = replacement
         self._kept = {}
@@ -395,7 +395,7 @@ class FastLayers:
         self._installed = {}
 
 
-kept.register(FastLayers.drop_kept)
+caches.register(FastLayers.drop_kept)
 
 
 def _precision() -> str:

@@ -32,7 +32,7 @@ class LoadedModel:
 
 
 def load(settings: RunOptions) -> LoadedModel:
-    """Load model and tokenizer and settle the generation config. Raises `SetupError` where any of it is damaged."""
+    """Load model and tokenizer and make the generation config. Raises `SetupError` where any of it is damaged."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -108,7 +108,7 @@ def check_path(name: str) -> None:
 
 
 def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
-    """Settle everything about a model that is in memory already."""
+    """Decide everything about a model that is in memory already."""
     encoder_decoder = bool(model.config.is_encoder_decoder)
     if encoder_decoder and settings.task == "text-generation":
         raise SetupError(f"model {settings.model} is an encoder-decoder: task text-generation needs a decoder-only one")

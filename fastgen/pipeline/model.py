@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastgen import kept
+from fastgen import caches
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.loading import LoadedModel
@@ -106,7 +106,7 @@ def free_captured_steps(device: Any) -> bool:
     if device.type != "cuda":
         return False
     before = torch.cuda.memory_allocated(device)
-    kept.free_captured_steps()
+    caches.free_captured_steps()
     gc.collect()
     freed = before - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
@@ -167,8 +167,8 @@ class ModelStage:
     def size(self, rows: Sequence[Prepared]) -> int:
         """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
         generation = self.loaded.generation
-        room = generation.max_new_tokens or generation.max_length or 20
-        return len(rows) * (max(len(row.ids) for row in rows) + room)
+        new_tokens = generation.max_new_tokens or generation.max_length or 20
+        return len(rows) * (max(len(row.ids) for row in rows) + new_tokens)
 
     def run(self, batch: Batch) -> Generated:
         """All of a batch: what the model returned, and the rows that it could not do."""

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fastgen import kept
+from fastgen import caches
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.loading import depends_on_padding, load
 from fastgen.pipeline.model import (
@@ -173,7 +173,7 @@ def test_freeing_captured_steps(monkeypatch):
     from types import SimpleNamespace
 
     allocated = [700]
-    monkeypatch.setattr(kept, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
+    monkeypatch.setattr(caches, "free_captured_steps", lambda: allocated.__setitem__(0, 300))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert not free_captured_steps(torch.device("cpu")) and allocated == [700]

@@ -143,7 +143,7 @@ def attend(
                 mine = parents == source
             else:
                 mine = (row == source)[:, None] & real[:, None] & inside[None, :]
-            # What no row descends from any more is not read.
+            # What is in no row's beam ancestry any more is not read.
             alive = tl.max(mine.to(tl.int32), 0) > 0
             k = tl.load(
                 suffix_keys + source * sk_row + wide_head * sk_head + (position * sk_position)[:, None] + d[None, :],

@@ -39,7 +39,7 @@ class Call:
         pad: the token that stands for none.
         attentions: `id` of each attention module whose K/V are kept here.
         initial_capacity: positions to allocate for at first.
-        beams: the sources that are left, and what their sequences descend from; known from before the first step on.
+        beams: the sources that are left, and the beam ancestry of their sequences; known from before the first step on.
         is_expanded: whether each sequence has a row of its own. Before, there is one for all sequences of a source.
         prefill: the tokens that every sequence of a source begins with, when they are run at once.
         prefilled: where the K/V of these tokens go while they run.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastgen import counters, kept, patching
+from fastgen import caches, counters, patching
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import models, user_code
@@ -97,7 +97,7 @@ class _Attempt:
             return False
         if isinstance(error, torch.OutOfMemoryError):
             # The original code needs more memory, not less; but it does not keep the steps of other calls.
-            return kept.free_captured_steps()
+            return caches.free_captured_steps()
         return True
 
     def repeat(self, wrapped: Any, failure: Exception) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import kept
+from fastgen import caches
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
@@ -71,7 +71,7 @@ def drop_all() -> bool:
     return found
 
 
-kept.register_captured_steps(drop_all)
+caches.register_captured_steps(drop_all)
 
 
 def _most_bytes(device: torch.device) -> float:
