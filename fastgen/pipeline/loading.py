@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,14 +140,11 @@ def choose_device(name: str | None) -> Any:
     return device
 
 
-_told: set[str] = set()
-
-
-def _once(record: logging.LogRecord) -> bool:
+def _once(told: set[str], record: logging.LogRecord) -> bool:
     """Lets a message through once: generate warns about the same options at every call."""
     message = record.getMessage()
-    new = message not in _told
-    _told.add(message)
+    new = message not in told
+    told.add(message)
     return new
 
 
@@ -159,7 +157,8 @@ def quiet_transformers(quiet: bool) -> None:
     if quiet:
         transformers_logging.set_verbosity_error()
     for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_once)
+        if not any(getattr(known, "func", None) is _once for known in handler.filters):
+            handler.addFilter(functools.partial(_once, set()))
 
 
 def _task(config: Any, settings: RunOptions) -> dict[str, Any]:

@@ -11,12 +11,13 @@ order of the items and what happens after a failure; the caller decides what the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
-from queue import Queue
+from queue import Full, Queue
 from typing import Any, TypeVar
 
 BATCHES_AHEAD = 16
@@ -51,7 +52,8 @@ def run_stages(
 ) -> Timing:
     """Every planned item goes through `model`, `post` and `record`, in order.
 
-    An interrupt or a failure is raised after all that the model has finished is recorded.
+    An interrupt or a failure is raised after all that the model has finished is recorded. The thread of the plan is not
+    waited for: its next item may never come.
 
     Args:
         model: runs in the thread that calls this.
@@ -102,19 +104,22 @@ def run_stages(
                     act(item)
             except BaseException as error:
                 failed.append(error)
+                # Wakes the model's stage if that waits for input. If the queue is full it does not wait.
+                with contextlib.suppress(Full):
+                    ready.put_nowait(_END)
 
     def post_processing() -> None:
         take(generated, lambda item: writing.put(post(item)))
         writing.put(_END)
 
     stages = {"post": post_processing, "record": lambda: take(writing, record)}
-    threads = [
+    threads = {
         # With the settings that count for this thread.
-        threading.Thread(target=copy_context().run, args=(stage,), name=f"fastgen-{name}", daemon=True)
+        name: threading.Thread(target=copy_context().run, args=(stage,), name=f"fastgen-{name}", daemon=True)
         for name, stage in (stages | ({"plan": planning} if read_ahead else {})).items()
-    ]
+    }
     begin = time.perf_counter()
-    for thread in threads:
+    for thread in threads.values():
         thread.start()
     try:
         try:
@@ -124,10 +129,10 @@ def run_stages(
             timing.wall = time.perf_counter() - begin
             stopped.set()
             generated.put(_END)
-            for _ in planned if read_ahead else ():
-                pass  # dropped, so that the planner need not wait for room
-            for thread in threads:
-                thread.join()
+            while not ready.empty():
+                ready.get_nowait()  # dropped, so that the planner need not wait for room
+            for name in stages:
+                threads[name].join()
             timing.draining = time.perf_counter() - begin - timing.wall
     except BaseException as error:
         # This includes a second interrupt, during `join`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from fastgen.pipeline import SetupError, generate_dataset
 from fastgen.pipeline.identity import _code, content
-from fastgen.pipeline.loading import _check_tokenizer, load
+from fastgen.pipeline.loading import _check_tokenizer, load, quiet_transformers
 from fastgen.pipeline.model import ModelStage
 from fastgen.pipeline.settings import RunOptions
 
@@ -189,3 +190,22 @@ def test_code_that_a_model_imports_from_beside_it_is_part_of_it(
     before = list(_code(model))
     (tmp_path / "helper.py").write_text("# changed")
     assert list(_code(model)) != before
+
+
+def test_each_handler_gives_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listing(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.given.append(record.getMessage())
+
+    handlers = [Listing(), Listing()]
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", handlers)
+    for _ in range(2):  # runs in one process
+        quiet_transformers(quiet=False)
+        for text in ("an option is ignored", "another one is"):
+            logging.getLogger("transformers").handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
+    assert [handler.given for handler in handlers] == [["an option is ignored", "another one is"]] * 2
+    assert [len(handler.filters) for handler in handlers] == [1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from queue import Queue
 
 import pytest
 
@@ -86,6 +87,94 @@ def test_a_failure_behind_the_model_ends_the_run(monkeypatch, room, read_ahead):
     with pytest.raises(OSError, match="disk is full"):
         run_stages(iter(range(10**9)), lambda item: item * 10, lambda item: item + 1, record, read_ahead=read_ahead)
     assert recorded == [1, 11, 21]
+
+
+def raised_by(work):
+    """What `work` raises in a thread of its own, which must come to an end."""
+    raised: list[BaseException] = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=guarded, name="model", daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("the disk is full")])
+@pytest.mark.parametrize("where", ["model", "post", "record"])
+def test_a_run_ends_while_its_plan_waits_for_input(where, error):
+    more, recorded = threading.Event(), []
+
+    def plan():
+        yield from range(3)
+        more.wait()
+
+    def failing(here, done=lambda item: item):
+        def act(item):
+            if here == where and item == 2:
+                raise error
+            return done(item)
+
+        return act
+
+    def work():
+        run_stages(plan(), failing("model"), failing("post"), failing("record", recorded.append))
+
+    try:
+        assert raised_by(work) == [error]
+    finally:
+        more.set()
+    # After a failure of `post`, what waits to be recorded is dropped.
+    assert recorded == ([0, 1][: len(recorded)] if where == "post" else [0, 1])
+
+
+def test_an_interrupt_that_takes_the_end_of_the_plan_with_it(monkeypatch):
+    class Interrupted(Queue):
+        def get(self, *options):
+            item = super().get(*options)
+            if item is stages._END and threading.current_thread().name == "model":
+                raise KeyboardInterrupt
+            return item
+
+    monkeypatch.setattr(stages, "Queue", Interrupted)
+    recorded: list[int] = []
+    (error,) = raised_by(lambda: run(range(3), recorded))
+    assert isinstance(error, KeyboardInterrupt)
+    assert recorded == [1, 11, 21]
+
+
+@pytest.mark.parametrize("where", ["model", "record"])
+def test_the_thread_of_the_plan_ends_after_a_failure(monkeypatch, where):
+    """Also where it waited for room."""
+    monkeypatch.setattr(stages, "BATCHES_AHEAD", 2)
+    planners, full = [], threading.Event()
+
+    def plan():
+        planners.append(threading.current_thread())
+        for item in range(10**9):
+            if item == 3:
+                full.set()
+            yield item
+
+    def failing(here):
+        def act(item):
+            if here == where:
+                full.wait(60)
+                raise ValueError
+            return item
+
+        return act
+
+    with pytest.raises(ValueError):
+        run_stages(plan(), failing("model"), lambda item: item, failing("record"))
+    planners[0].join(60)
+    assert not planners[0].is_alive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux")
