@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -58,6 +57,7 @@ class Collector:
     def __init__(self, source: object = "the output") -> None:
         self._source = source
         self._window: Window | None = None
+        self.end = 0  # the position after the last window
         self._complete = True
         self._batches: set[int] = set()
         self._results: dict[int, Result] = {}
@@ -72,7 +72,8 @@ class Collector:
 
     def open(self, window: Window) -> list[Result]:
         """Begin a window; its records are returned at once if it has no batches."""
-        self.close()
+        self.close(window.start)
+        self.end = window.start + window.count
         self._window, self._complete, self._batches, self._results = window, False, set(), {}
         return self._keep(window, [bad.result() for bad in window.bad])
 
@@ -85,10 +86,12 @@ class Collector:
         self._batches.add(index)
         return self._keep(self._window, results)
 
-    def close(self) -> None:
-        """No more batches come for the window."""
+    def close(self, end: int) -> None:
+        """No more batches come for the window, and the windows so far reach to this position."""
         if not self._complete:
             raise self._damaged("a window lacks a batch")
+        if self.end != end:
+            raise self._damaged("a window is missing")
 
     def _keep(self, window: Window, results: list[Result]) -> list[Result]:
         positions = range(window.start, window.start + window.count)
@@ -185,9 +188,10 @@ class Journal:
         """Those that were skipped, in the order in which they were met."""
         self._settings = json.loads(dumps(dict(settings)))
         self._environment = json.loads(dumps(dict(environment or {})))
+        self._end = 0  # the position after its last window
         # Not emptied before it is locked: it may be another run's.
         try:
-            self._file: BinaryIO = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 (closed by `close`)
+            self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
         try:
@@ -227,6 +231,7 @@ class Journal:
                 self._compare_environment(entry["environment"])
             self.count += len(done)
             self.errors += [result for result in done if "error" in result]
+        self._end = collector.end
         self._file.seek(end)
 
     def _take_over(self, header: Mapping[str, Any] | None) -> None:
@@ -271,6 +276,7 @@ class Journal:
         self._append({"finished": digest(unfinished)})
 
     def window(self, window: Window) -> None:
+        self._end = window.start + window.count
         self._append({"window": {**vars(window), "bad": [bad.result() for bad in window.bad]}})
 
     def batch(self, window: int, index: int, results: list[Result]) -> None:
@@ -286,9 +292,9 @@ class Journal:
         """Every record, in input order. Raises `SetupError` where one is missing."""
         collector = Collector(self.path)
         with open(self.path, "rb") as handle:
-            for entry in itertools.takewhile(lambda entry: entry is not None, map(_entry, handle)):
-                yield from collector.take(entry or {})
-        collector.close()
+            for entry in filter(None, map(_entry, handle)):
+                yield from collector.take(entry)
+        collector.close(self._end)
 
     def close(self) -> None:
         """Release the file and its lock."""
@@ -298,8 +304,9 @@ class Journal:
 
     def remove(self) -> None:
         """The run is complete and all of its files are in place."""
-        self.close()
+        # While it is locked: unlocked, it may be another run's.
         self.path.unlink(missing_ok=True)
+        self.close()
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -365,7 +372,10 @@ def _lock(handle: BinaryIO, path: Path) -> None:
 
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            # The run that had the lock may have removed the file.
+            if not os.path.samestat(os.fstat(handle.fileno()), os.stat(path)):
+                raise FileNotFoundError(path)
+        except (BlockingIOError, FileNotFoundError) as error:
             raise SetupError(f"another run is writing {path}") from error
 
 

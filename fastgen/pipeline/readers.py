@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import io
 import itertools
 import json
 import logging
@@ -62,13 +61,13 @@ class FileSource:
         except OSError as error:
             raise SetupError(f"cannot read {name}: {error.strerror or error}") from error
 
-    def open(self) -> BinaryIO:
+    def open(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """The bytes of the file; standard input is never closed."""
         if self.name != STANDARD_STREAM:
             return open(self.name, "rb")
         with contextlib.suppress(AttributeError, OSError, ValueError):
             return open(sys.stdin.fileno(), "rb", closefd=False)
-        return sys.stdin.buffer  # of a stand-in that has no descriptor
+        return contextlib.nullcontext(sys.stdin.buffer)  # of a stand-in that has no descriptor
 
     def rows(self) -> Iterator[Row]:
         r"""The rows in order: here the lines, as `text`. Only \n ends a line: a text may have the others of Unicode."""
@@ -167,7 +166,7 @@ class CsvSource(FileSource):
     def _records(self) -> Iterator[tuple[int, list[str] | Problem]]:
         """The line on which each record starts, and its cells."""
         # Bytes that are not UTF-8 come through as surrogates, which the check of the text finds.
-        with io.TextIOWrapper(self.open(), "utf-8-sig", "surrogateescape", self._newline) as text:
+        with open(self.name, encoding="utf-8-sig", errors="surrogateescape", newline=self._newline) as text:
             taken: list[str] = []  # lines of the current record, which may have to be read again
             again: deque[str] = deque()
 

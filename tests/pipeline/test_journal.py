@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
+from fastgen.pipeline import journal as journals
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.journal import VERSION, Journal
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.records import BadRecord, Problem
 
 SETTINGS = {"model": {"weights": "a"}, "generation": {"num_beams": 4, "bad_words_ids": [[1]]}, "seed": 1}
+BAD = BadRecord(1, 2, 1, Problem("empty", "the text is empty"))
 FIRST = f'{{"journal": {VERSION}, "settings": {{}}, "environment": {{}}, "plan": %s}}'
 
 
@@ -28,8 +32,7 @@ def result(position):
 def write(path):
     journal = Journal(path, SETTINGS, resume=False)
     journal.begin({"batch_size": 2})
-    bad = BadRecord(1, 2, 1, Problem("empty", "the text is empty"))
-    journal.window(Window(0, 0, 5, 2, [bad]))
+    journal.window(Window(0, 0, 5, 2, [BAD]))
     journal.batch(0, 0, [result(4), result(0)])
     journal.batch(0, 1, [result(3), result(2)])
     journal.window(Window(1, 5, 1, 1, []))
@@ -175,6 +178,43 @@ def test_results_are_whole_or_an_error(tmp_path):
     journal.close()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [*lines[:4], lines[4][:9] + "\n", lines[5]],
+        lambda lines: [*lines[:4], "x\n", "x\n"],
+        lambda lines: lines[:4],
+        lambda lines: [lines[0], *lines[4:]],
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_window_that_is_lost_while_the_run_goes_on_is_told(tmp_path, damage, resumed):
+    path = write(tmp_path / "j")
+    lines = path.read_text().splitlines(keepends=True)
+    if resumed:
+        path.write_text("".join(lines[:4]))
+    journal = Journal(path, SETTINGS, resume=resumed)
+    if not resumed:
+        journal.begin({"batch_size": 2})
+        journal.window(Window(0, 0, 5, 2, [BAD]))
+        journal.batch(0, 0, [result(4), result(0)])
+        journal.batch(0, 1, [result(3), result(2)])
+    journal.window(Window(1, 5, 1, 1, []))
+    journal.batch(1, 0, [result(5)])
+    path.write_text("".join(damage(lines)))
+    with pytest.raises(SetupError, match="j is damaged: a (window is missing|batch is without its window)"):
+        list(journal.results())
+    journal.close()
+
+
+def test_a_journal_that_lacks_a_window_is_not_resumed(tmp_path):
+    path = write(tmp_path / "j")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[4:]]))
+    with pytest.raises(SetupError, match="j is damaged: a window is missing"):
+        Journal(path, SETTINGS, resume=True)
+
+
 def test_another_environment_is_told_and_kept(tmp_path):
     path = tmp_path / "j"
     for threads, told in ((2, []), (2, []), (1, ["threads: 2, now 1"]), (2, ["threads: 1, now 2"])):
@@ -209,6 +249,50 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path):
         Journal(path, SETTINGS, resume=True)
     journal.close()
     assert path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_of_two_runs_that_begin_together_the_second_is_refused(tmp_path, monkeypatch, over):
+    path = tmp_path / "j"
+    runs = []
+
+    def first_run_begins() -> None:
+        if not runs:
+            runs.append(None)
+            runs[0] = Journal(path, SETTINGS, resume=False)
+            runs[0].begin({"batch_size": 2})
+
+    def exists(self, exists=Path.exists):
+        found = exists(self)
+        first_run_begins()
+        return found
+
+    def open_first(name, *options, open=os.open):
+        first_run_begins()
+        return open(name, *options)
+
+    def lock_when_over(handle, path):
+        if over and len(runs) == 1 and runs[0] is not None:
+            runs[0].remove()
+        lock(handle, path)
+
+    lock = journals._lock
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(os, "open", open_first)
+    monkeypatch.setattr(journals, "_lock", lock_when_over)
+    with pytest.raises(SetupError, match="another run"):
+        Journal(path, SETTINGS, resume=False)
+    runs[0].close()
+    assert path.is_file() != over
+    assert over or b'"journal"' in path.read_bytes()
+
+
+def test_a_journal_is_removed_while_it_is_locked(tmp_path, monkeypatch):
+    done = Journal(write(tmp_path / "j"), SETTINGS, resume=True)
+    locked = []
+    monkeypatch.setattr(Path, "unlink", lambda self, missing_ok: locked.append(not done._file.closed))
+    done.remove()
+    assert locked == [True]
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path):

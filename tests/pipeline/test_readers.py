@@ -318,6 +318,7 @@ def test_standard_input(monkeypatch, form):
     source = inputs("-", input_format=form)
     assert source.total is None
     assert [record.text for record in source] == TEXTS
+    assert not data.closed
 
 
 def test_references_follow_their_records(tmp_path):
