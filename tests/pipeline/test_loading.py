@@ -201,11 +201,14 @@ def test_each_handler_gives_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> N
         def emit(self, record: logging.LogRecord) -> None:
             self.given.append(record.getMessage())
 
+    from transformers.utils.logging import get_logger
+
     handlers = [Listing(), Listing()]
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", handlers)
+    logger = get_logger("transformers")  # with the library's own handler, which it adds once
+    monkeypatch.setattr(logger, "handlers", list(handlers))
     for _ in range(2):  # runs in one process
         quiet_transformers(quiet=False)
         for text in ("an option is ignored", "another one is"):
-            logging.getLogger("transformers").handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
+            logger.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
     assert [handler.given for handler in handlers] == [["an option is ignored", "another one is"]] * 2
     assert [len(handler.filters) for handler in handlers] == [1, 1]
