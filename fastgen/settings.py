@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -103,6 +104,7 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
 
 
 _current = Settings.from_environment()
+_changing = threading.Lock()
 _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 
 
@@ -119,10 +121,11 @@ def change(**changes: Any) -> Settings:
         ValueError: a value is not one that the setting can have.
     """
     global _current
-    everywhere, block = _with(_current, changes), _of_block.get()
-    if block is not None:
-        _of_block.set(_with(block, changes))
-    _current = everywhere
+    with _changing:
+        everywhere, block = _with(_current, changes), _of_block.get()
+        if block is not None:
+            _of_block.set(_with(block, changes))
+        _current = everywhere
     return current()
 
 

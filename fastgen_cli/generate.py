@@ -241,7 +241,7 @@ def _run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if settings.to_stdout or not settings.partial_path.exists():
             raise
-        again = shlex.join([*(word for word in words if word != "--resume"), "--resume"])
+        again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
         return fail(PROGRAM, f"interrupted; to continue: {PROGRAM} {again}", INTERRUPTED)
     if report.resumed_samples and not report.batches:
         print(f"{PROGRAM}: all records were done before: the output is complete", file=sys.stderr)

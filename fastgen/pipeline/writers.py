@@ -270,7 +270,7 @@ def check_free(settings: RunOptions) -> None:
         if not settings.overwrite and (left is None or not left.has_written(path)):
             check_absent(path)
         if left is None or not left.has_begun(path):
-            check_absent(unfinished_path(path), "move it away: it was not written by fastgen")
+            check_absent(unfinished_path(path), "move it away: it may be another program's")
 
 
 def check_suffix(path: Path) -> None:
