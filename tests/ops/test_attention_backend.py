@@ -75,7 +75,8 @@ class TestWhatServes:
             shared_prefix_attention(query, prefix, prefix)
         assert served == ["reference"]
 
-    def test_autocast(self, served):
+    def test_autocast(self, served, monkeypatch):
+        monkeypatch.setattr(attention, "_converts_halves", lambda: True)
         query, prefix = torch.randn(4, 2, 1, 8), torch.randn(2, 2, 5, 8)
         with torch.autocast("cpu", torch.bfloat16):
             assert shared_prefix_attention(query, prefix, prefix).dtype == torch.bfloat16
