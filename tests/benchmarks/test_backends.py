@@ -19,31 +19,13 @@ from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, t5_small
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
+from tests.benchmarks.tiny_configs import CONFIGS
 
 needs_ctranslate2 = pytest.mark.skipif(
     importlib.util.find_spec("ctranslate2") is None, reason="CTranslate2 is not installed"
 )
 
-_BART = {
-    "vocab_size": 97,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-}
-_T5 = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
-_GPT2 = {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2}
-_LLAMA = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+_BART, _T5, _GPT2, _LLAMA = (CONFIGS[shape] for shape in ("bart", "t5", "gpt2", "llama"))
 
 
 def work(shape, config, **changes) -> Generation:

@@ -20,45 +20,8 @@ from benchmarks.record import Target
 from benchmarks.workload import Context, Generation, Workload
 from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls
 from fastgen.decoding import kv
+from tests.benchmarks.tiny_configs import CONFIGS
 
-_TINY = {
-    "bart": {
-        "vocab_size": 97,
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-    },
-    "t5": {
-        "vocab_size": 97,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
-        "num_heads": 2,
-    },
-    "gpt2": {"vocab_size": 97, "n_embd": 16, "n_layer": 2, "n_head": 2},
-    "unilm": {
-        "vocab_size": 97,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "mask_token_id": 3,
-    },
-    "llama": {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
 _ALL = {workload.name: workload for workload in all_workloads()}
 _GENERATION = [name for name, w in _ALL.items() if isinstance(w, Generation) and not w.needs_gpu]
 
@@ -72,7 +35,7 @@ def shared_when_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(name: str, /, **changes) -> Generation:
     workload = _ALL[name]
     assert isinstance(workload, Generation)
-    config = next(config for shape, config in _TINY.items() if workload.shape.__name__.startswith(shape))
+    config = next(config for shape, config in CONFIGS.items() if workload.shape.__name__.startswith(shape))
     sizes = {"batch": min(workload.batch, 2), "length": min(workload.length, 40), "new_tokens": 5, "repetitions": 1}
     fixed = {"memory": False, "targets": (), "further_backends": ()}
     return replace(workload, **{"config": config, **sizes, **fixed, **changes})
@@ -124,7 +87,7 @@ def test_a_missed_target_shows_where_the_time_goes(bound, profiled):
 
 def test_memory_in_paired_processes():
     # Large enough to be shared without help: the processes know nothing of what is set here.
-    config = {**_TINY["bart"], "d_model": 64}
+    config = {**CONFIGS["bart"], "d_model": 64}
     record = run_workload(
         tiny("bart-base-b16-s1024", config=config, batch=4, length=512, memory=True), Context(threads=1)
     )

@@ -13,6 +13,7 @@ from fastgen import settings
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers, _Linear
 from fastgen.ops import linear, quantized_linear
+from tests.decoding.layers.tiny import KINDS, each_change, model_of_layers
 
 PRECISIONS = quantized_linear.PRECISIONS
 
@@ -56,26 +57,6 @@ def precision(request: pytest.FixtureRequest, packed: list[str]) -> str:
     return request.param
 
 
-class Transposed(nn.Module):
-    """A layer that stores its weight as GPT-2 does."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.bias
-
-
-KINDS = {nn.Linear: False, Transposed: True}
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), Transposed(30, 50), nn.Linear(50, 7, bias=False))
-
-
 def _precisions(model: nn.Module) -> list[str | None]:
     found = [vars(layer).get("forward") for layer in model]
     return [layer.precision if isinstance(layer, _Linear) else None for layer in found]
@@ -88,7 +69,7 @@ def _is_near(result: torch.Tensor, exact: torch.Tensor) -> bool:
 
 def test_only_if_asked_for(packed: list[str]) -> None:
     assert settings.Settings().weight_dtype == "fp32"
-    model, x = _model(), torch.randn(3, 20)
+    model, x = model_of_layers(), torch.randn(3, 20)
     expected = model(x)
     with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-5)
@@ -96,7 +77,7 @@ def test_only_if_asked_for(packed: list[str]) -> None:
 
 
 def test_from_the_first_product_on(precision: str, packed: list[str]) -> None:
-    model, x = _model(), torch.randn(3, 4, 20)
+    model, x = model_of_layers(), torch.randn(3, 4, 20)
     expected = model(x)
     with FastLayers.of(model, KINDS):
         assert _precisions(model) == [precision, None, precision, precision]
@@ -109,7 +90,7 @@ def test_from_the_first_product_on(precision: str, packed: list[str]) -> None:
 
 def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> None:
     fastgen.enable(packed_weights="keep")
-    model, x = _model(), torch.randn(3, 20)
+    model, x = model_of_layers(), torch.randn(3, 20)
     for calls in (1, 1, 0):
         with FastLayers.of(model, KINDS):
             for _ in range(calls):
@@ -120,27 +101,17 @@ def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> No
 def test_measured_costs_do_not_matter(precision: str, packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The results must not depend on what a machine has measured."""
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: None)
-    model = _model()
+    model = model_of_layers()
     with FastLayers.of(model, KINDS):
         model(torch.randn(2, 20))
     assert packed == [precision] * 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: layer.weight.mul_(2),
-        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
-        lambda layer: setattr(layer.weight, "data", layer.weight * 2),
-        lambda layer: layer.bias.add_(1),
-        lambda layer: setattr(layer, "bias", None),
-    ],
-    ids=["in place", "replaced", "its data replaced", "bias in place", "bias removed"],
-)
+@each_change
 @pytest.mark.parametrize("mode", ["call", "keep"])
 def test_a_changed_weight_counts(precision: str, change: object, mode: str) -> None:
     fastgen.enable(packed_weights=mode)
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         before = model(x)
         change(model[0])
@@ -157,7 +128,7 @@ def test_switching_while_weights_are_kept(packed: list[str]) -> None:
     for precision in PRECISIONS:
         _skip_without(precision)
     packed.clear()
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
     expected, results = model(x), []
     for precision in ("int8", "int8", "bf16", "fp32", "int8"):
         fastgen.enable(packed_weights="keep", weight_dtype=precision)
@@ -172,7 +143,7 @@ def test_switching_while_weights_are_kept(packed: list[str]) -> None:
 
 
 def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) -> None:
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         first = model(x)
         fastgen.enable(weight_dtype="fp32")
@@ -183,7 +154,7 @@ def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) ->
 
 def test_disabling_drops_kept_weights(precision: str, packed: list[str]) -> None:
     fastgen.enable(packed_weights="keep")
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
 
     def run() -> int:
         with FastLayers.of(model, KINDS):
@@ -236,7 +207,7 @@ def test_hooks_run(precision: str) -> None:
 
 
 def test_a_cast_layer_does_what_it_always_did(precision: str) -> None:
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
         model(x)
         model.double()
@@ -258,7 +229,7 @@ def test_memory_is_not_used_up(precision: str, packed: list[str], monkeypatch: p
 def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "this processor is not fast")
     fastgen.enable(weight_dtype="int8")
-    model, x = _model(), torch.randn(2, 20)
+    model, x = model_of_layers(), torch.randn(2, 20)
     expected = model(x)
     with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-5)
@@ -276,7 +247,7 @@ def test_without_the_extension_that_is_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(linear, "is_available", lambda: False)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: "the extension was not built")
     fastgen.enable(weight_dtype="bf16")
-    model = _model()
+    model = model_of_layers()
     with FastLayers.of(model, KINDS):
         assert _precisions(model) == [None] * 4
     assert fastgen.stats()["bf16 weights"]["fallback"] == {"the extension was not built": 1}

@@ -29,14 +29,24 @@ def result(position):
     }
 
 
-def write(path):
-    journal = Journal(path, SETTINGS, resume=False)
+def begin(journal):
+    """The first of two windows."""
     journal.begin({"batch_size": 2})
     journal.window(Window(0, 0, 5, 2, [BAD]))
     journal.batch(0, 0, [result(4), result(0)])
     journal.batch(0, 1, [result(3), result(2)])
+
+
+def end(journal):
+    """The second of two windows."""
     journal.window(Window(1, 5, 1, 1, []))
     journal.batch(1, 0, [result(5)])
+
+
+def write(path):
+    journal = Journal(path, SETTINGS, resume=False)
+    begin(journal)
+    end(journal)
     journal.close()
     return path
 
@@ -195,12 +205,8 @@ def test_a_window_that_is_lost_while_the_run_goes_on_is_told(tmp_path, damage, r
         path.write_text("".join(lines[:4]))
     journal = Journal(path, SETTINGS, resume=resumed)
     if not resumed:
-        journal.begin({"batch_size": 2})
-        journal.window(Window(0, 0, 5, 2, [BAD]))
-        journal.batch(0, 0, [result(4), result(0)])
-        journal.batch(0, 1, [result(3), result(2)])
-    journal.window(Window(1, 5, 1, 1, []))
-    journal.batch(1, 0, [result(5)])
+        begin(journal)
+    end(journal)
     path.write_text("".join(damage(lines)))
     with pytest.raises(SetupError, match="j is damaged: a (window is missing|batch is without its window)"):
         list(journal.results())

@@ -17,7 +17,7 @@ from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import linear
-from tests.decoding.layers.tiny import KINDS, is_packed, model_of_layers
+from tests.decoding.layers.tiny import KINDS, each_change, is_packed, model_of_layers
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
 
@@ -54,17 +54,7 @@ def way(request: pytest.FixtureRequest, packed_at_once: list[torch.Tensor], monk
         monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: layer.weight.mul_(2),
-        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
-        lambda layer: setattr(layer.weight, "data", layer.weight * 2),
-        lambda layer: layer.bias.add_(1),
-        lambda layer: setattr(layer, "bias", None),
-    ],
-    ids=["in place", "replaced", "its data replaced", "bias in place", "bias removed"],
-)
+@each_change
 def test_a_changed_weight_counts(change: object, way: None) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-import torch.nn.utils.prune
 from torch import nn
 
 from fastgen.decoding.layers import _Linear
@@ -22,6 +22,19 @@ class Transposed(nn.Module):
 
 
 KINDS = {nn.Linear: False, Transposed: True}
+
+# Every way in which a weight or bias may change.
+each_change = pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
+        lambda layer: setattr(layer.weight, "data", layer.weight * 2),
+        lambda layer: layer.bias.add_(1),
+        lambda layer: setattr(layer, "bias", None),
+    ],
+    ids=["in place", "replaced", "its data replaced", "bias in place", "bias removed"],
+)
 
 
 def model_of_layers() -> nn.Sequential:
