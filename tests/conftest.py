@@ -76,6 +76,15 @@ def near_ties_are_counted(record_property: Callable[[str, object], None]) -> Ite
         yield
 
 
+@pytest.fixture(autouse=True)
+def settings_are_put_back() -> Iterator[None]:
+    """Those of all calls, whatever a test enables. Without `monkeypatch`, as above."""
+    from fastgen import settings as of_fastgen
+
+    with mock.patch.object(of_fastgen, "_current", of_fastgen._current):
+        yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = [
         f"{report.nodeid}: {line}"

@@ -32,12 +32,10 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         quantized_linear, "pack", lambda weight, precision: found.append(precision) or pack_quantized(weight, precision)
     )
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
-    before = settings.current()
     fastgen.enable(packed_weights="call", weight_dtype="fp32")
     fastgen.reset_stats()
     with torch.no_grad():
         yield found
-    settings.change(packed_weights=before.packed_weights, weight_dtype=before.weight_dtype, strict=before.strict)
     fastgen.enable()
     FastLayers.drop_kept()
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import settings
 from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
@@ -47,7 +46,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
+    """FastGen is enabled, and its counts start at zero.
 
     A prefix is shared however few bytes it has, every weight is packed, and no score is copied: those of a tiny model
     would never be worth it.
@@ -60,8 +59,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
-    # As they are for all calls: `current` would be those of the block that simulates a captured step.
-    monkeypatch.setattr(settings, "_current", settings._current)
     fastgen.enable()
     fastgen.reset_stats()
     yield

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import fastgen
-from fastgen import settings
 from fastgen.decoding import kv
 from fastgen.optimizer.fairseq import scores
 
@@ -32,7 +31,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards.
+    """FastGen is enabled, and its counts start at zero.
 
     A prefix is shared however few bytes it has, and a step's scores count as many: those of a tiny model would never be
     worth it.
@@ -40,7 +39,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0)
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
-    monkeypatch.setattr(settings, "_current", settings._current)
     fastgen.enable()
     fastgen.reset_stats()
     yield

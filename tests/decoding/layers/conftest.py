@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.utils.prune
 
 import fastgen
-from fastgen import settings
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import linear
@@ -25,11 +23,9 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
     monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
     monkeypatch.setattr(FastLayers, "_shapes", {})
-    before = settings.current().packed_weights
     fastgen.enable()
     with torch.no_grad():
         yield packed
-    settings.change(packed_weights=before)
     fastgen.enable()
     FastLayers.drop_kept()
 

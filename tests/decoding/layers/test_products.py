@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.utils.prune
 from torch import nn
 
 import fastgen

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 import fastgen
-from fastgen import settings
 
 if importlib.util.find_spec("fairseq") is None and not os.environ.get("FASTGEN_REQUIRE_FAIRSEQ"):
     collect_ignore_glob = ["test_*.py"]
@@ -17,12 +16,10 @@ if importlib.util.find_spec("fairseq") is None and not os.environ.get("FASTGEN_R
 
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
-    """FastGen is enabled, its counts start at zero, and its settings are put back afterwards."""
-    before = settings.current()
+    """FastGen is enabled, and its counts start at zero."""
     fastgen.enable()
     fastgen.reset_stats()
     yield
-    settings.change(strict=before.strict)
     fastgen.enable()
 
 
