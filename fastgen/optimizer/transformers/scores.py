@@ -59,7 +59,7 @@ def _writes(func: Callable) -> bool:
 
 
 class StepLogits(_Scores):
-    """The logits of a step, [rows, 1, vocabulary], which nobody holds but the loop: its copy of them is none."""
+    """The logits of a step, [rows, 1, vocabulary], which only the loop refers to: a copy is the logits themselves."""
 
     def _select(self, index: Any) -> Any:
         return self.as_subclass(Tensor)[index].as_subclass(StepLogits)

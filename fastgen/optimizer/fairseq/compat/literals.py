@@ -87,7 +87,7 @@ def evaluator(missing: None) -> Callable[[Any], Any]:
     return evaluate
 
 
-# Of thousands of modules, at each call.
+# Remembered: each call looks at the paths of thousands of modules.
 _real_path = functools.cache(os.path.realpath)
 
 

@@ -82,7 +82,7 @@ class _Columns:
         self._index = torch.tensor(tokens, dtype=torch.int64, device=bucket.device)
 
     def of(self, scores: Tensor, skips: bool = False) -> Tensor:
-        """Their numbers. Tokens outside the vocabulary are skipped, or raise IndexError."""
+        """The ids of the tokens. Those outside the vocabulary are skipped, or raise IndexError."""
         known = self._index[: bisect_left(self._tokens, scores.shape[1])]
         if len(known) < len(self._tokens) and not skips:
             raise IndexError(f"token {self._tokens[-1]} is outside the vocabulary of {scores.shape[1]}")
