@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -103,7 +105,21 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
     return found
 
 
-_current = Settings.from_environment()
+def _is_command() -> bool:
+    """Whether this process is a command of FastGen's, none of whose own code has run yet."""
+    program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    if program == "-m":  # while Python looks for the module, whose name may be attached: -mfastgen
+        return re.match(r"(-\w*?m)?fastgen(_cli)?(\.|$)", sys.orig_argv[-len(sys.argv)]) is not None
+    return program.startswith(("fastgen-generate", "fastgen-interactive-for-fairseq", "fastgen-eval-lm"))
+
+
+try:
+    _current = Settings.from_environment()
+except ValueError as error:
+    if not _is_command():
+        raise
+    print(f"fastgen: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
 _changing = threading.Lock()
 _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 

@@ -131,10 +131,43 @@ def test_every_type_of_option_is_fuzzed() -> None:
     assert {"--" + name.replace("_", "-") for name in generation_fields.TYPES} - LEFT_OUT <= set(OPTIONS)
 
 
-@pytest.mark.parametrize("words", [["generate"], ["fairseq", "generate"]])
-def test_a_wrong_setting_of_the_environment_is_one_line(words: list[str]) -> None:
-    command = [sys.executable, "-m", f"fastgen_cli.{words[0]}", *words[1:], "model", "in.txt", "out.txt"]
+WRONG = "weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int4'; known: fp32, int8, bf16"
+
+
+def with_a_wrong_setting(*command: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int4"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "fastgen: weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int4'; known: fp32, int8, bf16\n"
+    return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "fastgen_cli.generate", "model", "in.txt", "out.txt"],
+        ["-m", "fastgen_cli.fairseq", "generate", "model"],
+        ["-m", "fastgen"],
+        ["-Bmfastgen"],
+        ["-m", "fastgen.fairseq", "generate", "-m", "x"],
+    ],
+)
+def test_a_wrong_setting_of_the_environment_is_one_line(words: list[str]) -> None:
+    done = with_a_wrong_setting(*words)
+    assert (done.returncode, done.stderr) == (2, f"fastgen: {WRONG}\n")
+
+
+@pytest.mark.parametrize("name", ["fastgen-generate", "fastgen-eval-lm"])
+def test_a_wrong_setting_of_the_environment_is_one_line_of_an_installed_command(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("import sys\nfrom fastgen_cli.generate import main\nsys.exit(main())\n")
+    done = with_a_wrong_setting(tmp_path / name, "--help")
+    assert (done.returncode, done.stderr) == (2, f"fastgen: {WRONG}\n")
+
+
+@pytest.mark.parametrize("module", ["fastgen", "fastgen_cli.generate"])
+@pytest.mark.parametrize("run", [["program.py"], ["-m", "program"], ["-m", "program", "fastgen"]])
+def test_a_program_with_a_wrong_setting_gets_an_exception(tmp_path: Path, module: str, run: list[str]) -> None:
+    (tmp_path / "program").mkdir()
+    for name in ("program.py", "program/__init__.py"):
+        (tmp_path / name).write_text(f"try:\n    import {module}\nexcept ValueError as error:\n    print(error)\n")
+    (tmp_path / "program" / "__main__.py").touch()
+    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int4"}
+    done = subprocess.run([sys.executable, *run], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WRONG}\n", "")
