@@ -30,7 +30,10 @@ def free_host_memory() -> int:
     It is the smaller of what the machine has available and of what the limits of its container leave. Where the system
     tells neither, 4 GiB are assumed.
     """
-    return max(min([_available(), *_left_in_groups()]), 0)
+    left = _available()
+    for group in _groups():
+        left = min([left, *_left(group, left)])
+    return max(left, 0)
 
 
 def entry(path: str, name: str) -> int:
@@ -50,8 +53,8 @@ def _available() -> int:
     return 2**32
 
 
-def _left_in_groups() -> Iterator[int]:
-    """What is left of each limit that applies: a group's own, and those of the groups around it."""
+def _groups() -> Iterator[Path]:
+    """The control groups whose limits apply: that of the process, and those around it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
@@ -62,13 +65,16 @@ def _left_in_groups() -> Iterator[int]:
             # A container often sees its own group as the root, and not the path that the file names.
             for folder in (group, *group.parents):
                 if folder.is_relative_to(root):
-                    yield from _left(folder)
+                    yield folder
 
 
-def _left(group: Path) -> Iterator[int]:
+def _left(group: Path, enough: int) -> Iterator[int]:
+    """What is left of a group's limits, where that is less than `enough`."""
     for limit, used, reclaimable in zip(_LIMIT, _USED, _RECLAIMABLE, strict=True):
         # A group without a limit has no such file, or the word "max" in it.
         with contextlib.suppress(OSError, ValueError):
-            most = int((group / limit).read_text())
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield most - int((group / used).read_text()) + int(statistics.get(reclaimable, 0))
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            # The kernel takes long to write its statistics: they are read only where they can matter.
+            if left < enough:
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield left + int(statistics.get(reclaimable, 0))

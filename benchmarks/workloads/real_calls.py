@@ -6,8 +6,9 @@ is short, as calls of an interactive program are: one to sixteen inputs, up to f
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,19 +68,20 @@ class RealCalls(Workload):
     Attributes:
         dtype: of the models, by its name in torch.
         calls: what is measured.
-        runs: of a call, for one measured time: a single one of a tiny model is too short to be timed.
+        seconds: one measured time is that of so many runs of a call that they take so long: a single one of a tiny
+            model is too short to be timed.
     """
 
     dtype: str
     calls: tuple[Call, ...] = field(default=tuple(_CALLS))
-    runs: int = 3
+    seconds: float = 0.5
     repetitions: int = 5
     targets: tuple[Target, ...] = (Target("no call slower", "slowest", at_least=0.97),)
 
     group = "small calls"
 
     def run(self, context: Context, record: Record) -> None:
-        record.parameters = {"dtype": self.dtype, "runs": self.runs}
+        record.parameters = {"dtype": self.dtype, "seconds": self.seconds}
         totals: dict[str, list[float]] = {}
         ratios: dict[str, float] = {}
         different = 0
@@ -121,20 +123,23 @@ class RealCalls(Workload):
         """Seconds of a call by backend, and whether both gave the same tokens."""
         options = {"do_sample": False, **call.options, "min_new_tokens": call.new_tokens}
 
-        def one_run(accelerated: bool) -> tuple[float, Tensor]:
+        def measured(accelerated: bool, runs: int) -> tuple[float, Tensor]:
             with fastgen.disabled() if not accelerated else nullcontext():
-                seconds, tokens = timed(partial(self._repeat, model, inputs, call, options), context.device)
-            return seconds / self.runs, tokens
+                seconds, tokens = timed(partial(self._repeat, model, inputs, call, options, runs), context.device)
+            return seconds / runs, tokens
 
-        backends = {BASELINE: partial(one_run, False), SUBJECT: partial(one_run, True)}
-        alternate(backends, 1)  # warms up
-        results = alternate(backends, self.repetitions_in(context))
+        def backends(runs: int) -> dict[str, Callable[[], tuple[float, Tensor]]]:
+            return {BASELINE: partial(measured, False, runs), SUBJECT: partial(measured, True, runs)}
+
+        alternate(backends(1), 1)  # warms up
+        once = min(seconds for (seconds, _), *_ in alternate(backends(1), 1).values())
+        results = alternate(backends(max(math.ceil(self.seconds / once), 1)), self.repetitions_in(context))
         seconds = {name: [each for each, _ in runs] for name, runs in results.items()}
         context.log(f"{call}: {statistics.median(seconds[BASELINE]) / statistics.median(seconds[SUBJECT]):.2f}")
         return seconds, torch.equal(results[BASELINE][0][1], results[SUBJECT][0][1])
 
-    def _repeat(self, model: Any, inputs: dict[str, Tensor], call: Call, options: dict[str, Any]) -> Tensor:
-        for _ in range(self.runs):
+    def _repeat(self, model: Any, inputs: dict[str, Tensor], call: Call, options: dict[str, Any], runs: int) -> Tensor:
+        for _ in range(runs):
             torch.manual_seed(0)
             tokens = model.generate(**inputs, max_new_tokens=call.new_tokens, **options)
         return tokens
