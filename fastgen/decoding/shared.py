@@ -47,7 +47,7 @@ class Parts:
     ancestry: Tensor | None = None
     # Gives what is called when something else than the attention operator needs the suffix, row by row.
     materialize_suffix: weakref.WeakMethod | None = None
-    reader: Any = None  # the `StepReader` of a captured step, which knows how much of prefix and suffix counts
+    reader: Any = None  # the `StaticKV` of a captured step, which knows how much of prefix and suffix counts
     group: int = 1  # every kv head is repeated this many times (grouped-query attention)
     ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
     folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
@@ -279,7 +279,7 @@ def _product(left: Any, right: Any) -> Tensor:
     compute = shared_prefix_scores if parts.transposed else shared_prefix_context
     result = compute(x, parts.prefix, parts.own())
     if parts.reader is not None and parts.transposed:
-        result = parts.reader.leave_out(result, parts.prefix.shape[2])
+        result = parts.reader.leave_out(result)
     return result.flatten(0, 1) if parts.folded else result
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
-from fastgen.decoding.captured.kv import StepReader
+from fastgen.decoding.captured.kv import StaticKV
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache, loop
 from tests.equivalence.captured import (
@@ -155,13 +155,13 @@ UNILM = {
 def test_unilm(options: dict[str, Any], side: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step stores two positions and drops one, behind a source that self-attention has stored."""
     monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
-    bias, read = StepReader._bias, []
+    bias, read = StaticKV._bias, []
 
-    def recording(reader: StepReader, *args: Any) -> Any:
-        read.append(bias(reader, *args))
+    def recording(kv: StaticKV, *args: Any) -> Any:
+        read.append(bias(kv, *args))
         return read[-1]
 
-    monkeypatch.setattr(StepReader, "_bias", recording)
+    monkeypatch.setattr(StaticKV, "_bias", recording)
     model = tiny_unilm.tiny_model(end=3.0).to(device)
     inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37), side))
     options = {"max_new_tokens": 24, "min_new_tokens": 12, **options}
@@ -322,14 +322,14 @@ def test_attention_of_the_models_own(name: str, device: torch.device) -> None:
 def test_masks_that_say_nothing_new_are_not_read(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths on the device leave out the padding; T5's masks, which hold position biases, are read."""
     read: dict[str, list[bool]] = {}
-    bias = StepReader._bias
+    bias = StaticKV._bias
 
-    def recording(reader: StepReader, *args: Any) -> Any:
-        result = bias(reader, *args)
+    def recording(kv: StaticKV, *args: Any) -> Any:
+        result = bias(kv, *args)
         read[name].append(result is not None)
         return result
 
-    monkeypatch.setattr(StepReader, "_bias", recording)
+    monkeypatch.setattr(StaticKV, "_bias", recording)
     for name in ("bart", "gpt2", "llama", "t5"):
         read[name] = []
         check(*build(BY_NAME[name], device), BEAMS)

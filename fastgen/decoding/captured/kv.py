@@ -87,10 +87,12 @@ class StepState:
 class StaticKV:
     """A prefix per input, and, for self-attention, a suffix of `state.capacity` positions per row.
 
+    The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
+    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
+
     Attributes:
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
         prefix_capacity: positions of the prefix.
-        reader: how attention reads them.
 
     Args:
         keys, values: [any, heads, any, dim]: as those that will be stored.
@@ -106,8 +108,10 @@ class StaticKV:
         has_suffix: bool,
         window: int | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._window = state, window
         self.prefix_capacity = prefix_capacity
+        self.host_may_wait = False
+        self._says_nothing_new: bool | None = None
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
 
@@ -116,11 +120,11 @@ class StaticKV:
 
         self._prefix = zeros(state.batch, prefix_capacity)
         self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
-        self.reader = StepReader(self.starts, self.ends, state if has_suffix else None, window)
 
     @property
     def width(self) -> int:
-        return self._state.width
+        """Positions of a step that are stored, and that a mask tells apart."""
+        return self._state.width if self._suffix else 1
 
     @property
     def has_suffix(self) -> bool:
@@ -167,7 +171,7 @@ class StaticKV:
         suffix = self._suffix or (None, None)
         ancestry = self._state.ancestry if self._suffix else None
         return tuple(
-            SharedKV.of(prefix, own, self._state.per_input, ancestry, reader=self.reader)
+            SharedKV.of(prefix, own, self._state.per_input, ancestry, reader=self)
             for prefix, own in zip(self._prefix, suffix, strict=True)
         )
 
@@ -192,21 +196,6 @@ class StaticKV:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._prefix, *self._suffix))
 
-
-class StepReader:
-    """What of a layer's buffers counts, and what a mask says beyond that.
-
-    The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
-    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
-
-    The arguments are those of `StaticKV`; `state` is None for a layer without a suffix.
-    """
-
-    def __init__(self, starts: Tensor, ends: Tensor, state: StepState | None, window: int | None = None) -> None:
-        self._starts, self._ends, self._state, self._window = starts, ends, state, window
-        self.host_may_wait = False
-        self._says_nothing_new: bool | None = None
-
     def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
         """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.
 
@@ -220,18 +209,18 @@ class StepReader:
             [*query.shape[:3], dim of the values].
         """
         rows, heads, queries, dim = query.shape
-        bias = self._bias(query, keys.prefix, keys.suffix, mask)
-        if bias is None and self._width > 1:
-            bias = self._state.causal_bias(heads, keys.prefix.shape[2])
+        bias = self._bias(query, mask)
+        if bias is None and self.width > 1:
+            bias = self._state.causal_bias(heads, self.prefix_capacity)
         context = decode_attention(
             query.reshape(rows, heads * queries, dim),
             keys.prefix,
             values.prefix,
             keys.suffix,
             values.suffix,
-            starts=self._starts,
-            ends=self._ends,
-            suffix_length=None if self._state is None else self._state.filled,
+            starts=self.starts,
+            ends=self.ends,
+            suffix_length=self._state.filled if self._suffix else None,
             ancestry=keys.ancestry,
             bias=bias,
             scale=scale,
@@ -239,13 +228,13 @@ class StepReader:
         )
         return context.view(rows, heads, queries, -1)
 
-    def leave_out(self, scores: Tensor, prefix: int) -> Tensor:
+    def leave_out(self, scores: Tensor) -> Tensor:
         """Takes what does not count out of the scores of a model, [rows, heads, queries, prefix + capacity], in place.
 
         A model without padding, or with a single query, may have no mask that does it.
         """
-        counts = self._counts(prefix, scores.shape[-1] - prefix)
         self._check(scores.shape[2])
+        counts = self._counts()
         counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
         return scores.masked_fill_(~counts[:, None], torch.finfo(scores.dtype).min)
 
@@ -253,35 +242,30 @@ class StepReader:
         """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
         return StreamKV.of(shared, [own], None)
 
-    @property
-    def _width(self) -> int:
-        return 1 if self._state is None else self._state.width
-
     def _check(self, queries: int) -> None:
         """With one position per step, queries are heads of a group. With several there is one for each."""
-        if self._width not in (1, queries):
-            raise CannotBeCaptured(f"{queries} queries in a step that stores {self._width} positions")
+        if self.width not in (1, queries):
+            raise CannotBeCaptured(f"{queries} queries in a step that stores {self.width} positions")
 
-    def _counts(self, prefix: int, capacity: int) -> Tensor:
+    def _counts(self) -> Tensor:
         """[batch, width, prefix + capacity], bool: the positions that count for each position of the step."""
-        position = torch.arange(prefix + capacity, device=self._starts.device)
-        counts = (position >= self._starts.unsqueeze(1)) & (position < self._ends.unsqueeze(1))
-        if self._state is None:
+        position = torch.arange(self.length, device=self.starts.device)
+        counts = (position >= self.starts.unsqueeze(1)) & (position < self.ends.unsqueeze(1))
+        if not self._suffix:
             return counts.unsqueeze(1)
         # Its own position, and all of the suffix in front of it.
-        own = torch.stack(self._state.positions).unsqueeze(1) + prefix
-        seen = counts.unsqueeze(1) | ((position >= prefix) & (position <= own))
+        own = torch.stack(self._state.positions).unsqueeze(1) + self.prefix_capacity
+        seen = counts.unsqueeze(1) | ((position >= self.prefix_capacity) & (position <= own))
         return seen if self._window is None else seen & (position > own - self._window)
 
-    def _bias(self, query: Tensor, prefix: Tensor, suffix: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    def _bias(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """What is added to the scores, [rows or 1, heads * queries or 1, N + capacity]; None if lengths say it all."""
         self._check(query.shape[2])
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
         if self.host_may_wait:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
-            capacity = 0 if suffix is None else suffix.shape[2]
-            self._says_nothing_new = mask is None or self._equals_lengths(mask, prefix, capacity)
+            self._says_nothing_new = mask is None or self._equals_lengths(mask)
         if mask is None or self._says_nothing_new:
             return None
         if mask.dtype == torch.bool:
@@ -290,20 +274,19 @@ class StepReader:
             return mask[:, :, 0]
         return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
 
-    def _equals_lengths(self, mask: Tensor, prefix: Tensor, capacity: int) -> bool:
+    def _equals_lengths(self, mask: Tensor) -> bool:
         visible = mask
         if mask.dtype != torch.bool:
             visible = mask > torch.finfo(mask.dtype).min
             if not bool((~visible | (mask == 0)).all()):
                 return False  # it changes scores in other ways than taking them out
-        batch, _, length, _ = prefix.shape
-        counts = self._counts(length, capacity)
-        if mask.shape[-1] != counts.shape[2]:
+        if mask.shape[-1] != self.length:
             return False
-        if (visible.shape[0] != 1 and visible.shape[0] % batch) or self._width not in (1, visible.shape[2]):
+        batch = self._state.batch
+        if (visible.shape[0] != 1 and visible.shape[0] % batch) or self.width not in (1, visible.shape[2]):
             return False
         visible = visible.expand(max(visible.shape[0], batch), *visible.shape[1:])
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
-        real = self._ends > self._starts
+        real = self.ends > self.starts
         by_input = visible.unflatten(0, (batch, -1)).flatten(1, 2)  # [batch, rows and heads, queries, positions]
-        return bool(torch.where(real.view(-1, 1, 1, 1), by_input == counts.unsqueeze(1), True).all())
+        return bool(torch.where(real.view(-1, 1, 1, 1), by_input == self._counts().unsqueeze(1), True).all())

@@ -140,13 +140,13 @@ def test_a_mask_that_is_added(device, lowest):
     state, kv = make(device, width=2)
     kv.load(*prompt(device), at_end=False)
     state.begin()
-    seen = kv.reader._counts(ROOM, CAPACITY).repeat_interleave(PER_INPUT, dim=0).unsqueeze(1)
+    seen = kv._counts().repeat_interleave(PER_INPUT, dim=0).unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
-    args = torch.zeros(1, HEADS, 2, DIM, device=device), torch.zeros(BATCH, 1, ROOM, 1), torch.zeros(1, 1, CAPACITY, 1)
-    kv.reader.host_may_wait = True
-    assert kv.reader._bias(*args, mask) is None
+    query = torch.zeros(1, HEADS, 2, DIM, device=device)
+    kv.host_may_wait = True
+    assert kv._bias(query, mask) is None
     mask[1, 0, 0, STARTS[0]] = -0.5
-    assert kv.reader._bias(*args, mask) is not None
+    assert kv._bias(query, mask) is not None
 
 
 @pytest.mark.parametrize("window", [1, 3, 6, 20])
@@ -158,7 +158,7 @@ def test_a_sliding_window(device, window):
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        spelled_out = kv.reader.leave_out(torch.zeros(BATCH * PER_INPUT, 1, 1, ROOM + CAPACITY, device=device), ROOM)
+        spelled_out = kv.leave_out(torch.zeros(BATCH * PER_INPUT, 1, 1, ROOM + CAPACITY, device=device))
         history.append(keys, values)
         # Positions behind the last one of the prompt that counts are padding, which takes up a place in the window.
         behind = [PREFIX - ENDS[row // PER_INPUT] for row in range(BATCH * PER_INPUT)]
@@ -211,9 +211,9 @@ def test_masks(device, says_more):
     if says_more:
         mask[0, first + 1] = False
     mask = mask.repeat_interleave(PER_INPUT, dim=0)[:, None, None]
-    kv.reader.host_may_wait = True
+    kv.host_may_wait = True
     wanted = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
-    kv.reader.host_may_wait = False
+    kv.host_may_wait = False
     again = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=mask, enable_gqa=True)
     assert torch.equal(again, wanted)
     unread = F.scaled_dot_product_attention(query, *kv.read(), attn_mask=torch.ones_like(mask), enable_gqa=True)

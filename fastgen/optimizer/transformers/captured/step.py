@@ -228,12 +228,11 @@ class CapturedStep:
         """A step that is not captured. In the first one the host looks at what may not be looked at later."""
         is_first = self._warm_ups == 0
         self._warm_ups += 1
-        readers = [kv.reader for kv in (*self._own, *self._cross)]
-        for reader in readers:
-            reader.host_may_wait = is_first
+        for kv in (*self._own, *self._cross):
+            kv.host_may_wait = is_first
         self._run(parts, done, host)
-        for reader in readers:
-            reader.host_may_wait = False
+        for kv in (*self._own, *self._cross):
+            kv.host_may_wait = False
         if is_first and bool(self._logits_seen[: self._present * self.key.per_input].isnan().any()):
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
