@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_everywhere: list[Callable[[], object]] = []
-_captured_steps: list[Callable[[], bool]] = []
+_registered: dict[Callable[[], object], bool] = {}  # and whether it frees captured steps
 
 
-def register(free: Callable[[], object]) -> None:
-    """`free` is called when FastGen is disabled."""
-    _everywhere.append(free)
-
-
-def register_captured_steps(free: Callable[[], bool]) -> None:
-    """`free` is also called when a device runs out of memory; it says whether there was anything."""
-    _captured_steps.append(free)
+def register(free: Callable[[], object], captured_steps: bool = False) -> None:
+    """`free` is called when FastGen is disabled; that of captured steps, which says whether there were any, also when
+    a device runs out of memory."""
+    _registered[free] = captured_steps
 
 
 def free_all() -> None:
     """Frees everything that no running call uses."""
-    for free in (*_everywhere, *_captured_steps):
+    for free in _registered:
         free()
 
 
 def free_captured_steps() -> bool:
     """Frees the captured steps that no running call uses; says whether there were any."""
-    return any([free() for free in _captured_steps])
+    return any([free() for free, captured_steps in _registered.items() if captured_steps])

@@ -26,6 +26,17 @@ def lengths(mask: Tensor) -> Tensor:
     return torch.where((mask == behind).all(dim=1), found, longest)
 
 
+def groups(mask: Tensor, in_front: bool = False) -> list[tuple[Tensor, slice]]:
+    """Which inputs run together, by a mask [batch, longest] of ones and zeros, and the positions that they take.
+
+    None if groups do not pay. `in_front` tells where the padding is.
+    """
+    longest = mask.shape[1]
+    found = by_length(lengths(mask.flip(1) if in_front else mask).tolist(), longest)
+    positions = [(rows, slice(longest - length, None) if in_front else slice(length)) for rows, length in found]
+    return positions if len(positions) > 1 else []
+
+
 def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
     """Which inputs of these lengths run together, and how long they are at the most; none if groups do not pay."""
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:

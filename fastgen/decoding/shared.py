@@ -328,7 +328,7 @@ def _attention(
     if keys.reader is not None:
         return keys.reader.attend(query, keys, values, attn_mask, scale)
     ancestry, own = keys.ancestry, (keys.suffix, values.suffix)
-    if ancestry is not None and not suits_kernel(query, keys.prefix, values.prefix, *own, attn_mask):
+    if ancestry is not None and not suits_kernel(query, (keys.prefix, values.prefix), own, attn_mask):
         ancestry, own = None, (keys.own(), values.own())
     return shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
 

@@ -127,7 +127,7 @@ def shared_prefix_attention(
     Raises:
         RuntimeError: a shape, a type or a device is not as above.
     """
-    if not suits_kernel(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask):
+    if not suits_kernel(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), mask):
         return composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
     return torch.ops.fastgen.shared_prefix_attention.default(
         query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry=ancestry
@@ -135,26 +135,20 @@ def shared_prefix_attention(
 
 
 def suits_kernel(
-    query: Tensor,
-    prefix_keys: Tensor,
-    prefix_values: Tensor,
-    suffix_keys: Tensor | None,
-    suffix_values: Tensor | None,
-    mask: Tensor | None,
+    query: Tensor, prefix: tuple[Tensor, Tensor], suffix: tuple[Tensor | None, Tensor | None], mask: Tensor | None
 ) -> bool:
     """Whether the kernel takes these arguments of `shared_prefix_attention`, and less time than plain torch."""
     device, dtype = query.device.type, query.dtype
     if device != "cpu" or dtype not in MAX_ROWS or (dtype.itemsize == 2 and not _converts_halves()):
         return False
-    if query.dim() != 4 or prefix_keys.dim() != 4:
+    if query.dim() != 4 or prefix[0].dim() != 4:
         return False
-    matrices = prefix_keys.shape[0] * prefix_keys.shape[1]
-    if query.shape[:3].numel() > matrices * MAX_ROWS[dtype][suffix_keys is not None]:
+    if query.shape[:3].numel() > prefix[0].shape[:2].numel() * MAX_ROWS[dtype][suffix[0] is not None]:
         return False
-    tensors = (query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    kv = (*prefix, *suffix)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, *kv, mask)):
         return False
-    if any(x is not None and (x.stride(-1) != 1 or x.dtype != dtype) for x in tensors[1:5]):
+    if any(x is not None and (x.stride(-1) != 1 or x.dtype != dtype) for x in kv):
         return False
     # Under autocast the result has its type.
     return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype

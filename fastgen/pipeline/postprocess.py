@@ -175,10 +175,6 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _ready() -> bool:
-    return _processor is not None
-
-
 def _process(item: Any) -> Any:
     assert _processor is not None
     return _processor(item)
@@ -209,7 +205,7 @@ class PostProcessor(Generic[Item, Done]):
             self._pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make,))
             self._work: Callable[[Item], Done] = _process
             # Starting takes about a second. It happens while the model is loaded.
-            self._warm = [self._pool.submit(_ready) for _ in range(workers)]
+            self._warm = [self._pool.submit(os.getpid) for _ in range(workers)]
         else:
             self._pool, self._work = ThreadPoolExecutor(1), make()
 

@@ -58,18 +58,6 @@ def _join(streams: Any, stream_dim: int | None, dim: int) -> Any:
     return StreamKV.of(first.shared, own, dim) if dim in (1, 2) else NotImplemented
 
 
-def _stack(streams: Any, dim: int = 0) -> Any:
-    return _join(streams, None, dim)
-
-
-def _cat(streams: Any, dim: int = 0) -> Any:
-    return _join(streams, dim, dim)
-
-
-def _unsqueeze(stream: StreamKV, dim: int) -> Any:
-    return _join([stream], None, dim)
-
-
 def _transpose(streams: StreamKV, first: int, second: int) -> Any:
     if streams.stream_dim is None or {first, second} != {1, 2}:
         return NotImplemented
@@ -118,9 +106,9 @@ def _apart(x: Tensor, like: Tensor) -> Tensor:
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    Tensor.unsqueeze: _unsqueeze,
+    torch.stack: lambda streams, dim=0: _join(streams, None, dim),
+    torch.cat: lambda streams, dim=0: _join(streams, dim, dim),
+    Tensor.unsqueeze: lambda stream, dim: _join([stream], None, dim),
     Tensor.transpose: _transpose,
     torch.einsum: _einsum,
 }

@@ -47,11 +47,6 @@ def available(*tensors: Tensor | None) -> bool:
     return devices == {"cuda"} and torch.version.hip is None
 
 
-def backend() -> str:
-    """What serves these operators on CUDA."""
-    return "Triton" if is_installed() else "torch reference: triton is not installed"
-
-
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:
     """Starts a kernel on the device of its tensors; a grid with nothing in it starts nothing."""
     if not all(grid):

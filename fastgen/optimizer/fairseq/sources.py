@@ -23,15 +23,14 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
         return NotImplemented
     tokens, lengths = net_input["src_tokens"], net_input["src_lengths"]
     padding = tokens.eq(ensemble.single_model.encoder.padding_idx)
-    sizes, in_front = _sizes(padding)
-    cut = length_buckets.by_length(sizes, tokens.shape[1])
-    if len(cut) < 2:
+    in_front = not bool((padding[:, 1:] > padding[:, :-1]).any())
+    groups = length_buckets.groups(~padding, in_front)
+    if not groups:
         return NotImplemented
-    parts = []
-    for rows, length in cut:
-        positions = slice(tokens.shape[1] - length, None) if in_front else slice(length)
-        encoded = wrapped({"src_tokens": tokens[rows, positions], "src_lengths": lengths[rows]})
-        parts.append((rows, positions, encoded))
+    parts = [
+        (rows, positions, wrapped({"src_tokens": tokens[rows, positions], "src_lengths": lengths[rows]}))
+        for rows, positions in groups
+    ]
     return [
         _together(padding, [(rows, positions, encoded[number]) for rows, positions, encoded in parts])
         for number in range(ensemble.models_size)
@@ -46,14 +45,6 @@ def _together(padding: Tensor, parts: list[tuple[Tensor, slice, dict[str, list[T
         whole[positions, rows] = encoded["encoder_out"][0]
     nothing: dict[str, list[Tensor]] = {name: [] for name in parts[0][2]}
     return {**nothing, "encoder_out": [whole], "encoder_padding_mask": [padding]}
-
-
-def _sizes(padding: Tensor) -> tuple[list[int], bool]:
-    """The length of each source, and whether the padding is in front; as long as the batch where it is elsewhere."""
-    longest = padding.shape[1]
-    sizes = longest - padding.sum(dim=1)
-    in_front = bool((padding == (torch.arange(longest) < longest - sizes.unsqueeze(1))).all())
-    return (sizes if in_front else length_buckets.lengths(~padding)).tolist(), in_front
 
 
 def _can_be_cut(ensemble: Any, net_input: dict[str, Any]) -> bool:

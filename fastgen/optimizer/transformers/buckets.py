@@ -36,7 +36,7 @@ _OF_DECODER = ("decoder_", "cross_attn")
 _PER_POSITION = ("attention_mask", "position_ids")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
-Groups = list[tuple[Tensor, int]]
+Groups = list[tuple[Tensor, slice]]
 Pass = Callable[[Tensor, Any, dict[str, Any], bool], Any]
 
 
@@ -67,16 +67,17 @@ def _encode(
     call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
     result: dict[str, Any] = {}
     encoded = None
-    for rows, length in groups:
-        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
-        result = wrapped(ids[rows, :length], part, model_input_name, config)
+    for rows, positions in groups:
+        some = ids[rows, positions]
+        part = {**model_kwargs, "attention_mask": mask[rows, positions]}
+        result = wrapped(some, part, model_input_name, config)
         _check_nothing_else("the encoder", result["encoder_outputs"], "last_hidden_state")
         state = result["encoder_outputs"].last_hidden_state
-        if state.shape[:2] != (len(rows), length):
-            raise RuntimeError(f"the encoder gives {tuple(state.shape)} for {len(rows)} inputs of {length} positions")
+        if state.shape[:2] != some.shape:
+            raise RuntimeError(f"the encoder gives {tuple(state.shape)} for tokens of shape {tuple(some.shape)}")
         if encoded is None:
             encoded = state.new_zeros(*ids.shape, state.shape[-1])
-        encoded[rows, :length] = state
+        encoded[rows, positions] = state
     outputs = type(result["encoder_outputs"])(last_hidden_state=encoded)
     call.has_intervened = False
     return {**result, "attention_mask": mask, "encoder_outputs": outputs}
@@ -120,10 +121,10 @@ def _first_pass(
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, Tensor]] = []
     logits = outputs = None
-    for rows, length in groups:
-        part = {name: value[rows, -length:] for name, value in model_kwargs.items() if name in _PER_POSITION}
+    for rows, positions in groups:
+        part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
         cache.layers = copy.deepcopy(layers)
-        outputs = wrapped(ids[rows, -length:], config, {**model_kwargs, **part}, is_first_iteration)
+        outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
         if outputs.get("past_key_values") is not cache:
             return outputs  # the caller looks at that too
         _check_nothing_else("the model", outputs, "logits", "past_key_values")
@@ -133,7 +134,7 @@ def _first_pass(
             stored = [(_zeros(layer.keys, ids), _zeros(layer.values, ids)) for layer in cache.layers]
         logits[rows] = last
         for layer, (keys, values) in zip(cache.layers, stored, strict=True):
-            keys[rows, :, -length:], values[rows, :, -length:] = layer.keys, layer.values
+            keys[rows, :, positions], values[rows, :, positions] = layer.keys, layer.values
     cache.layers = layers
     for index, (keys, values) in enumerate(stored):
         cache.update(keys, values, index)
@@ -146,7 +147,7 @@ def _zeros(part: Tensor, ids: Tensor) -> Tensor:
 
 
 def _groups(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Groups:
-    """Which rows run together and how long they are; none where groups do not pay, or more than their result is seen.
+    """Which rows run together, and their positions; none where groups do not pay, or more than their result is seen.
 
     `part` is the encoder, or the model that has only a decoder; `in_front` tells where the padding is.
     """
@@ -161,9 +162,7 @@ def _groups(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front
         or call.rows_depend_on_each_other
     ):
         return []
-    lengths = length_buckets.lengths(mask.flip(1) if in_front else mask).tolist()
-    groups = length_buckets.by_length(lengths, ids.shape[1])
-    return groups if len(groups) > 1 else []
+    return length_buckets.groups(mask, in_front)
 
 
 def _check_nothing_else(what: str, outputs: Any, *known: str) -> None:

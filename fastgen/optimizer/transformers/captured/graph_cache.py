@@ -71,7 +71,7 @@ def drop_all() -> bool:
     return found
 
 
-caches.register_captured_steps(drop_all)
+caches.register(drop_all, captured_steps=True)
 
 
 def _most_bytes(device: torch.device) -> float:
