@@ -23,17 +23,7 @@ if TYPE_CHECKING:
     from fastgen.comparison import Comparison
     from fastgen.report import Status
 
-__all__ = [
-    "FallbackError",
-    "__version__",
-    "compare",
-    "disable",
-    "disabled",
-    "enable",
-    "reset_stats",
-    "stats",
-    "status",
-]
+__all__ = ["FallbackError", "__version__", "compare", "disable", "disabled", "enable", "reset_stats", "stats", "status"]
 
 _patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 

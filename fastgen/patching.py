@@ -12,13 +12,15 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import wrapt
 
+Value = TypeVar("Value")
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 # Looks at a target before it is wrapped; returns why it must not be, or None.
 Condition = Callable[[Any], str | None]
@@ -34,13 +36,18 @@ def is_active() -> bool:
 
 
 @contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Inside this block wrappers pass every call of this thread through to the original code."""
-    token = _suspended.set(True)
+def held(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Inside this block the variable has this value for the calling thread."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _suspended.reset(token)
+        variable.reset(token)
+
+
+def suspended() -> AbstractContextManager[None]:
+    """Inside this block wrappers pass every call of this thread through to the original code."""
+    return held(_suspended, True)
 
 
 def has(parameters: str) -> Condition:

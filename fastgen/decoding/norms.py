@@ -7,9 +7,9 @@ have the same width and the same attributes: some have a size of groups.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -36,14 +36,9 @@ _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-@contextlib.contextmanager
-def fused() -> Iterator[None]:
+def fused() -> AbstractContextManager[None]:
     """Inside this, RMS norms run as one kernel: a step that is captured starts it for nothing."""
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+    return patching.held(_inside, True)
 
 
 def serves(module: nn.Module, x: Any) -> bool:

@@ -29,9 +29,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     in_groups = buckets._first_pass
 
-    def recording(cut: list[tuple[torch.Tensor, int]], *arguments: Any) -> Any:
-        found.extend((rows.shape[0], length) for rows, length in cut)
-        return in_groups(cut, *arguments)
+    def recording(groups: buckets.Groups, wrapped: Any, ids: torch.Tensor, *arguments: Any) -> Any:
+        found.extend(tuple(ids[rows, positions].shape) for rows, positions in groups)
+        return in_groups(groups, wrapped, ids, *arguments)
 
     monkeypatch.setattr(length_buckets, "PASS", 4)
     monkeypatch.setattr(buckets, "_first_pass", recording)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -295,18 +295,15 @@ _MIDDLE = _BASE | _width(1024)
 _LARGE = _MIDDLE | {"encoder_layers": 12, "decoder_layers": 12}
 
 
-def _setter(defaults: dict[str, Any]) -> Callable[[Namespace], None]:
-    def set_defaults(args: Namespace) -> None:
-        for name, value in defaults.items():
-            setattr(args, name, getattr(args, name, value))
-
-    return set_defaults
+def _set_defaults(defaults: dict[str, Any], args: Namespace) -> None:
+    for name, value in defaults.items():
+        setattr(args, name, getattr(args, name, value))
 
 
 ARCHITECTURES = {
-    "ngram_transformer_prophet": _setter(_SMALL),
-    "ngram_transformer_prophet_base": _setter(_BASE),
-    "ngram_transformer_prophet_middle": _setter(_MIDDLE),
-    "ngram_transformer_prophet_large": _setter(_LARGE),
+    "ngram_transformer_prophet": partial(_set_defaults, _SMALL),
+    "ngram_transformer_prophet_base": partial(_set_defaults, _BASE),
+    "ngram_transformer_prophet_middle": partial(_set_defaults, _MIDDLE),
+    "ngram_transformer_prophet_large": partial(_set_defaults, _LARGE),
 }
 """{name: sets what `args` lacks}: the shapes that the authors have given names to. The large one has been published."""

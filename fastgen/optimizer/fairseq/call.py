@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch import Tensor
 from fastgen.decoding.beams import Beams, rows_of
 from fastgen.decoding.kv import LayerKV
 from fastgen.optimizer.fairseq.prefill import Prefill
-from fastgen.patching import Wrapper
+from fastgen.patching import Wrapper, held
 
 ENTRY_POINT = "fairseq.generate"
 
@@ -63,14 +64,9 @@ class Call:
     _own_mask: Tensor | None = None
 
     @classmethod
-    @contextlib.contextmanager
-    def entered(cls, call: Call | None) -> Iterator[None]:
+    def entered(cls, call: Call | None) -> AbstractContextManager[None]:
         """Inside this block `call` is the current one; None for a call of the original code."""
-        token = cls._active.set(call)
-        try:
-            yield
-        finally:
-            cls._active.reset(token)
+        return held(cls._active, call)
 
     def expand(self) -> None:
         """From now on each sequence has a row of its own."""

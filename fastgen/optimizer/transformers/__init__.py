@@ -36,9 +36,7 @@ def patches() -> list[Patch]:
             has("inputs generation_config streamer assistant_model custom_generate kwargs"),
         ),
         generation(
-            "_prefill",
-            "prefill:prefill",
-            takes("self input_ids generation_config model_kwargs is_first_iteration"),
+            "_prefill", "prefill:prefill", takes("self input_ids generation_config model_kwargs is_first_iteration")
         ),
         generation("_beam_search", *loop),
         generation("_sample", *loop),
@@ -51,9 +49,7 @@ def patches() -> list[Patch]:
         generation("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
         generation("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),
         generation(
-            "_check_early_stop_heuristic",
-            "loop_hooks:early_stop",
-            has("beam_scores is_sent_finished early_stopping"),
+            "_check_early_stop_heuristic", "loop_hooks:early_stop", has("beam_scores is_sent_finished early_stopping")
         ),
         Patch(
             "transformers.generation.stopping_criteria",
@@ -63,9 +59,7 @@ def patches() -> list[Patch]:
         ),
         processors("LogitsProcessorList.__call__", "scores:process", has(scores)),
         processors(
-            "EncoderNoRepeatNGramLogitsProcessor.__init__",
-            "logits:remember_encoder_tokens",
-            has("encoder_input_ids"),
+            "EncoderNoRepeatNGramLogitsProcessor.__init__", "logits:remember_encoder_tokens", has("encoder_input_ids")
         ),
         *(
             processors(f"{name}LogitsProcessor.__call__", f"logits:{wrapper}", takes(scores, uses=uses))
