@@ -5,7 +5,7 @@ Two things are measured during one run:
 * the peak: on the CPU the largest resident set above what the process had with the model loaded and warmed up, on CUDA
   the largest allocation above that point. It includes everything: activations, copies, code, repacked weights.
 * the K/V memory: bytes of the storages in which the cache holds keys and values after each forward pass, each storage
-  counted once and whole, so that room allocated ahead counts, and so does what a view keeps alive. Copies that exist
+  counted once and whole. So capacity allocated ahead counts, and so does what a view keeps alive. Copies that exist
   only inside a step (the old tensor beside its concatenation or its reordered copy) are in the peak alone.
 
 `python -m benchmarks.memory` is the process; `measure_in_process` starts it.

@@ -172,9 +172,9 @@ class Generation(Workload):
         lengths = self._lengths()
         if lengths is not None:
             lengths = lengths.unsqueeze(1)
-            places = torch.arange(self.length)
+            positions = torch.arange(self.length)
             # A prompt is continued at its end, so it is padded on the left.
-            padding = places >= lengths if model.config.is_encoder_decoder else places < self.length - lengths
+            padding = positions >= lengths if model.config.is_encoder_decoder else positions < self.length - lengths
             mask.masked_fill_(padding, 0)
             tokens.masked_fill_(padding, model.generation_config.pad_token_id)
         return {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
@@ -446,5 +446,7 @@ def check_tokens(record: Record, ready: Mapping[str, Backend], outcomes: Mapping
 def _difference(expected: Tensor, found: Tensor) -> str:
     if expected.shape != found.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    rows, places = (expected != found).nonzero(as_tuple=True)
-    return f"{rows.unique().numel()} of {expected.shape[0]} sequences differ, the first at position {int(places.min())}"
+    rows, positions = (expected != found).nonzero(as_tuple=True)
+    return (
+        f"{rows.unique().numel()} of {expected.shape[0]} sequences differ, the first at position {int(positions.min())}"
+    )

@@ -33,7 +33,7 @@ VARIANTS = {"fastgen-int8": " (int8)", "fastgen-bf16": " (bf16)", "fastgen-fairs
 
 
 def read(path: Path) -> tuple[dict[str, object], list[Record]]:
-    """What the results were measured on, and the records of generation and of whole commands that have two sides."""
+    """What the results were measured on, and the records that compare two backends in generation or whole commands."""
     results = json.loads(path.read_text(encoding="utf-8"))
     records = [Record.from_json(record) for record in results["workloads"]]
     kept = [r for r in records if r.group in ("generation", "pipeline", "beams") and "ratio" in r.metrics]

@@ -1,8 +1,8 @@
 """Tells a near-tie from a fault, where the original code and FastGen give different results.
 
 Two float32 computations of the same thing round differently. Where a search has to choose between two candidates that
-are closer than rounding, the sides may choose differently, and from there on everything differs. That is no fault. All
-other differences are.
+are closer than rounding, the two runs may choose differently, and from there on everything differs. That is no fault.
+All other differences are.
 
 `check` compares both results, and where they differ, `settle` runs the original code again in float64 (`InFloat64`),
 where rounding is nine digits smaller. It looks at every decision of that run: the best tokens, the best sums of beams,
@@ -143,19 +143,19 @@ class InFloat64(TorchFunctionMode):
         self._see(x)
         # What a search has finished has -1e9 added, of which float32 keeps multiples of 64.
         x = torch.where(x.abs() < _MASKED, x, x.float().double())
-        values, places = torch.topk(x, k)
+        values, indices = torch.topk(x, k)
         if k < x.shape[-1]:
             # The first candidate that is left out may be exchanged with the last one that is not.
-            left_out = x.scatter(-1, places, -torch.inf).max(dim=-1, keepdim=True)
-            values, places = (torch.cat(both, -1) for both in zip((values, places), left_out, strict=True))
-        places = self._in_order(values, places, "candidates")
-        return torch.return_types.topk((values[..., :k], places[..., :k]))
+            left_out = x.scatter(-1, indices, -torch.inf).max(dim=-1, keepdim=True)
+            values, indices = (torch.cat(both, -1) for both in zip((values, indices), left_out, strict=True))
+        indices = self._in_order(values, indices, "candidates")
+        return torch.return_types.topk((values[..., :k], indices[..., :k]))
 
     def _argmax(self, function: Any, x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
         if dim not in (-1, x.dim() - 1):
             return function(x, dim, keepdim)
-        places = self._topk(torch.topk, x, 1)[1]
-        return places if keepdim else places.squeeze(-1)
+        indices = self._topk(torch.topk, x, 1)[1]
+        return indices if keepdim else indices.squeeze(-1)
 
     def _draw(
         self, function: Any, x: torch.Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
@@ -168,22 +168,22 @@ class InFloat64(TorchFunctionMode):
 
     def _sort(self, function: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Sorted hypotheses of one input. The order of a whole vocabulary is no decision."""
-        values, places = function(x, *args, **kwargs)
+        values, indices = function(x, *args, **kwargs)
         if x.dim() == 1:
             self._see(x)
-            places = self._in_order(values, places, "hypotheses")
-        return torch.return_types.sort((values, places))
+            indices = self._in_order(values, indices, "hypotheses")
+        return torch.return_types.sort((values, indices))
 
-    def _in_order(self, values: torch.Tensor, places: torch.Tensor, what: str) -> torch.Tensor:
-        """The places, with neighbours exchanged whose order is to be decided the other way."""
+    def _in_order(self, values: torch.Tensor, indices: torch.Tensor, what: str) -> torch.Tensor:
+        """The indices, with neighbours exchanged whose order is to be decided the other way."""
         number = self._next()
         left, right = values[..., :-1], values[..., 1:]
-        places = places.clone()
+        indices = indices.clone()
         for index, flipped in self._near(number, left, right, what):
             if flipped:
                 here, behind = index, (*index[:-1], index[-1] + 1)
-                places[here], places[behind] = places[behind].clone(), places[here].clone()
-        return places
+                indices[here], indices[behind] = indices[behind].clone(), indices[here].clone()
+        return indices
 
     def _compare(self, function: Any, left: Any, right: Any) -> Any:
         result = function(left, right)
@@ -200,9 +200,9 @@ class InFloat64(TorchFunctionMode):
         return self._decisions
 
     def _near(self, number: int, left: torch.Tensor, right: torch.Tensor, what: str) -> Any:
-        """The places where two numbers are close, in order, each with whether to decide the other way.
+        """The positions where two numbers are close, in order, each with whether to decide the other way.
 
-        Equal numbers are left out: both sides see them as equal, and how ties are broken must be the same.
+        Equal numbers are left out: both runs see them as equal, and how ties are broken must be the same.
         """
         margin = (left - right).abs()
         counted = (left.abs() < _MASKED) & (right.abs() < _MASKED)

@@ -34,21 +34,21 @@ class CompiledLoop(Backend):
             raise Unsupported("the loop knows no padding")
         config, device = job.model.config, job.model.device
         rows, prompt = job.inputs["input_ids"].shape
-        self._room = prompt + job.workload.new_tokens
+        self._capacity = prompt + job.workload.new_tokens
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        size = (rows, config.num_key_value_heads, self._room, head)
+        size = (rows, config.num_key_value_heads, self._capacity, head)
         self._cache = [
             tuple(torch.zeros(size, dtype=job.model.dtype, device=device) for _ in range(2))
             for _ in range(config.num_hidden_layers)
         ]
-        self._places = torch.arange(self._room, device=device)
+        self._positions = torch.arange(self._capacity, device=device)
         ends = job.model.generation_config.eos_token_id
         self._ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=device)
         # Without a GPU there is nothing to be had from graphs, and compiling is not what tests look at.
         self._step = self._next
         if device.type == "cuda":
             # A graph copies its inputs in, unless they are known to stay where they are.
-            for tensor in (self._places, *(part for layer in self._cache for part in layer)):
+            for tensor in (self._positions, *(part for layer in self._cache for part in layer)):
                 torch._dynamo.mark_static_address(tensor)
             self._step = torch.compile(self._next, mode="reduce-overhead", fullgraph=True)
 
@@ -60,8 +60,8 @@ class CompiledLoop(Backend):
         tokens = self.job.inputs["input_ids"]
         length = tokens.shape[1]
         with torch.no_grad(), fastgen.disabled():
-            found = [self._next(tokens, self._places[:length])]
-            position = self._places[length : length + 1].clone()
+            found = [self._next(tokens, self._positions[:length])]
+            position = self._positions[length : length + 1].clone()
             for _ in range(new_tokens - 1):
                 torch.compiler.cudagraph_mark_step_begin()
                 # The next replay writes to where the token of this one lies.
@@ -74,7 +74,7 @@ class CompiledLoop(Backend):
         model = self.job.model
         hidden = model.model.embed_tokens(tokens)
         cos, sin = (part.unsqueeze(1) for part in model.model.rotary_emb(hidden, positions.unsqueeze(0)))
-        seen = self._places <= positions.unsqueeze(1)
+        seen = self._positions <= positions.unsqueeze(1)
         for layer, (keys, values) in zip(model.model.layers, self._cache, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
             query, key, value = (

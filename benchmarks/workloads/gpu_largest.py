@@ -2,7 +2,7 @@
 
 Memory grows with the batch by the same amount for every input, so two runs with few inputs tell how much, and how many
 fit into nine tenths of what is free. Should that be too many all the same, a quarter less is tried. Backends run one
-after another, since none leaves room for the next. Times are seconds per input.
+after another, since none leaves memory for the next. Times are seconds per input.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from benchmarks.workload import Context, Workload
 _TORCH = "import torch"
 _FASTGEN = "import fastgen"
 # (name, imported before the clock starts, imported while it runs)
-_SIDES = (
+_BACKENDS = (
     (_TORCH, "pass", _TORCH),
     (_FASTGEN, "pass", _FASTGEN),
     (f"{_FASTGEN} after torch", _TORCH, _FASTGEN),
@@ -65,7 +65,7 @@ class Imports(Workload):
 
             return run
 
-        runs = {name: run_of(before, statement) for name, before, statement in _SIDES}
+        runs = {name: run_of(before, statement) for name, before, statement in _BACKENDS}
         for run in runs.values():
             run()  # compiles to byte code, and brings the files into memory
         samples = alternate(runs, self.repetitions_in(context), context.log)

@@ -270,7 +270,7 @@ def _input_limit(config: Any, generation: Any) -> int | None:
 
 def _positions_left(positions: int, target: int) -> int:
     if positions <= target:
-        raise SetupError(f"the model has {positions} positions: no room for an input beside {target} new tokens")
+        raise SetupError(f"the model has {positions} positions: {target} new tokens leave none for an input")
     return positions - target
 
 

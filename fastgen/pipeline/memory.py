@@ -124,8 +124,8 @@ class MemoryModel:
     def largest(self, free: int, most: int, longest: int) -> tuple[int, int]:
         """Inputs of a batch, and their tokens together, that fit into `free` bytes.
 
-        The inputs may take half of that, so that room is left for tokens; of these there is at least one input's worth,
-        whether it fits or not, and none more than the inputs can have.
+        The inputs may take half of that; the rest is for tokens. Of these there is at least one input's worth, whether
+        it fits or not, and none more than the inputs can have.
 
         Args:
             most: inputs that are not exceeded.
@@ -192,7 +192,7 @@ def _batches(most: int) -> list[int]:
 
 
 def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int]:
-    """Inputs and tokens of a batch that the model's device has room for.
+    """Inputs and tokens of a batch that fit into the memory of the model's device.
 
     Args:
         longest: tokens of the longest input.

@@ -55,7 +55,7 @@ class Encoder:
         if not ids:
             return record.skipped(Problem("empty", "the text has no tokens"))
         if self._positions is not None and len(ids) > self._positions:
-            message = f"{len(ids)} tokens, but the model has room for {self._positions}"
+            message = f"{len(ids)} tokens, but the model takes at most {self._positions}"
             return record.skipped(Problem("too-long", message))
         return Prepared(record, ids)
 

@@ -104,7 +104,7 @@ class RunOptions:
     )
     batch_size: int | Literal["auto"] = option(
         16,
-        "rows in a batch, or auto for what the free memory has room for (default: 16)",
+        "rows in a batch, or auto for as many as fit into free memory (default: 16)",
         "--bs",
         "--per-device-eval-batch-size",
     )
@@ -202,7 +202,7 @@ class RunOptions:
 
     @property
     def to_text(self) -> bool:
-        """Whether the output is lines of text, which have no room for scores."""
+        """Whether the output is lines of text, which cannot hold scores."""
         return self.resolved_output_format == "txt"
 
     @property

@@ -97,7 +97,7 @@ def run_stages(
                 handed_on(result)
 
     def take(queue: Queue[Any], act: Callable[[Any], None]) -> None:
-        """After a failure items are still taken, so that nobody waits for room, and nothing is done with them."""
+        """After a failure items are still taken, so that nobody waits at a full queue, and they are dropped."""
         for item in iter(queue.get, _END):
             try:
                 if not failed:
@@ -130,7 +130,7 @@ def run_stages(
             stopped.set()
             generated.put(_END)
             while not ready.empty():
-                ready.get_nowait()  # dropped, so that the planner need not wait for room
+                ready.get_nowait()  # dropped, so that the planner need not wait at a full queue
             for name in stages:
                 threads[name].join()
             timing.draining = time.perf_counter() - begin - timing.wall

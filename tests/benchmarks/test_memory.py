@@ -30,7 +30,7 @@ def test_tensors_of_a_library_cache():
 
 def test_tensors_of_the_store(monkeypatch):
     monkeypatch.setattr(kv, "MIN_SHARED_BYTES", 0, raising=False)
-    layer, batch, per_input, width, length, room = kv.LayerKV(initial_capacity=8), 2, 4, 4, 64, 8
+    layer, batch, per_input, width, length, capacity = kv.LayerKV(initial_capacity=8), 2, 4, 4, 64, 8
     layer.extend(torch.zeros(batch, 1, length, width), torch.zeros(batch, 1, length, width))
     layer.expand(Beams(batch, per_input))
     prefix = 2 * batch * length * width * 4
@@ -38,7 +38,7 @@ def test_tensors_of_the_store(monkeypatch):
     keys, _ = layer.extend(torch.zeros(batch * per_input, 1, 1, width), torch.zeros(batch * per_input, 1, 1, width))
     # What is allocated ahead counts, and the prefix counts once.
     allocated = memory.storage_bytes(memory.held_tensors(layer)) - prefix
-    assert allocated >= 2 * batch * per_input * room * width * 4
+    assert allocated >= 2 * batch * per_input * capacity * width * 4
     # A full tensor that somebody made of the parts is held as well.
     assert keys.materialize().shape == (batch * per_input, 1, length + 1, width)
     full = batch * per_input * (length + 1) * width * 4

@@ -231,7 +231,7 @@ def test_import_reports_the_difference(monkeypatch):
         ("import fastgen after torch", "import json", "import csv"),
         ("import fastgen after transformers", "import json", "import csv"),
     )
-    monkeypatch.setattr(imports, "_SIDES", light)
+    monkeypatch.setattr(imports, "_BACKENDS", light)
     record = run_workload(_ALL["import"], Context(repetitions=1))
     assert record.errors == [] and set(record.backends) == {name for name, _, _ in light}
     assert {"alone_minus_torch_ms", "after_torch_ms", "after_transformers_ms"} <= set(record.metrics)

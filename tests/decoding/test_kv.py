@@ -17,13 +17,13 @@ from fastgen.decoding.shared import SharedKV
 @given(
     rows=st.integers(1, 4),
     first=st.integers(0, 3),
-    room=st.integers(0, 4),
+    spare=st.integers(0, 4),
     appended=st.lists(st.integers(1, 5), max_size=6),
 )
 @settings(max_examples=100, deadline=None)
-def test_growing_tensor_equals_concatenation(rows, first, room, appended):
+def test_growing_tensor_equals_concatenation(rows, first, spare, appended):
     full = torch.randn(rows, 2, first, 3)
-    growing = GrowingTensor(full, room)
+    growing = GrowingTensor(full, spare)
     for count in appended:
         new = torch.randn(rows, 2, count, 3)
         growing.append(new)
@@ -31,7 +31,7 @@ def test_growing_tensor_equals_concatenation(rows, first, room, appended):
     assert torch.equal(growing.view(), full) and growing.length == full.shape[2]
 
 
-def test_growing_tensor_does_not_reallocate_within_its_room():
+def test_growing_tensor_does_not_reallocate_within_its_capacity():
     growing = GrowingTensor(torch.zeros(2, 1, 1, 4), spare=8)
     before = growing.view().data_ptr()
     for _ in range(8):
@@ -43,16 +43,18 @@ def test_growing_tensor_does_not_reallocate_within_its_room():
     batch=st.integers(1, 3),
     per_input=st.integers(1, 4),
     chunks=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    room=st.integers(1, 3),
+    capacity=st.integers(1, 3),
     steps=st.integers(0, 7),
     shared=st.booleans(),
     whole=st.sampled_from([0, 300, 2**18]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=150, deadline=None)
-def test_layer_equals_repeating_concatenating_and_indexing(batch, per_input, chunks, room, steps, shared, whole, seed):
+def test_layer_equals_repeating_concatenating_and_indexing(
+    batch, per_input, chunks, capacity, steps, shared, whole, seed
+):
     torch.manual_seed(seed)
-    layer, beams = LayerKV(room), Beams(batch, per_input)
+    layer, beams = LayerKV(capacity), Beams(batch, per_input)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv, "MIN_SHARED_PREFIX", 0 if shared else 1000)
         patch.setattr(kv, "MIN_SHARED_BYTES", 0)
@@ -150,7 +152,7 @@ def test_positions_that_a_step_only_looks_at_are_forgotten(per_input, prefix, st
         assert torch.equal(layer.materialize()[1], full)
 
 
-def test_what_a_reorder_has_settled_is_not_forgotten():
+def test_what_a_reorder_has_gathered_is_not_forgotten():
     layer, beams = LayerKV(4), Beams(1, 2)
     layer.extend(torch.randn(1, 1, 3, 2), torch.randn(1, 1, 3, 2))
     layer.expand(beams)

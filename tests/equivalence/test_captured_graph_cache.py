@@ -106,7 +106,7 @@ def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypa
     check(model, one, BEAMS)
     (step,) = graph_cache._of(model).steps.values()
     monkeypatch.setattr(graph_cache, "_most_bytes", lambda device: step.nbytes * 1.5)
-    check(model, one, {**BEAMS, "num_beams": 2})  # there is no room for both
+    check(model, one, {**BEAMS, "num_beams": 2})  # the memory is too small for both
     (other,) = graph_cache._of(model).steps.values()
     assert other is not step
     check(model, inputs, BEAMS)  # nor for this one alone

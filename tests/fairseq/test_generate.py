@@ -188,8 +188,8 @@ def test_candidates_of_a_step(monkeypatch, more, count):
     lprobs, scores = torch.randn(2, 3, 7), torch.randn(2, 3, 5)
     with Call.entered(Call(object(), 3, 1, set(), 1)):
         best, words, sequences = step(None, None, (3, lprobs, scores), more)
-    want, places = torch.topk((lprobs + scores[:, :, 2:3]).flatten(1), count)
-    assert torch.equal(best, want) and torch.equal(sequences * 7 + words, places)
+    want, indices = torch.topk((lprobs + scores[:, :, 2:3]).flatten(1), count)
+    assert torch.equal(best, want) and torch.equal(sequences * 7 + words, indices)
 
 
 def test_one_model_in_generators_of_different_beams(pool):

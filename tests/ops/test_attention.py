@@ -160,7 +160,7 @@ def laid_out(layout: str, generator: torch.Generator, dtype: torch.dtype, *shape
     rows, heads, length, dim = shape
     if layout == "contiguous":
         memory = view = torch.full(shape, math.nan, dtype=dtype)
-    elif layout == "with room":
+    elif layout == "with capacity":
         memory = torch.full((rows, heads, length + 5, dim), math.nan, dtype=dtype)
         view = memory[:, :, :length]
     elif layout == "swapped":  # as projections come: positions before heads
@@ -187,7 +187,7 @@ def problems(draw):
     value_dim = draw(st.sampled_from([dim, 1, 5, 31, 32, 64, 80, 100]))
     rows, heads, length = batch * per_input, kv_heads * group, prefix + (suffix or 0)
 
-    layouts = st.sampled_from(["contiguous", "with room", "swapped", "between others"])
+    layouts = st.sampled_from(["contiguous", "with capacity", "swapped", "between others"])
     query = laid_out(draw(layouts), generator, dtype, rows, heads, queries, dim)
     parts = [laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, dim)]
     parts.append(laid_out(draw(layouts), generator, dtype, batch, kv_heads, prefix, value_dim))

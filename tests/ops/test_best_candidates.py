@@ -16,16 +16,16 @@ from tests.ops.instructions import instruction_set
 
 def _expected(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     summed = scores.view(*running.shape, -1) + running.unsqueeze(2)
-    values, places = summed.flatten(1).topk(count)
-    return values, places
+    values, indices = summed.flatten(1).topk(count)
+    return values, indices
 
 
 def _check(scores: torch.Tensor, running: torch.Tensor, count: int) -> None:
     kept = scores.clone()
-    values, places = best_candidates(scores, running, count)
-    expected_values, expected_places = _expected(scores, running, count)
+    values, indices = best_candidates(scores, running, count)
+    expected_values, expected_indices = _expected(scores, running, count)
     torch.testing.assert_close(values, expected_values, atol=0, rtol=0, equal_nan=True)
-    assert places.tolist() == expected_places.tolist()
+    assert indices.tolist() == expected_indices.tolist()
     torch.testing.assert_close(scores, kept, atol=0, rtol=0, equal_nan=True)
 
 
@@ -38,7 +38,7 @@ shapes = {
 
 
 @given(part=st.floats(0, 1), levels=st.sampled_from([0, 1, 3, 40]), **shapes)
-def test_values_and_places(inputs: int, beams: int, vocabulary: int, seed: int, part: float, levels: int) -> None:
+def test_values_and_indices(inputs: int, beams: int, vocabulary: int, seed: int, part: float, levels: int) -> None:
     """Of real numbers, and of a few values only, where ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(inputs * beams, vocabulary, generator=generator)

@@ -204,7 +204,7 @@ def test_automatic_batches_shrink_with_the_memory(monkeypatch):
     assert sizes[0] == (64, 64 * 64) and sizes[-1] == (1, 64)
 
 
-def test_room_for_packed_weights(monkeypatch):
+def test_memory_for_packed_weights(monkeypatch):
     model, generation = prepared(bart, torch.device("cpu"))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * weights)

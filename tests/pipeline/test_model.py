@@ -147,7 +147,7 @@ def test_a_batch_that_does_not_fit_is_split_and_the_size_remembered(bart, monkey
 
 
 @pytest.mark.parametrize(("first_failures", "tried"), [(1, [4, 4]), (2, [4, 4, 2, 2])])
-def test_captured_steps_that_are_kept_make_room_first(bart, monkeypatch, first_failures, tried):
+def test_captured_steps_that_are_kept_are_dropped_first(bart, monkeypatch, first_failures, tried):
     """What earlier batches have left on the GPU is given back, and the batch is tried again as it is, once."""
     asked = settings(bart)
     loaded = load(asked)
@@ -249,7 +249,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
         ("gpt2", {"max_new_tokens": None}, 63),
     ],
 )
-def test_inputs_longer_than_the_model_has_room_for(kind, generation, limit, request):
+def test_inputs_longer_than_the_model_takes(kind, generation, limit, request):
     asked = settings(request.getfixturevalue(kind), generation=generation)
     loaded = load(asked)
     assert loaded.positions == limit
@@ -270,8 +270,8 @@ def test_a_model_of_fastgens_own_is_known_without_being_imported(unilm, monkeypa
     assert load(settings(unilm)).model.config_class is kind
 
 
-def test_no_room_for_an_input_beside_the_target(unilm):
-    with pytest.raises(SetupError, match="64 positions: no room for an input beside 64 new tokens"):
+def test_no_positions_for_an_input_beside_the_target(unilm):
+    with pytest.raises(SetupError, match="64 positions: 64 new tokens leave none for an input"):
         load(settings(unilm, generation={"max_new_tokens": 64}))
 
 

@@ -73,10 +73,10 @@ def test_what_the_model_has_finished_is_recorded_before_an_error_is_raised(read_
     assert recorded == expected
 
 
-@pytest.mark.parametrize("room", [1, 512])
+@pytest.mark.parametrize("capacity", [1, 512])
 @pytest.mark.parametrize("read_ahead", [True, False])
-def test_a_failure_behind_the_model_ends_the_run(monkeypatch, room, read_ahead):
-    monkeypatch.setattr(stages, "BATCHES_BEHIND", room)
+def test_a_failure_behind_the_model_ends_the_run(monkeypatch, capacity, read_ahead):
+    monkeypatch.setattr(stages, "BATCHES_BEHIND", capacity)
     recorded: list[int] = []
 
     def record(item):
@@ -151,7 +151,7 @@ def test_an_interrupt_that_takes_the_end_of_the_plan_with_it(monkeypatch):
 
 @pytest.mark.parametrize("where", ["model", "record"])
 def test_the_thread_of_the_plan_ends_after_a_failure(monkeypatch, where):
-    """Also where it waited for room."""
+    """Also where it waited at a full queue."""
     monkeypatch.setattr(stages, "BATCHES_AHEAD", 2)
     planners, full = [], threading.Event()
 
@@ -197,7 +197,7 @@ def test_a_forked_worker_has_what_is_there_already_and_one_thread():
     assert PostProcessor(make, 0, "fork").submit(1).result()[:3] == ("afterwards", 2, os.getpid())
 
 
-def test_the_plan_is_not_read_further_ahead_than_there_is_room(monkeypatch):
+def test_the_plan_is_not_read_further_ahead_than_the_queue_takes(monkeypatch):
     monkeypatch.setattr(stages, "BATCHES_AHEAD", 2)
     read, most = [], []
 
@@ -211,5 +211,5 @@ def test_the_plan_is_not_read_further_ahead_than_there_is_room(monkeypatch):
         return item
 
     run(plan(), [], model=model)
-    # Besides the queue: the item that the model has, and one that waits for room.
+    # Besides the queue: the item that the model has, and one that waits at the full queue.
     assert max(most) <= 4

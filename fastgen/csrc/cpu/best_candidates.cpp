@@ -71,7 +71,7 @@ AnyAbove any_above() {
 
 struct Candidate {
   float score;
-  int64_t place;
+  int64_t index;
 };
 
 // The `size` best candidates seen, best first. Of equal ones all but the first seen may be missing.
@@ -88,9 +88,9 @@ class Best {
     if (candidate.score != candidate.score) has_nan_ = true;
     if (!(candidate.score > limit())) return;
     if (static_cast<int64_t>(found_.size()) == size_) found_.pop_back();
-    const auto place = std::upper_bound(found_.begin(), found_.end(), candidate,
-                                        [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-    found_.insert(place, candidate);
+    const auto at = std::upper_bound(found_.begin(), found_.end(), candidate,
+                                     [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+    found_.insert(at, candidate);
   }
 
   void add(const Best& other) {
@@ -107,16 +107,16 @@ class Best {
   std::vector<Candidate> found_;
 };
 
-void scan(Best& best, const float* scores, int64_t count, float added, int64_t place, AnyAbove above) {
+void scan(Best& best, const float* scores, int64_t count, float added, int64_t index, AnyAbove above) {
   int64_t i = 0;
   for (; i + kLine <= count; i += kLine) {
     if (!above(scores + i, added, best.limit())) continue;
-    for (int64_t j = i; j < i + kLine; ++j) best.add({scores[j] + added, place + j});
+    for (int64_t j = i; j < i + kLine; ++j) best.add({scores[j] + added, index + j});
   }
-  for (; i < count; ++i) best.add({scores[i] + added, place + i});
+  for (; i < count; ++i) best.add({scores[i] + added, index + i});
 }
 
-// Scores and places of the best, [inputs, count] each; the places are empty where the scores alone do not decide what
+// Scores and indices of the best, [inputs, count] each; the indices are empty where the scores alone do not decide what
 // comes first, or there are fewer than `count` above -inf, or one is not a number.
 std::tuple<Tensor, Tensor> best_candidates(Tensor scores, Tensor running, int64_t count) {
   STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.scalar_type() == ScalarType::Float &&
@@ -126,11 +126,11 @@ std::tuple<Tensor, Tensor> best_candidates(Tensor scores, Tensor running, int64_
   const int64_t inputs = running.size(0), beams = running.size(1), vocabulary = scores.size(1);
   STD_TORCH_CHECK(count >= 1 && count <= beams * vocabulary, "best_candidates: there are not so many candidates");
   Tensor values = torch::stable::new_empty(scores, {inputs, count});
-  Tensor places = torch::stable::new_empty(scores, {inputs, count}, ScalarType::Long);
+  Tensor indices = torch::stable::new_empty(scores, {inputs, count}, ScalarType::Long);
   const float* data = static_cast<const float*>(scores.const_data_ptr());
   const float* added = static_cast<const float*>(running.const_data_ptr());
   float* value = static_cast<float*>(values.mutable_data_ptr());
-  int64_t* place = static_cast<int64_t*>(places.mutable_data_ptr());
+  int64_t* index = static_cast<int64_t*>(indices.mutable_data_ptr());
 
   const int64_t parts = (vocabulary + kPart - 1) / kPart;
   const AnyAbove above = any_above();
@@ -154,10 +154,10 @@ std::tuple<Tensor, Tensor> best_candidates(Tensor scores, Tensor running, int64_
     if (!decided) return {values, torch::stable::new_empty(scores, {0}, ScalarType::Long)};
     for (int64_t i = 0; i < count; ++i) {
       value[input * count + i] = all[i].score;
-      place[input * count + i] = all[i].place;
+      index[input * count + i] = all[i].index;
     }
   }
-  return {values, places};
+  return {values, indices};
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Inputs that are multiplied in one go: of a panel, what the second-level cache holds with room to spare.
+// Inputs that are multiplied in one go: of a panel, what easily fits into the second-level cache.
 constexpr int64_t kDepth = 256;
 constexpr int64_t kLine = 16;  // floats of a cache line
 // Rows that a thread takes through its panels before it goes on, at most, and what of their inputs it takes at a time, in

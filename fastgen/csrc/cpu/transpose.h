@@ -22,7 +22,7 @@ __attribute__((target("avx2,fma"))) inline void transpose8(const float* from, in
   __m256 rows[8], pairs[8];
 #pragma GCC unroll 8
   for (int64_t n = 0; n < 8; ++n) rows[n] = _mm256_loadu_ps(from + n * from_stride);
-  // Inside each half of a line, four lines by four places.
+  // Inside each half of a line, four lines by four columns.
 #pragma GCC unroll 4
   for (int64_t n = 0; n < 8; n += 2) {
     pairs[n] = _mm256_unpacklo_ps(rows[n], rows[n + 1]);
@@ -35,7 +35,7 @@ __attribute__((target("avx2,fma"))) inline void transpose8(const float* from, in
     rows[n + 2] = _mm256_shuffle_ps(pairs[n + 1], pairs[n + 3], 0x44);
     rows[n + 3] = _mm256_shuffle_ps(pairs[n + 1], pairs[n + 3], 0xee);
   }
-  // Half h of row i, for all lines: place 4 * h + i.
+  // Half h of row i, for all lines: column 4 * h + i.
 #pragma GCC unroll 4
   for (int64_t i = 0; i < 4; ++i) {
     _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(rows[i], rows[4 + i], 0x20));
@@ -46,7 +46,7 @@ __attribute__((target("avx2,fma"))) inline void transpose8(const float* from, in
 __attribute__((target("avx512f"))) inline void transpose16(const void* from, int64_t from_stride, void* to,
                                                            int64_t to_stride) {
   const uint32_t* lines = static_cast<const uint32_t*>(from);
-  uint32_t* places = static_cast<uint32_t*>(to);
+  uint32_t* columns = static_cast<uint32_t*>(to);
   __m512i quarters[4], pairs[4], rows[4];
   // Quarter q of four lines that are four apart, next to each other: loads alone do that.
 #pragma GCC unroll 4
@@ -62,7 +62,7 @@ __attribute__((target("avx512f"))) inline void transpose16(const void* from, int
       x = _mm512_inserti32x4(x, four(2), 2);
       quarters[n] = _mm512_inserti32x4(x, four(3), 3);
     }
-    // Inside each quarter, four lines by four places.
+    // Inside each quarter, four lines by four columns.
     pairs[0] = _mm512_unpacklo_epi32(quarters[0], quarters[1]);
     pairs[1] = _mm512_unpackhi_epi32(quarters[0], quarters[1]);
     pairs[2] = _mm512_unpacklo_epi32(quarters[2], quarters[3]);
@@ -72,7 +72,7 @@ __attribute__((target("avx512f"))) inline void transpose16(const void* from, int
     rows[2] = _mm512_unpacklo_epi64(pairs[1], pairs[3]);
     rows[3] = _mm512_unpackhi_epi64(pairs[1], pairs[3]);
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < 4; ++i) _mm512_storeu_si512(places + (4 * q + i) * to_stride, rows[i]);
+    for (int64_t i = 0; i < 4; ++i) _mm512_storeu_si512(columns + (4 * q + i) * to_stride, rows[i]);
   }
 }
 

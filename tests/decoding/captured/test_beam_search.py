@@ -31,10 +31,12 @@ def model(device):
 
 
 def begin(prompt, beams, max_length, spare=0, eos=(), early_stopping=False, **options):
-    """A search in buffers that have room for `spare` more inputs, prompt positions and new tokens than are needed."""
+    """A search in buffers with a capacity of `spare` more inputs, prompt positions and new tokens than are needed."""
     inputs, width = prompt.shape
-    room = max_length - width + spare
-    state = BeamSearch(inputs + spare, beams, width + spare, room, prompt.device, eos, early_stopping=early_stopping)
+    capacity = max_length - width + spare
+    state = BeamSearch(
+        inputs + spare, beams, width + spare, capacity, prompt.device, eos, early_stopping=early_stopping
+    )
     state.begin(prompt, max_length - width, fill=PAD, **options)
     return state
 
@@ -118,7 +120,7 @@ def test_nothing_to_generate(device):
         begin(torch.zeros(1, 5, dtype=torch.int64, device=device), beams=2, max_length=5)
 
 
-def test_no_room(device):
+def test_more_than_the_capacity(device):
     state = BeamSearch(1, 2, 4, 3, device)
     prompt = torch.zeros(1, 5, dtype=torch.int64, device=device)
     for given, new_tokens in ((prompt, 1), (prompt[:, 1:], 4), (prompt[:, 1:].expand(2, 4), 1)):

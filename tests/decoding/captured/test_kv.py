@@ -14,7 +14,7 @@ from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.shared import CannotBeCaptured, SharedKV
 
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
-PREFIX, ROOM, CAPACITY = 5, 8, 6
+PREFIX, PREFIX_CAPACITY, CAPACITY = 5, 8, 6
 STARTS, ENDS = [0, 2, 1], [5, 5, 4]
 
 
@@ -55,7 +55,7 @@ def make(
 ):
     state = StepState(batch, PER_INPUT, capacity, device, width)
     example = torch.zeros(1, KV_HEADS, 1, DIM, device=device)
-    return state, StaticKV(example, example, state, ROOM, has_suffix, window)
+    return state, StaticKV(example, example, state, PREFIX_CAPACITY, has_suffix, window)
 
 
 def prompt(device: torch.device, inputs: int = BATCH) -> tuple[torch.Tensor, ...]:
@@ -73,7 +73,7 @@ def step(kv: StaticKV, rows: int, device: torch.device):
 
 @pytest.mark.parametrize("inputs", [BATCH, 1])
 def test_rows_attend_to_their_own_history(device, at_end, inputs):
-    """Inputs may be fewer than there is room for; beams descend from one another at every step."""
+    """Inputs may be fewer than the capacity; beams continue other beams at every step."""
     state, kv = make(device)
     given = prompt(device, inputs)
     kv.load(*given, at_end=at_end)
@@ -119,15 +119,15 @@ def test_a_step_of_two_positions(device, spelled_out):
         stored = kv.write(keys, values)
         if spelled_out:
             full_keys, full_values = (part[:, :, None].expand(-1, -1, 2, -1, -1) for part in stored)
-            shape = (BATCH * PER_INPUT, HEADS, ROOM + CAPACITY + 1, DIM)
+            shape = (BATCH * PER_INPUT, HEADS, PREFIX_CAPACITY + CAPACITY + 1, DIM)
             scores = query @ full_keys.reshape(shape).transpose(2, 3) * DIM**-0.5
             found = scores.softmax(dim=-1) @ full_values.reshape(shape)
         else:
             found = F.scaled_dot_product_attention(query, *stored, enable_gqa=True)
-        for place in range(2):
-            history.append(keys[:, :, place : place + 1], values[:, :, place : place + 1])
-            wanted = history.attend(query[:, :, place : place + 1])
-            torch.testing.assert_close(found[:, :, place : place + 1], wanted, rtol=1e-5, atol=1e-5)
+        for position in range(2):
+            history.append(keys[:, :, position : position + 1], values[:, :, position : position + 1])
+            wanted = history.attend(query[:, :, position : position + 1])
+            torch.testing.assert_close(found[:, :, position : position + 1], wanted, rtol=1e-5, atol=1e-5)
         history.rows = [row[:-1] for row in history.rows]
         parents = torch.tensor([1, 1, 2, 2, 5, 4] if number % 2 else [0, 0, 3, 2, 4, 4], device=device)
         state.advance(parents)
@@ -158,9 +158,9 @@ def test_a_sliding_window(device, window):
     history = History(BATCH, *given[:2])
     for number in range(CAPACITY):
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
-        spelled_out = kv.leave_out(torch.zeros(BATCH * PER_INPUT, 1, 1, ROOM + CAPACITY, device=device))
+        spelled_out = kv.leave_out(torch.zeros(BATCH * PER_INPUT, 1, 1, PREFIX_CAPACITY + CAPACITY, device=device))
         history.append(keys, values)
-        # Positions behind the last one of the prompt that counts are padding, which takes up a place in the window.
+        # Positions behind the last one of the prompt that counts are padding, which takes up a position in the window.
         behind = [PREFIX - ENDS[row // PER_INPUT] for row in range(BATCH * PER_INPUT)]
         for row, left_out in enumerate(behind):
             both = torch.cat(history.rows[row], dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
@@ -173,7 +173,7 @@ def test_a_sliding_window(device, window):
 
 
 def test_taking_over(device):
-    """Buffers with more room go on where those with less are full."""
+    """Buffers with more capacity go on where those with less are full."""
     small, few = make(device, capacity=2)
     large, many = make(device, capacity=5)
     given = prompt(device)
@@ -202,12 +202,12 @@ def test_masks(device, says_more):
     given = prompt(device)
     kv.load(*given, at_end=True)
     state.begin()
-    first = ROOM - PREFIX
+    first = PREFIX_CAPACITY - PREFIX
     query, *_ = step(kv, BATCH * PER_INPUT, device)
-    mask = torch.zeros(BATCH, ROOM + CAPACITY, dtype=torch.bool, device=device)
+    mask = torch.zeros(BATCH, PREFIX_CAPACITY + CAPACITY, dtype=torch.bool, device=device)
     for n in range(BATCH):
         mask[n, first + STARTS[n] : first + ENDS[n]] = True
-    mask[:, ROOM] = True
+    mask[:, PREFIX_CAPACITY] = True
     if says_more:
         mask[0, first + 1] = False
     mask = mask.repeat_interleave(PER_INPUT, dim=0)[:, None, None]
@@ -243,7 +243,7 @@ def test_the_full_tensor_is_refused(device):
     _, kv = make(device, has_suffix=False)
     kv.load(*prompt(device), at_end=False)
     keys, _ = kv.read()
-    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, ROOM, DIM)
+    assert isinstance(keys, SharedKV) and keys.shape == (BATCH * PER_INPUT, KV_HEADS, PREFIX_CAPACITY, DIM)
     with pytest.raises(CannotBeCaptured, match="as one tensor"):
         keys + 1
 

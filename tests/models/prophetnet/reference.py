@@ -69,7 +69,7 @@ class Reference:
         return self.decode_and_look(source, tokens)[0]
 
     def decode_and_look(self, source: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `decode`; and how much the stream of the next token looks at the source in the last layer, [T, S]."""
+        """As `decode`; and how much the stream of the next token attends to the source in the last layer, [T, S]."""
         table, positions = self.state["decoder.embed_tokens.weight"], self.state["decoder.embed_positions.weight"]
         ngram = self.state["decoder.ngram_input_embed.weight"]
         count, length = len(ngram), len(tokens)
@@ -80,16 +80,16 @@ class Reference:
         for layer in range(self.args.decoder_layers):
             name = f"decoder.layers.{layer}"
             attended = self.attend_streams(f"{name}.ngram_self_attn", streams)
-            looks: list[list[Tensor]] = [[] for _ in streams]
+            weights: list[list[Tensor]] = [[] for _ in streams]
             for s, stream in enumerate(streams):
                 for i, x in enumerate(stream):
                     y = self.norm(f"{name}.self_attn_layer_norm", x + attended[s][i])
-                    z, look = self.attend(f"{name}.encoder_attn", y, source, self.args.decoder_attention_heads)
-                    looks[s].append(look)
+                    z, weight = self.attend(f"{name}.encoder_attn", y, source, self.args.decoder_attention_heads)
+                    weights[s].append(weight)
                     streams[s][i] = self.feed_forward(name, self.norm(f"{name}.encoder_attn_layer_norm", y + z))
         output = self.state.get("decoder.embed_out", table)
         scores = torch.stack([torch.stack([output @ x for x in stream]) for stream in streams[1:]])
-        return scores, torch.stack(looks[1])
+        return scores, torch.stack(weights[1])
 
     def attend_streams(self, name: str, streams: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         weight, bias = self.state[f"{name}.in_proj_weight"], self.state[f"{name}.in_proj_bias"]

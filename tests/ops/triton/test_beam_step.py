@@ -62,9 +62,9 @@ def check(operator, case, device):
     best = wanted.sort(dim=1, descending=True).values[:, :count]
     torch.testing.assert_close(found.scores.cpu().double(), best, rtol=1e-5, atol=1e-5)
     # What is said to be chosen has the score that is given for it, and nothing is chosen twice.
-    places = (found.beams * case["vocabulary"] + found.tokens).cpu()
-    torch.testing.assert_close(wanted.gather(1, places), best, rtol=1e-5, atol=1e-5)
-    assert all(len(set(row)) == count for row in places.tolist())
+    indices = (found.beams * case["vocabulary"] + found.tokens).cpu()
+    torch.testing.assert_close(wanted.gather(1, indices), best, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == count for row in indices.tolist())
 
 
 @given(case=cases)

@@ -104,14 +104,14 @@ def expected(arguments):
         high = int(given["ends"][b]) if "ends" in given else prefix
         if given["window"] is not None:
             low = max(low, prefix + length - given["window"])
-        places = [("prefix", n, n) for n in range(low, high)]
+        positions = [("prefix", n, n) for n in range(low, high)]
         for t in range(length):
             if given["window"] is None or t >= length - given["window"]:
-                places.append((int(given["ancestry"][row, t]) if "ancestry" in given else row, t, prefix + t))
+                positions.append((int(given["ancestry"][row, t]) if "ancestry" in given else row, t, prefix + t))
         for head in range(heads):
             h = head // (heads // kv_heads)
             scores, seen = [], []
-            for source, t, where in places:
+            for source, t, where in positions:
                 own = source != "prefix"
                 key = given["suffix_keys"][source, h, t].double() if own else keys[b, h, t]
                 score = float(query[row, head] @ key) * scale

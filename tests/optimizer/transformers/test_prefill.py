@@ -26,7 +26,7 @@ from fastgen.optimizer.transformers.prefill import _certain_steps
     ],
 )
 def test_certain_steps(options: dict[str, Any], expected: int) -> None:
-    """A prompt of 10 tokens, and room for 20."""
+    """A prompt of 10 tokens, and a capacity of 20."""
     call: Any = SimpleNamespace(runs_user_code=False)
     assert _certain_steps(call, GenerationConfig(**options), 10, 20) == expected
     call.runs_user_code = True

@@ -62,9 +62,9 @@ def test_the_way_through_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     summed = torch.reshape(torch.reshape(ours, [2, 3, 40]) + running[:, :, None], (2, -1))
     expected = torch.reshape(torch.reshape(plain, [2, 3, 40]) + running[:, :, None], (2, -1))
     assert type(summed) is LogProbabilities and summed.shape == expected.shape
-    values, places = torch.topk(summed, k=6)
+    values, indices = torch.topk(summed, k=6)
     assert len(asked) == 1 and type(values) is Tensor
-    assert torch.equal(values, expected.topk(6).values) and torch.equal(places, expected.topk(6).indices)
+    assert torch.equal(values, expected.topk(6).values) and torch.equal(indices, expected.topk(6).indices)
 
 
 def test_everything_else_sees_the_sum() -> None:
