@@ -11,9 +11,11 @@ import argparse
 import contextlib
 import difflib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastgen_cli.shared import (
@@ -56,11 +58,9 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
     DATA --path MODEL ... is that of `fastgen-generate-for-fairseq`. MODEL INPUT OUTPUT ... writes a record for each
     source of a data directory or a text, with FairSeq's options.
     """
-    from fastgen.pipeline.fairseq.files import is_checkpoint, is_data
-
     if any(word.partition("=")[0] == "--path" for word in words):
         return lambda: generate(words)
-    if len(words) < 3 or any(word.startswith("--") for word in words[:3]) or not is_checkpoint(words[0]):
+    if len(words) < 3 or any(word.startswith("--") for word in words[:3]) or not _is_checkpoint(words[0]):
         return None
     model, source, output, *options = words
     overwrite = "--overwrite" in options
@@ -73,13 +73,12 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
 
     def of_text(cfg: Any, own: argparse.Namespace) -> None:
         from fastgen.pipeline import fairseq
-        from fastgen.pipeline.fairseq.files import dictionaries_of
 
         check_stream("stdin", source == "-")
-        cfg.task.data = dictionaries_of(model)
+        cfg.task.data = _dictionaries_of(model)
         _write_records(fairseq.interact, cfg, own, output, overwrite)
 
-    if is_data(source):
+    if _is_data(source):
         # What fairseq-fixed would drop is kept: every source has an output.
         all_sources = () if "--required-batch-size-multiple" in options else ("--required-batch-size-multiple", "1")
         line = [source, "--path", model, *all_sources, *options]
@@ -89,6 +88,33 @@ def recognised(words: Sequence[str]) -> Callable[[], int] | None:
     buffer = () if "--buffer-size" in options else ("--buffer-size", "1024")
     line = [".", "--path", model, "--input", source, *batch, *buffer, *options]
     return lambda: _command(GENERATE_ANY, line, _interactive_parser, of_text)
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
+    from fastgen.pipeline.fairseq.files import saved_by_torch
+
+    paths = [Path(part) for part in name.split(os.pathsep)]
+    return all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() and saved_by_torch(path) for path in paths)
+
+
+def _is_data(name: str) -> bool:
+    """Whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
+    path = Path(name)
+    return path.is_dir() and any(path.glob("dict.*txt")) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
+
+
+def _dictionaries_of(checkpoint: str) -> str:
+    """The directory of the dictionaries that came with a checkpoint. A SetupError where there are none beside it."""
+    from fastgen.pipeline.errors import SetupError
+
+    folder = Path(checkpoint.split(os.pathsep)[0]).resolve().parent
+    if not any(folder.glob("dict.*txt")):
+        raise SetupError(
+            f"there is no dict.*.txt beside {checkpoint}: fastgen-interactive-for-fairseq DATA --path {checkpoint} "
+            "takes the directory of the dictionaries"
+        )
+    return str(folder)
 
 
 def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, output: str, overwrite: bool) -> None:

@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -32,7 +32,10 @@ from fastgen.pipeline.planner import Resumed, Window
 from fastgen.pipeline.records import BadRecord, Result
 
 VERSION = 2
+Values = Mapping[str, Any]
+Check = Callable[["Left | None"], object]
 _FIRST = b'{"journal": '  # how every journal begins
+_REMEDY = "move it away or restore it, or start over with --overwrite"
 
 
 def dumps(value: Any) -> str:
@@ -106,7 +109,7 @@ class Collector:
         return [self._results.pop(position) for position in positions]
 
     def _damaged(self, fault: str) -> SetupError:
-        return SetupError(f"{self._source} is damaged: {fault} (--overwrite starts anew)")
+        return SetupError(f"{self._source} is damaged: {fault} ({_REMEDY})")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Left:
 
 def find(path: Path) -> Left | None:
     """What an interrupted run has left at this path, or None. Raises `SetupError` for a file that is no journal."""
-    if not os.path.lexists(path):
+    if not os.path.lexists(path) or (path.is_file() and not path.stat().st_size):
         return None
     left = Left(path)
     check_own(path, _FIRST)
@@ -145,12 +148,17 @@ def find(path: Path) -> Left | None:
 
 def check_own(path: Path, beginning: bytes) -> None:
     """Raises `SetupError` for a file that does not begin as those of FastGen do: it must not be replaced."""
-    if path.is_file():
-        with open(path, "rb") as handle:
-            # A kill may have cut the beginning short.
-            if beginning.startswith(handle.read(len(beginning))):
-                return
-    raise SetupError(f"{path} was not written by fastgen: move it away, or choose another OUTPUT")
+    if not is_own(path, beginning):
+        raise SetupError(f"{path} was not written by fastgen: move it away, or choose another OUTPUT")
+
+
+def is_own(path: Path, beginning: bytes) -> bool:
+    """Whether there is a file that begins as those of FastGen do."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as handle:
+        # A kill may have cut the beginning short.
+        return beginning.startswith(handle.read(len(beginning)))
 
 
 def digest(path: Path) -> str:
@@ -168,13 +176,14 @@ class Journal:
         settings: all that decides what the output is. A run with other settings is not resumed.
         environment: what may change the last digits of a score: it is kept, and differences are told.
         resume: continue what is there. Otherwise it is dropped, if a run of FastGen's has written it.
+        check: called with what is there, once nobody else can change it. It raises where that must not be replaced.
 
     Raises:
         SetupError: the file is not a journal, is damaged, belongs to other settings, or another run writes it.
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], resume: bool, environment: Mapping[str, Any] | None = None
+        self, path: Path, settings: Values, resume: bool, environment: Values | None = None, check: Check = bool
     ) -> None:
         self.path = path
         self.resumed = Resumed()
@@ -196,7 +205,7 @@ class Journal:
             raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
         try:
             _lock(self._file, path)
-            find(path)
+            check(find(path))
             if resume:
                 self._load()
             self._file.truncate()
@@ -244,7 +253,7 @@ class Journal:
         sound = version is not None and isinstance(settings, dict) and isinstance(environment, dict)
         sound = sound and _has(plan, batch_size=int) and plan["batch_size"] > 0
         if not sound or type(plan.get("max_tokens")) not in (int, NoneType):
-            raise SetupError(f"cannot resume: the first line of {self.path} is damaged (--overwrite starts anew)")
+            raise SetupError(f"cannot resume: the first line of {self.path} is damaged ({_REMEDY})")
         self.plan = plan
         for name, old, new in _differences(settings, self._settings):
             if name.startswith("model."):

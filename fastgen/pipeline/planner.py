@@ -107,6 +107,7 @@ def plan(
     for index in itertools.count():
         chunk = list(itertools.islice(stream, rules.window_records))
         if not chunk:
+            _check_same(index >= len(resumed.windows))
             return
         known, done = resumed.windows.get(index), resumed.done.get(index, set())
         if known and len(done) == known.batches:

@@ -224,7 +224,7 @@ def _generate(
     )
     if settings.score_path:
         counts = {"samples": totals.metrics.samples, "skipped": totals.skipped}
-        write_json(settings.score_path, scores | counts, journal)
+        write_json(settings.score_path, counts | scores, journal)
     if settings.report:
         write_json(settings.report, dataclasses.asdict(report), journal)
     output.complete()

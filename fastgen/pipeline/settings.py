@@ -110,9 +110,7 @@ class RunOptions:
     )
     max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included")
     workers: int | None = option(
-        None,
-        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
-        free=True,
+        None, "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)", free=True
     )
     seed: int = option(42, "seed for sampling (default: 42)")
     trust_remote_code: bool = option(False, "run code that comes with the model", free=True)

@@ -14,6 +14,7 @@ well, and knows which of the files are the run's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -41,6 +42,7 @@ _FIELDS = ("id", "input", "text", "sequences", "scores", "input_tokens", "output
 _PARQUET_ROWS = 8192
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ERROR_START = b'{"line": '  # how every line of an error file begins
+_JSON_START = b'{\n  "samples": '  # how scores and report begin
 
 
 def text_line(result: Result) -> bytes:
@@ -124,7 +126,9 @@ class FileOutput:
         check_free(settings)
         self._settings = settings
         self._path = Path(settings.output)
-        self.journal = Journal(settings.partial_path, identity, settings.resume, environment)
+        # Checked again once it is locked: another run may have ended in between.
+        check = functools.partial(_check_replaced, settings)
+        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check)
         try:
             unfinished_path(self._path).unlink(missing_ok=True)
             # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
@@ -243,20 +247,27 @@ def check_free(settings: RunOptions) -> None:
     A file that FastGen did not write is never replaced, except those that `overwrite` is about: OUTPUT, scores and
     report.
     """
-    placed = [Path(name) for name in (settings.score_path, settings.report) if name is not None]
     left = None
     if not settings.to_stdout:
-        path, partial, errors = Path(settings.output), settings.partial_path, settings.errors_path
+        path, partial = Path(settings.output), settings.partial_path
         if is_special(path):
             raise SetupError(f"cannot write {path}: it is not a regular file")
         check_suffix(path)
-        placed.insert(0, path)
-        for target in (path, partial, errors, settings.errors_partial_path):
+        for target in (path, partial, settings.errors_path, settings.errors_partial_path):
             check_writable(target)
         left = journal.find(partial)
+    _check_replaced(settings, left)
+
+
+def _check_replaced(settings: RunOptions, left: journal.Left | None) -> None:
+    """The part of `check_free` that depends on the files that are there, and on what an interrupted run has left."""
+    placed = [Path(name) for name in (settings.score_path, settings.report) if name is not None]
+    if not settings.to_stdout:
+        placed.insert(0, Path(settings.output))
         if left is not None and not (settings.resume or settings.overwrite):
-            raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
-        for target in (errors, settings.errors_partial_path):
+            how = "--resume continues it, --overwrite drops it"
+            raise SetupError(f"{left.path} is left from an interrupted run ({how})")
+        for target in (settings.errors_path, settings.errors_partial_path):
             # With resume as well: without the work file there is no run that these could belong to.
             if left is None and not settings.overwrite:
                 check_absent(target)
@@ -269,8 +280,7 @@ def check_free(settings: RunOptions) -> None:
         # A kill may have come when the file was in place already.
         if not settings.overwrite and (left is None or not left.has_written(path)):
             check_absent(path)
-        if left is None or not left.has_begun(path):
-            check_absent(unfinished_path(path), "move it away: it may be another program's")
+        check_unfinished(path, left, b"" if path == Path(settings.output) else _JSON_START)
 
 
 def check_suffix(path: Path) -> None:
@@ -299,6 +309,15 @@ def check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:
     # A link to nothing would be replaced as well.
     if os.path.lexists(path):
         raise SetupError(f"{path} exists already ({remedy})")
+
+
+def check_unfinished(path: Path, left: journal.Left | None, beginning: bytes = b"") -> None:
+    """A SetupError where the unfinished form of a file is there, and may not be what FastGen has left."""
+    unfinished = unfinished_path(path)
+    # Of a run without a journal only the file itself tells.
+    own = beginning and journal.is_own(unfinished, beginning)
+    if not own and (left is None or not left.has_begun(path)):
+        check_absent(unfinished, "move it away: it may be another program's")
 
 
 @contextlib.contextmanager

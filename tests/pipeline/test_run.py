@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 
-from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset
+from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset, planner, writers
 from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.model import ModelStage
 from tests.pipeline import tiny
@@ -289,6 +291,51 @@ def test_an_unfinished_file_of_somebody_elses_is_not_replaced(bart, inputs, tmp_
         with pytest.raises(SetupError, match=r".there.json.unfinished exists already \(move it away"):
             run(bart, inputs, tmp_path / "out.txt", overwrite=overwrite, **options)
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["score_path", "report"])
+@pytest.mark.parametrize("moment", ["empty", "whole"])
+def test_scores_and_report_of_standard_output_survive_a_kill(
+    bart, inputs, tmp_path, monkeypatch, capsys, option, moment
+):
+    path, unfinished = tmp_path / "there.json", tmp_path / ".there.json.unfinished"
+    options = {"reference": str(inputs), "metrics": ("exact",), "limit": 2, option: str(path)}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(writers, "sync", lambda path: (_ for _ in ()).throw(Killed()))
+        run(bart, inputs, "-", **options)
+    assert unfinished.stat().st_size
+    if moment == "empty":
+        unfinished.write_text("")
+    run(bart, inputs, "-", **options)
+    assert json.loads(path.read_text())["samples"] == 2
+    assert not unfinished.exists()
+    for mine in ('{"samples": 2}', '{\n  "exact": '):
+        unfinished.write_text(mine)
+        with pytest.raises(SetupError, match=r".there.json.unfinished exists already \(move it away"):
+            run(bart, inputs, "-", overwrite=True, **options)
+        assert unfinished.read_text() == mine
+
+
+def test_a_shorter_standard_input_is_not_resumed(bart, inputs, tmp_path, monkeypatch):
+    """Also where the input ends with one of the windows that are done."""
+    lines = inputs.read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr(planner, "WINDOW_BATCHES", 2)
+
+    def given(count, **options):
+        text = io.TextIOWrapper(io.BytesIO(b"".join(lines[:count])))
+        monkeypatch.setattr(sys, "stdin", text)
+        return run(bart, "-", tmp_path / "out.txt", **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(writers, "sync", lambda path: (_ for _ in ()).throw(Killed()))
+        given(32)
+    before = (tmp_path / "out.txt.partial").read_bytes()
+    for count in (0, 8, 16, 20, 31):
+        with pytest.raises(SetupError, match="the input is not the one that the interrupted run read"):
+            given(count, resume=True)
+        assert (tmp_path / "out.txt.partial").read_bytes() == before
+        assert not (tmp_path / "out.txt").exists()
+    assert given(32, resume=True).samples == 32
 
 
 def test_after_a_full_disk_a_run_is_resumed(bart, inputs, tmp_path):

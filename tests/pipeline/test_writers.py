@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastgen.pipeline import journal
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.records import BadRecord, Problem
@@ -124,6 +125,32 @@ def test_nothing_is_replaced_unasked(tmp_path):
         file_output(tmp_path)
     with pytest.raises(SetupError, match="does not exist"):
         file_output(tmp_path / "none" / "out.txt")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("kind", ["output", "work file"])
+def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_replaced(
+    tmp_path, monkeypatch, resume, kind
+):
+    path, work = tmp_path / "out.txt", tmp_path / "out.txt.partial"
+    lock = journal._lock
+
+    def late(handle, locked):
+        if kind == "output":
+            path.write_text("theirs")
+        else:
+            work.write_text('{"journal": 2}\n')
+        lock(handle, locked)
+
+    monkeypatch.setattr(journal, "_lock", late)
+    with pytest.raises(SetupError, match="exists already|is left from an interrupted run|first line .* is damaged"):
+        file_output(path, resume=resume)
+    assert (path if kind == "output" else work).read_text() in ("theirs", '{"journal": 2}\n')
+    monkeypatch.undo()
+    if kind == "output":
+        path.unlink()
+        fill(file_output(path))  # what is left of the refused run is in nobody's way
+        assert [left.name for left in tmp_path.iterdir() if "errors" not in left.name] == ["out.txt"]
 
 
 def test_a_resumed_run_may_rewrite_its_own_files_only(tmp_path):

@@ -1,4 +1,4 @@
-"""FairSeq's files: telling them from others, loading models, and outputs in the formats of `fastgen-generate`.
+"""FairSeq's files: loading models, and outputs in the formats of `fastgen-generate`.
 
 Importing this imports neither torch nor FairSeq.
 """
@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from fastgen.pipeline import writers
 from fastgen.pipeline.errors import SetupError, one_line, writing
 from fastgen.pipeline.fairseq.errors import explained
+from fastgen.pipeline.journal import dumps, find
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special
-from fastgen.pipeline.writers import check_absent, check_suffix, check_writable, json_line, placed, text_line
 
 if TYPE_CHECKING:
     from fastgen.pipeline.fairseq.formatting import Written
@@ -25,35 +26,13 @@ logger = logging.getLogger("fastgen.fairseq")
 
 # What torch.save writes: a zip archive, or a pickle before torch 1.6.
 _CHECKPOINT_STARTS = (b"PK\x03\x04", b"\x80")
-
-
-def is_checkpoint(name: str) -> bool:
-    """Whether this names checkpoints, several of them separated as in a search path: files that torch has saved."""
-    paths = [Path(part) for part in name.split(os.pathsep)]
-    return all(path.suffix in (".pt", ".pth", ".ckpt") and path.is_file() and saved_by_torch(path) for path in paths)
+_FIRST = '{"journal": "lines of FairSeq"}'  # of a work file, which is told by it as that of a run of Transformers is
 
 
 def saved_by_torch(path: str | Path) -> bool:
     """Whether a file begins as those that torch saves."""
     with open(path, "rb") as handle:
         return handle.read(4).startswith(_CHECKPOINT_STARTS)
-
-
-def is_data(name: str) -> bool:
-    """Whether this is a directory that `fairseq-preprocess` has written: dictionaries, and data beside them."""
-    path = Path(name)
-    return path.is_dir() and any(path.glob("dict.*txt")) and any(any(path.glob(f"*.{end}")) for end in ("idx", "bin"))
-
-
-def dictionaries_of(checkpoint: str) -> str:
-    """The directory of the dictionaries that came with a checkpoint. A SetupError where there are none beside it."""
-    folder = Path(checkpoint.split(os.pathsep)[0]).resolve().parent
-    if not any(folder.glob("dict.*txt")):
-        raise SetupError(
-            f"there is no dict.*.txt beside {checkpoint}: fastgen-interactive-for-fairseq DATA --path {checkpoint} "
-            "takes the directory of the dictionaries"
-        )
-    return str(folder)
 
 
 def load_models(paths: list[str], task: Any, cfg: Any, overrides: Any) -> tuple[list[Any], Any]:
@@ -100,19 +79,24 @@ class Records:
         self._to_stdout = name == STANDARD_STREAM
         self._path = followed(Path(name))
         self.partial = Path(os.devnull if self._to_stdout else f"{name}.partial")
-        check_suffix(self._path)
+        writers.check_suffix(self._path)
         kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
         if kind == "parquet":
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
-        self._line = json_line if kind == "jsonl" else text_line
+        self._line = writers.json_line if kind == "jsonl" else writers.text_line
         self._gaps = kind != "jsonl"
         self._written: dict[int, Written] = {}
-        if not self._to_stdout and not is_special(self._path):
-            check_writable(self._path)
-            for path in () if overwrite else (self._path, self.partial):
-                check_absent(path)
+        if not self._to_stdout:
+            left = find(self.partial)
+            files = () if is_special(self._path) else (self._path,)
+            for path in files:
+                writers.check_writable(path)
+                writers.check_unfinished(path, left)
+            for path in () if overwrite else (*files, self.partial):
+                writers.check_absent(path)
         try:
             self.lines: TextIO = open(self.partial, "w", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+            print(_FIRST, file=self.lines, flush=True)
         except OSError as error:
             raise SetupError(f"cannot write {self.partial}: {one_line(error)}") from error
 
@@ -121,7 +105,7 @@ class Records:
         self.lines.close()
         if is_special(self.partial):
             return False
-        if self.partial.exists() and not self.partial.stat().st_size:
+        if self.partial.exists() and self.partial.stat().st_size <= len(_FIRST) + 1:
             self.partial.unlink()
         return self.partial.exists()
 
@@ -138,7 +122,9 @@ class Records:
                 sys.stdout.buffer.writelines(lines)
                 sys.stdout.flush()
             return
-        with placed(self._path) as unfinished, open(unfinished, "wb") as handle:
+        with writing(self.partial):
+            print(dumps({"finishing": os.path.relpath(self._path, self.partial.parent)}), file=self.lines, flush=True)
+        with writers.placed(self._path) as unfinished, open(unfinished, "wb") as handle:
             handle.writelines(lines)
         self.partial.unlink()
 

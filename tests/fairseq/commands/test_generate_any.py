@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+
+import pytest
 
 from fastgen.pipeline import PipelineError
 from fastgen.pipeline import fairseq as pipeline
@@ -86,6 +89,36 @@ class TestGenerateAnything:
         assert output.read_text() == "old"
         assert generate_any([*words, "--overwrite"]) == 0
         assert output.read_text() != "old"
+
+    @pytest.mark.parametrize("name", ["out.txt.partial", ".out.txt.unfinished"])
+    @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+    def test_a_file_that_fastgen_did_not_write_is_never_replaced(self, world, tmp_path, capsys, name, overwrite):
+        (tmp_path / name).write_text("my notes\n")
+        assert generate_any([str(world.model), str(world.data), str(tmp_path / "out.txt"), *BASE, *overwrite]) == 2
+        assert str(tmp_path / name) in one_line(capsys, "fastgen-generate")
+        assert (tmp_path / name).read_text() == "my notes\n"
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
+    @pytest.mark.parametrize("moment", ["lines", "output"])
+    def test_what_a_killed_run_has_left_is_replaced_when_asked(self, world, tmp_path, capsys, monkeypatch, moment):
+        output = tmp_path / "out.txt"
+        words = [str(world.model), str(world.data), str(output), *BASE]
+        where = "fastgen.pipeline.writers." + ("sync" if moment == "output" else "placed")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, lambda *_: os._exit(9))
+            child = os.fork()
+            if not child:
+                generate_any([*words, "--postprocess-workers", "0"])
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        left = {"out.txt.partial", *([".out.txt.unfinished"] if moment == "output" else [])}
+        assert {path.name for path in tmp_path.iterdir()} == left
+        capsys.readouterr()
+        assert generate_any(words) == 2
+        assert "out.txt.partial exists already (--overwrite replaces it)" in one_line(capsys, "fastgen-generate")
+        assert {path.name for path in tmp_path.iterdir()} == left
+        assert generate_any([*words, "--overwrite"]) == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
     def test_a_text_without_dictionaries(self, world, tmp_path, capsys):
         words = [str(world.model), str(world.folder / "test.de"), str(tmp_path / "out.txt"), "--cpu"]
