@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -157,6 +157,7 @@ def _command(
         fastgen.enable()  # also with FASTGEN_DISABLE=1: without, FairSeq could not be imported
         own, cfg = _parse(program, words, make_parser)
         with (
+            _children_import_fairseq(),
             model_of_its_own(),
             settings.changed(weight_dtype=own.weight_dtype),
             fastgen.disabled() if own.no_fastgen else contextlib.nullcontext(),
@@ -260,14 +261,31 @@ def _interact(cfg: Any, own: argparse.Namespace) -> None:
 
     check_stream("stdin", cfg.interactive.input == "-")
     check_stream("stdout", True)
-    # Models that are spread over several processes are started there.
-    distributed.call_main(cfg, _interact_here, workers=own.postprocess_workers)
+    from fastgen import settings
+
+    # With several GPUs this starts a process for each, which knows nothing of this one but what it is given.
+    given = {"workers": own.postprocess_workers, "plain": own.no_fastgen, "now": dict(vars(settings.current()))}
+    distributed.call_main(cfg, _interact_here, **given)
 
 
-def _interact_here(cfg: Any, workers: int | None) -> None:
+def _interact_here(cfg: Any, workers: int | None, plain: bool, now: dict[str, Any]) -> None:
+    import fastgen
+    from fastgen import settings
     from fastgen.pipeline import fairseq
 
-    _summary(cfg, fairseq.interact(cfg, workers, begins=allow_interrupts))
+    with settings.changed(**now), fastgen.disabled() if plain else contextlib.nullcontext():
+        _summary(cfg, fairseq.interact(cfg, workers, begins=allow_interrupts))
+
+
+@contextlib.contextmanager
+def _children_import_fairseq() -> Iterator[None]:
+    """Inside this block processes that are started can import FairSeq: with FASTGEN_DISABLE=1 they could not."""
+    before = os.environ.pop("FASTGEN_DISABLE", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["FASTGEN_DISABLE"] = before
 
 
 def _evaluate(cfg: Any, own: argparse.Namespace) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 
 import pytest
+import torch
 
+from fastgen import patching, settings
 from fastgen.pipeline import fairseq as pipeline
 from fastgen_cli import fairseq as commands
 from tests.fairseq.commands.world import ROOT, both_interactive, configuration, printed
@@ -74,3 +78,39 @@ def test_an_interactive_user_is_answered_before_the_next_question(world):
         process.stdin.close()
         assert process.wait(timeout=300) == 0
         watch.cancel()
+
+
+@pytest.mark.parametrize("options", ["", "--no-fastgen", "--weight-dtype bf16"])
+def test_processes_of_several_gpus_keep_the_options(world, monkeypatch, options):
+    """FairSeq starts one for each. Here a thread stands for it, which knows nothing of this one's settings either."""
+    seen = {}
+
+    def interact(cfg, workers, begins):
+        seen.update(
+            active=patching.is_active(),
+            dtype=settings.current().weight_dtype,
+            products=settings.current().linear_products,
+            disabled=os.environ.get("FASTGEN_DISABLE"),
+        )
+        return pipeline.Report()
+
+    def spawn(fn, args, nprocs, join):
+        main, cfg, kwargs = pickle.loads(pickle.dumps(args))
+        del kwargs["start_rank"]
+        process = threading.Thread(target=main, args=(cfg,), kwargs=kwargs)
+        process.start()
+        process.join()
+
+    monkeypatch.setattr(pipeline, "interact", interact)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("FASTGEN_DISABLE", "1")
+    words = [world.data, "--path", world.model, "--distributed-world-size", 2, *options.split()]
+    assert commands.interactive([str(word) for word in words]) == 0
+    assert seen == {
+        "active": "--no-fastgen" not in options,
+        "dtype": "bf16" if "bf16" in options else "fp32",
+        "products": "fixed",
+        "disabled": None,
+    }
+    assert os.environ["FASTGEN_DISABLE"] == "1"
