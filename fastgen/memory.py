@@ -1,9 +1,11 @@
-"""Memory: how much of the host's is free for this process, and how a buffer grows."""
+"""The host: how much of its memory is free for this process, and its processor; and how a buffer grows."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +44,14 @@ def entry(path: str, name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"no {name} in {path}")
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name, as the operating system gives it."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def _available() -> int:

@@ -222,12 +222,10 @@ class _Linear(Replacement):
         if not is_due or not weight.may_be_packed:
             return
         size = parameter.numel() * self.products.itemsize
-        if self.budget.take_memory(size):
+        if self.budget.take_memory(size) or (self.products.must_pack and size < free_host_memory()):
             weight.panels = self.products.pack(self._as_rows(parameter))
         elif not self.products.must_pack:
             weight.may_be_packed = False
-        elif size < free_host_memory():
-            weight.panels = self.products.pack(self._as_rows(parameter))
         else:
             raise torch.OutOfMemoryError(
                 f"there is no memory for weights in {self.precision}: {size} more bytes are needed. With "
@@ -280,10 +278,7 @@ class FastLayers:
     @classmethod
     def of(cls, model: nn.Module, kinds: Kinds = LINEAR, functions: Functions = MappingProxyType({})) -> FastLayers:
         with cls._lock:
-            found = cls._of.get(model)
-            if found is None:
-                found = cls._of[model] = cls(model, kinds, functions)
-            return found
+            return cls._of.setdefault(model, cls(model, kinds, functions))
 
     @classmethod
     def drop_kept(cls) -> None:

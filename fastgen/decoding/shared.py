@@ -333,28 +333,21 @@ def _attention(
     return shared_prefix_attention(query, keys.prefix, values.prefix, *own, attn_mask, scale, ancestry=ancestry)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
-    "__setitem__": _refuse_write,
-    "contiguous": _same,
-    "to": _same,
-    "transpose": _transpose,
-    "permute": _permute,
-    "reshape": _reshape,
-    "view": _reshape,
-    "__getitem__": _index,
-    "expand": _expand,
-    "matmul": _matmul,
-    "__matmul__": _matmul,
-    "bmm": _matmul,
-    "baddbmm": _baddbmm,
+# Methods, and functions of torch by the same names.
+_NAMES: dict[Callable[..., Any], str] = {
+    _refuse_write: "__setitem__",
+    _same: "contiguous to",
+    _transpose: "transpose",
+    _permute: "permute",
+    _reshape: "reshape view",
+    _index: "__getitem__",
+    _expand: "expand",
+    _matmul: "matmul __matmul__ bmm",
+    _baddbmm: "baddbmm",
 }
+_OWNED = ((owner, name, rule) for rule, names in _NAMES.items() for name in names.split() for owner in (Tensor, torch))
 _RULES: dict[Any, Callable[..., Any]] = {
-    **{
-        getattr(owner, name): rule
-        for name, rule in _METHODS.items()
-        for owner in (Tensor, torch)
-        if hasattr(owner, name)
-    },
+    **{getattr(owner, name): rule for owner, name, rule in _OWNED if hasattr(owner, name)},
     torch.cat: _cat,
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,

@@ -8,16 +8,16 @@ a release of torch and a number of threads. A file that cannot be read or writte
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import platform
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from fastgen.memory import processor
 
 Timing = tuple[float, ...]
 
@@ -51,18 +51,8 @@ def all(operator: str) -> dict[str, Timing]:
 
 def _section(operator: str) -> str:
     # What the processor can do may be limited for this process (ATEN_CPU_CAPABILITY).
-    machine = f"{_processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
+    machine = f"{processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
     return f"{operator} | {machine} | torch {torch.__version__}"
-
-
-@functools.cache
-def _processor() -> str:
-    """The processor's name, as the operating system gives it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def path() -> Path | None:

@@ -10,12 +10,10 @@ gives the same bytes, resumed or not. Between two, the order of additions may di
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 from fastgen import patching
 from fastgen import settings as switches
 from fastgen._version import __version__
+from fastgen.memory import processor
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.loading import LoadedModel
 from fastgen.pipeline.settings import RunOptions
@@ -54,7 +53,7 @@ def environment(device: Any) -> dict[str, Any]:
     import transformers
 
     found: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -65,12 +64,6 @@ def environment(device: Any) -> dict[str, Any]:
         found["device"] = torch.cuda.get_device_name(device)
     now = vars(switches.current()).items()
     return found | {"settings": {name: value for name, value in now if name not in ("strict", "explicit")}}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return platform.processor() or platform.machine()
 
 
 def content(model: Any, tokenizer: Any) -> dict[str, str]:

@@ -70,8 +70,7 @@ def _fields(result: Result) -> dict[str, Any]:
 
 def _write_lines(path: Path, results: Iterable[Result], line: Callable[[Result], bytes]) -> None:
     with open(path, "wb", buffering=CHUNK) as handle:
-        for result in results:
-            handle.write(line(result))
+        handle.writelines(map(line, results))
 
 
 def _write_parquet(path: Path, results: Iterable[Result], numbered: bool) -> None:

@@ -77,7 +77,4 @@ def _forms(name: str) -> tuple[Any, ...]:
 _COMPARISONS: dict[Any, Callable[[int, int], bool]] = {
     form: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for form in _forms(name)
 }
-_SHIFTS = {
-    **{form: sign for name, sign in (("add", 1), ("sub", -1)) for form in _forms(name)},
-    Tensor.__radd__: 1,
-}
+_SHIFTS = {form: sign for name, sign in (("add", 1), ("sub", -1)) for form in _forms(name)} | {Tensor.__radd__: 1}

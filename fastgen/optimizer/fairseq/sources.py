@@ -27,23 +27,17 @@ def encode(call: Call, wrapped: Any, ensemble: Any, net_input: dict[str, Any]) -
     groups = length_buckets.groups(~padding, in_front)
     if not groups:
         return NotImplemented
-    parts = [
-        (rows, positions, wrapped({"src_tokens": tokens[rows, positions], "src_lengths": lengths[rows]}))
-        for rows, positions in groups
-    ]
-    return [
-        _together(padding, [(rows, positions, encoded[number]) for rows, positions, encoded in parts])
-        for number in range(ensemble.models_size)
-    ]
+    encoded = [wrapped({"src_tokens": tokens[place], "src_lengths": lengths[place[0]]}) for place in groups]
+    return [_together(padding, groups, outputs) for outputs in zip(*encoded, strict=True)]
 
 
-def _together(padding: Tensor, parts: list[tuple[Tensor, slice, dict[str, list[Tensor]]]]) -> dict[str, list[Tensor]]:
+def _together(padding: Tensor, groups: list[tuple[Tensor, slice]], outputs: tuple[Any, ...]) -> dict[str, list[Tensor]]:
     """One encoder's output for all sources. The decoder never looks at the positions that were left out: zero."""
-    state = parts[0][2]["encoder_out"][0]
-    whole = state.new_zeros(padding.shape[1], padding.shape[0], state.shape[2])
-    for rows, positions, encoded in parts:
-        whole[positions, rows] = encoded["encoder_out"][0]
-    nothing: dict[str, list[Tensor]] = {name: [] for name in parts[0][2]}
+    states = [output["encoder_out"][0] for output in outputs]
+    whole = states[0].new_zeros(padding.shape[1], padding.shape[0], states[0].shape[2])
+    for (rows, positions), state in zip(groups, states, strict=True):
+        whole[positions, rows] = state
+    nothing: dict[str, list[Tensor]] = {name: [] for name in outputs[0]}
     return {**nothing, "encoder_out": [whole], "encoder_padding_mask": [padding]}
 
 

@@ -16,28 +16,24 @@ TESTED_VERSIONS = ("5.4", "5.23")
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to Transformers."""
 
+    def hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
+        return Patch(f"transformers.{module}", target, f"{__name__}.{wrapper}", condition, former)
+
     def generation(method: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
-        target, former = f"GenerationMixin.{method}", former and f"GenerationMixin.{former}"
-        return Patch("transformers.generation.utils", target, f"{__name__}.{wrapper}", condition, former)
+        former = former and f"GenerationMixin.{former}"
+        return hook("generation.utils", f"GenerationMixin.{method}", wrapper, condition, former)
 
-    def processors(target: str, wrapper: str, condition: Condition) -> Patch:
-        return Patch("transformers.generation.logits_process", target, f"{__name__}.{wrapper}", condition)
-
-    def prophetnet(target: str, wrapper: str, condition: Condition) -> Patch:
-        module = "transformers.models.prophetnet.modeling_prophetnet"
-        return Patch(module, target, f"{__name__}.captured.prophetnet:{wrapper}", condition)
-
+    processors, criteria = "generation.logits_process", "generation.stopping_criteria"
+    prophetnet, step = "models.prophetnet.modeling_prophetnet", "captured.prophetnet"
+    buckets = "main_relative_position_buckets predict_relative_position_buckets"
+    attention = f"hidden_states past_key_values position_ids {buckets}"
     scores = "self input_ids scores"
+    call = "inputs generation_config streamer assistant_model custom_generate kwargs"
+    prefill = "self input_ids generation_config model_kwargs is_first_iteration"
     loop = ("captured.loop:decode", has("input_ids logits_processor stopping_criteria generation_config"))
     return [
-        generation(
-            "generate",
-            "generate:generate",
-            has("inputs generation_config streamer assistant_model custom_generate kwargs"),
-        ),
-        generation(
-            "_prefill", "prefill:prefill", takes("self input_ids generation_config model_kwargs is_first_iteration")
-        ),
+        generation("generate", "generate:generate", has(call)),
+        generation("_prefill", "prefill:prefill", takes(prefill)),
         generation("_beam_search", *loop),
         generation("_sample", *loop),
         generation(
@@ -51,18 +47,16 @@ def patches() -> list[Patch]:
         generation(
             "_check_early_stop_heuristic", "loop_hooks:early_stop", has("beam_scores is_sent_finished early_stopping")
         ),
-        Patch(
-            "transformers.generation.stopping_criteria",
-            "StoppingCriteriaList.__call__",
-            f"{__name__}.loop_hooks:stopping_criteria",
-            has(scores),
-        ),
-        processors("LogitsProcessorList.__call__", "scores:process", has(scores)),
-        processors(
-            "EncoderNoRepeatNGramLogitsProcessor.__init__", "logits:remember_encoder_tokens", has("encoder_input_ids")
+        hook(criteria, "StoppingCriteriaList.__call__", "loop_hooks:stopping_criteria", has(scores)),
+        hook(processors, "LogitsProcessorList.__call__", "scores:process", has(scores)),
+        hook(
+            processors,
+            "EncoderNoRepeatNGramLogitsProcessor.__init__",
+            "logits:remember_encoder_tokens",
+            has("encoder_input_ids"),
         ),
         *(
-            processors(f"{name}LogitsProcessor.__call__", f"logits:{wrapper}", takes(scores, uses=uses))
+            hook(processors, f"{name}LogitsProcessor.__call__", f"logits:{wrapper}", takes(scores, uses=uses))
             for name, wrapper, uses in (
                 ("NoRepeatNGram", "no_repeat_ngram", "ngram_size"),
                 ("EncoderNoRepeatNGram", "no_repeat_ngram", "ngram_size batch_size"),
@@ -70,13 +64,6 @@ def patches() -> list[Patch]:
                 ("MinNewTokensLength", "min_length", "min_new_tokens prompt_length_to_skip eos_token_id"),
             )
         ),
-        prophetnet("ProphetNetPositionalEmbeddings.forward", "embed_positions", has("past_key_values")),
-        prophetnet(
-            "ProphetNetNgramSelfAttention.forward",
-            "attend",
-            has(
-                "hidden_states past_key_values position_ids main_relative_position_buckets "
-                "predict_relative_position_buckets"
-            ),
-        ),
+        hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has("past_key_values")),
+        hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", has(attention)),
     ]

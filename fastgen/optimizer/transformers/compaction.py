@@ -140,13 +140,10 @@ class BatchCompaction:
 
     def _has_rows(self, name: str, value: Any) -> bool:
         """Whether it is known how an input of the model has to be cut when rows leave."""
+        rows = self._numbers.shape[0]
         if isinstance(value, Tensor):
-            return (
-                name.removeprefix("decoder_") in _PER_ROW
-                and value.dim() == 2
-                and value.shape[0] == self._numbers.shape[0]
-            )
+            return name.removeprefix("decoder_") in _PER_ROW and value.dim() == 2 and value.shape[0] == rows
         if isinstance(value, ModelOutput):
             parts = [part for part in value.values() if isinstance(part, Tensor)]
-            return name == _ENCODER_OUTPUTS and all(part.shape[0] == self._numbers.shape[0] for part in parts)
+            return name == _ENCODER_OUTPUTS and all(part.shape[0] == rows for part in parts)
         return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"

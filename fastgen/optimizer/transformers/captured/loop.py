@@ -282,13 +282,9 @@ class _Decoding:
     def _new_step(self) -> CapturedStep:
         made = None
         if self._key.processors is not None:
-            made = [
-                processors.captured(
-                    processor, self._model.device, self._input_ids.shape[1], self._config.max_length,
-                    inputs=self._key.batch, per_input=self._key.per_input,
-                )
-                for processor in self._processors
-            ]  # fmt: skip
+            bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input)
+            lengths = self._input_ids.shape[1], self._config.max_length
+            made = [processors.captured(processor, bucket, *lengths) for processor in self._processors]
             if None in made:
                 raise CannotBeCaptured("a processor does not fit into its buffers")
         return CapturedStep(self._key, self._prompt, made)

@@ -65,25 +65,16 @@ def signature(processor: Any, prompt_length: int, max_length: int) -> Signature 
         return None
 
 
-def captured(
-    processor: Any,
-    device: torch.device,
-    prompt_length: int,
-    max_length: int,
-    *,
-    inputs: int | None = None,
-    per_input: int = 1,
-) -> CapturedProcessor | None:
-    """The capturable form of a processor, for scores on `device` with `per_input` rows of each input.
+def captured(processor: Any, bucket: Bucket, prompt_length: int, max_length: int) -> CapturedProcessor | None:
+    """The capturable form of a processor.
 
-    `inputs` are those of the bucket, by default the call's, which come first. None if the processor has no `signature`,
-    or does not fit into its buffers (`CapturedProcessor.refresh`).
+    None if it has no `signature`, or does not fit into its buffers (`CapturedProcessor.refresh`).
     """
     signed = signature(processor, prompt_length, max_length)
     if signed is None:
         return None
     kind, *frozen = signed
-    made = kind(Bucket(device, inputs, per_input), *frozen)
+    made = kind(bucket, *frozen)
     return made if made.refresh(processor) else None
 
 

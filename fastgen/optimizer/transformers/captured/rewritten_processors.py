@@ -30,11 +30,11 @@ class StepTokens(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What constants and buffers are made for: the arguments of `captured` of these names."""
+    """What constants and buffers are made for."""
 
-    device: torch.device
-    inputs: int | None
-    per_input: int
+    device: torch.device  # of the scores
+    inputs: int | None = None  # by default those of the call; otherwise these come first
+    per_input: int = 1  # rows of each
 
 
 class Unknown(Exception):
@@ -74,14 +74,14 @@ class When(NamedTuple):
         return self.compare(position + 1 - step.limit if self.origin == "limit" else position, self.bound)
 
 
-class _Columns:
-    """The columns of the scores that belong to some tokens."""
+class _OfTokens(CapturedProcessor):
+    """What processors that change the scores of some tokens have in common: the columns of these."""
 
-    def __init__(self, bucket: Bucket, tokens: tuple[int, ...]) -> None:
-        self._tokens = tokens  # in order, so that those of a vocabulary come first
+    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When | None = None) -> None:
+        self._tokens, self._when = tokens, when  # the tokens in order, so that those of a vocabulary come first
         self._index = torch.tensor(tokens, dtype=torch.int64, device=bucket.device)
 
-    def of(self, scores: Tensor, skips: bool = False) -> Tensor:
+    def _columns(self, scores: Tensor, skips: bool = False) -> Tensor:
         """The ids of the tokens. Those outside the vocabulary are skipped, or raise IndexError."""
         known = self._index[: bisect_left(self._tokens, scores.shape[1])]
         if len(known) < len(self._tokens) and not skips:
@@ -93,29 +93,23 @@ def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> T
     return scores.index_copy_(1, index, scores.index_select(1, index).masked_fill_(due, value))
 
 
-class Ban(CapturedProcessor):
+class Ban(_OfTokens):
     """Tokens that cannot come at some positions, or at none."""
 
-    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When | None) -> None:
-        self._columns, self._when = _Columns(bucket, tokens), when
-
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        index = self._columns.of(scores, skips=True)
+        index = self._columns(scores, skips=True)
         if self._when is None:
             return scores.index_fill_(1, index, -math.inf)
         return _fill_columns(scores, index, -math.inf, self._when(step))
 
 
-class Force(CapturedProcessor):
+class Force(_OfTokens):
     """Tokens of which one must come at some position."""
-
-    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When) -> None:
-        self._columns, self._when = _Columns(bucket, tokens), when
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         due = self._when(step)
         scores.masked_fill_(due, -math.inf)
-        return _fill_columns(scores, self._columns.of(scores), 0.0, due)
+        return _fill_columns(scores, self._columns(scores), 0.0, due)
 
 
 # Penalties --------------------------------------------------------------------------------------------------------
@@ -214,7 +208,7 @@ class EncoderRepetitionPenalty(_EncoderTokens):
         return scores
 
 
-class LengthPenalty(CapturedProcessor):
+class LengthPenalty(_OfTokens):
     """Scores of the end that grow exponentially, for `steps` behind `start`, which counts from the prompt's end.
 
     With `finite_only`, a score of -inf stays.
@@ -223,16 +217,16 @@ class LengthPenalty(CapturedProcessor):
     def __init__(
         self, bucket: Bucket, tokens: tuple[int, ...], start: int, factor: float, steps: int, finite_only: bool
     ) -> None:
+        super().__init__(bucket, tokens)
         self._start, self._finite_only = start, finite_only
         # As the library has them, in double precision; a power on the device may differ in the last place.
         factors = [pow(factor, step) - 1 for step in range(steps)]
         self._factors = torch.tensor(factors, dtype=torch.float32, device=bucket.device)
-        self._columns = _Columns(bucket, tokens)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         steps = step.length - step.prompt - self._start
         factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(1))
-        index = self._columns.of(scores)
+        index = self._columns(scores)
         found = scores.index_select(1, index)
         penalty = found.abs() * factor
         if self._finite_only:

@@ -344,13 +344,8 @@ class CapturedStep:
             return logits(), True
         search = self.search
         scores = self._normalised(logits())
-        tokens = StepTokens(
-            tokens=search.running_tokens,
-            start=search.start,
-            length=search.length,
-            prompt=search.prompt,
-            limit=search.limit - search.start,
-        )
+        limit = search.limit - search.start
+        tokens = StepTokens(search.running_tokens, search.start, search.length, search.prompt, limit)
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores, False

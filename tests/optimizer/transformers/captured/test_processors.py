@@ -14,7 +14,7 @@ from transformers.generation import logits_process as library
 
 import fastgen
 from fastgen.optimizer.transformers.captured.processors import captured, signature
-from fastgen.optimizer.transformers.captured.rewritten_processors import StepTokens
+from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, StepTokens
 
 VOCABULARY = 19
 CAPACITY = 24
@@ -173,7 +173,7 @@ def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> No
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_every_length(name: str, call: Call) -> None:
     processor = PROCESSORS[name](call)
-    made = captured(processor, CPU, call.prompt, call.limit)
+    made = captured(processor, Bucket(CPU), call.prompt, call.limit)
     assert made is not None
     _check_every_length(made, processor, call, Step(call.rows))
 
@@ -183,7 +183,7 @@ def test_every_length(name: str, call: Call) -> None:
 def test_a_graph_serves_other_calls(name: str, call: Call) -> None:
     """Other lengths of prompt and output, another filling, other tokens of the encoder: the same signature."""
     first, second = PROCESSORS[name](FIRST), PROCESSORS[name](call)
-    made = captured(first, CPU, FIRST.prompt, FIRST.limit)
+    made = captured(first, Bucket(CPU), FIRST.prompt, FIRST.limit)
     step = Step(FIRST.rows)
     assert made is not None
     _check_every_length(made, first, FIRST, step)
@@ -235,7 +235,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_nothing_waits(name: str) -> None:
     call = Call(start=5)
-    made = captured(PROCESSORS[name](call), CPU, call.prompt, call.limit)
+    made = captured(PROCESSORS[name](call), Bucket(CPU), call.prompt, call.limit)
     assert made is not None
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     with NoWaiting():
@@ -246,7 +246,7 @@ def test_nothing_waits(name: str) -> None:
 def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
-    made = captured(PROCESSORS[name](call), meta, call.prompt, call.limit)
+    made = captured(PROCESSORS[name](call), Bucket(meta), call.prompt, call.limit)
     assert made is not None
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
@@ -276,7 +276,7 @@ def test_a_bucket_has_rows_that_no_input_has() -> None:
         if name not in PROCESSORS:
             continue
         processor = PROCESSORS[name](call)
-        made = captured(processor, CPU, call.prompt, call.limit, inputs=bucket, per_input=per_input)
+        made = captured(processor, Bucket(CPU, bucket, per_input), call.prompt, call.limit)
         assert made is not None
         step = Step(bucket * per_input)
         wide = call._replace(inputs=bucket)
@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     call = FIRST
     for name in ("encoder_repetition", "encoder_no_repeat_2"):
         processor = PROCESSORS[name](call)
-        made = captured(processor, CPU, call.prompt, call.limit)
+        made = captured(processor, Bucket(CPU), call.prompt, call.limit)
         assert made is not None
         assert not made.refresh(PROCESSORS[name](call._replace(inputs=call.inputs + 1)))
         _check_every_length(made, processor, call, Step(call.rows))
@@ -317,7 +317,7 @@ def test_sums_do_not_depend_on_the_order_of_additions() -> None:
     """Of several sequences with the same last token, the numbers are added in the library's order."""
     biases = {(0, 2): 0.1, (1, 0, 2): 1e8, (1, 1, 2): -1e8, (4, 1, 0, 2): -1e8, (3, 1, 0, 2): 0.3, (0, 0, 2): 0.3}
     processor = library.SequenceBiasLogitsProcessor(biases)
-    made = captured(processor, CPU, 4, 12)
+    made = captured(processor, Bucket(CPU), 4, 12)
     assert made is not None
     tokens = torch.tensor([[0, 4, 1, 0], [0, 3, 1, 0], [0, 1, 0, 0]])
     step = Step(3).tensors
@@ -339,7 +339,7 @@ def test_tokens_that_the_scores_lack() -> None:
         (library.RepetitionPenaltyLogitsProcessor(1.3), [1, 3]),
         (library.NoRepeatNGramLogitsProcessor(1), [1, 3]),
     ):
-        made = captured(processor, CPU, 1, 12)
+        made = captured(processor, Bucket(CPU), 1, 12)
         assert made is not None
         with fastgen.disabled():
             expected = processor(torch.tensor([known]), _scores(1, seed=1))
@@ -379,7 +379,7 @@ def _without(processor: Any, attribute: str) -> Any:
     ids=lambda processor: type(processor).__name__,
 )
 def test_others_are_not_captured(processor: Any) -> None:
-    assert captured(processor, CPU, 3, 12) is None
+    assert captured(processor, Bucket(CPU), 3, 12) is None
     assert signature(processor, 3, 12) is None
 
 
@@ -403,7 +403,7 @@ def test_signatures_differ_where_results_do() -> None:
     ids=lambda processor: type(processor).__name__,
 )
 def test_tokens_outside_the_vocabulary(processor: Any) -> None:
-    made = captured(processor, CPU, FIRST.prompt, FIRST.limit)
+    made = captured(processor, Bucket(CPU), FIRST.prompt, FIRST.limit)
     assert made is not None
     with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
         made(_scores(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))
