@@ -1,6 +1,6 @@
 """What makes FairSeq 0.12 run on a current Python, torch and NumPy, and keeps it from running code out of its files.
 
-Nothing here makes anything faster, and all of it holds whether generation is accelerated or not.
+This does not concern speed: it applies with and without acceleration.
 """
 
 from __future__ import annotations
