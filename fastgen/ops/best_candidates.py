@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fastgen.ops import _library
 
+# Below, a pass over the scores takes less time than what is around it.
+MIN_SCORES = 2**16
 # With more candidates than that a pass over the scores is no longer what takes the time.
 _MAX_COUNT = 256
 

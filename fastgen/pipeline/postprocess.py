@@ -99,10 +99,6 @@ class Work:
     def any(self) -> bool:
         return self.detokenizer is not None or bool(self.metrics)
 
-    def processor(self) -> Processor:
-        """A function that does this work."""
-        return Processor(self)
-
     def check(self) -> None:
         """Raises `SetupError` where a package is not installed that the detokenizer or a metric needs."""
         if self.detokenizer:

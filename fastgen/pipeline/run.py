@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import fastgen
@@ -22,7 +23,7 @@ from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding
 from fastgen.pipeline.memory import automatic_batch
 from fastgen.pipeline.model import Decoder, Encoder, Generated, ModelStage
 from fastgen.pipeline.planner import Batch, Resumed, Rules, Window, plan
-from fastgen.pipeline.postprocess import Outcome, PostProcessor, Texts, Work, default_workers
+from fastgen.pipeline.postprocess import Outcome, PostProcessor, Processor, Texts, Work, default_workers
 from fastgen.pipeline.records import BadRecord, Result
 from fastgen.pipeline.settings import RunOptions
 from fastgen.pipeline.stages import Timing, run_stages
@@ -125,7 +126,7 @@ def run(
         check_path(settings.model)
     inputs = Inputs(settings)
     workers = default_workers() if settings.workers is None else settings.workers
-    with closing(PostProcessor(work.processor, workers if work.any else 0)) as post:
+    with closing(PostProcessor(partial(Processor, work), workers if work.any else 0)) as post:
         loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
         begins()
         output: Output

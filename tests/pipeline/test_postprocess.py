@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastgen.pipeline.postprocess import Outcome, PostProcessor, Processor, Work
 
 WORK = Work("moses", "de", ("bleu", "exact"))
@@ -17,14 +19,14 @@ def _heavy_modules():
 def test_moses_and_metrics_in_a_worker():
     from sacremoses import MosesDetokenizer
 
-    post = PostProcessor(WORK.processor, workers=1)
+    post = PostProcessor(partial(Processor, WORK), workers=1)
     try:
         outcomes = post.submit(RECORDS).result()
         assert post._pool is not None
         assert post._pool.submit(_heavy_modules).result() == []
     finally:
         post.close()
-    assert outcomes == PostProcessor(WORK.processor, workers=0).submit(RECORDS).result()
+    assert outcomes == PostProcessor(partial(Processor, WORK), workers=0).submit(RECORDS).result()
     assert outcomes[0].texts == [MosesDetokenizer(lang="de").detokenize(text.split()) for text in RECORDS[0][0]]
     assert outcomes[0].statistics is not None
     assert outcomes[0].statistics["exact"] == [1.0]
@@ -33,7 +35,7 @@ def test_moses_and_metrics_in_a_worker():
 
 def test_no_work_needs_no_workers():
     assert not Work().any
-    post = PostProcessor(Work().processor, workers=0)
+    post = PostProcessor(partial(Processor, Work()), workers=0)
     assert post.submit([(["a  b"], None)]).result() == [Outcome(["a  b"])]
 
 

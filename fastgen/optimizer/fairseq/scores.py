@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching
-from fastgen.ops.best_candidates import best_candidates
+from fastgen.ops.best_candidates import MIN_SCORES, best_candidates
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from fastgen.optimizer.fairseq.call import Call, inside_call
-
-# Below, a pass over the scores takes less time than what is around it.
-MIN_SCORES = 2**16
 
 _NGRAM_ENTRY_POINT = "fairseq.no_repeat_ngram"
 

@@ -119,7 +119,7 @@ def _first_pass(
 ) -> Any:
     cache = model_kwargs["past_key_values"]
     layers = cache.layers  # empty, or none yet
-    stored: list[tuple[Tensor, Tensor]] = []
+    stored: list[tuple[Tensor, ...]] = []
     logits = outputs = None
     for rows, positions in groups:
         part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
@@ -131,7 +131,10 @@ def _first_pass(
         last = outputs.logits[:, -1:]
         if logits is None:
             logits = last.new_empty(ids.shape[0], *last.shape[1:])
-            stored = [(_zeros(layer.keys, ids), _zeros(layer.values, ids)) for layer in cache.layers]
+            stored = [
+                tuple(x.new_zeros(len(ids), x.shape[1], ids.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
+                for layer in cache.layers
+            ]
         logits[rows] = last
         for layer, (keys, values) in zip(cache.layers, stored, strict=True):
             keys[rows, :, positions], values[rows, :, positions] = layer.keys, layer.values
@@ -140,10 +143,6 @@ def _first_pass(
         cache.update(keys, values, index)
     outputs.logits = logits
     return outputs
-
-
-def _zeros(part: Tensor, ids: Tensor) -> Tensor:
-    return part.new_zeros(ids.shape[0], part.shape[1], ids.shape[1], part.shape[3])
 
 
 def _groups(call: Call, part: Any, ids: Tensor, mask: Any, config: Any, in_front: bool = False) -> Groups:

@@ -44,7 +44,6 @@ class BatchCompaction:
         self._criteria: bool | None = None  # whether it is known what they mean
         self._rows: Tensor | None = None  # of the rows that are still there: which one of all it is
         self._numbers = torch.arange(batch * per_input)  # of each of all rows: its number among those; 0 if it has left
-        self._gone = torch.zeros(batch * per_input, dtype=torch.bool)  # by row: it has left
         self._slices: dict[int, tuple[Any, Any]] = {}
         self._translated: tuple[Tensor, Tensor] | None = None
 
@@ -96,7 +95,9 @@ class BatchCompaction:
             return logits
         spread = logits.index_select(0, self._numbers)
         if not bool(logits[0].max().isfinite()):
-            spread[self._gone] = 0.0
+            gone = torch.ones_like(self._ended)  # by row: it has left
+            gone[self._rows] = False
+            spread[gone] = 0.0
         return spread
 
     def translate(self, index: Tensor) -> Tensor:
@@ -124,8 +125,6 @@ class BatchCompaction:
         self._rows = rows_of(self._inputs, self._per_input)
         self._numbers = torch.zeros_like(self._numbers)
         self._numbers[self._rows] = torch.arange(self._rows.shape[0])
-        self._gone = torch.ones_like(self._gone)
-        self._gone[self._rows] = False
         self._slices, self._translated = {}, None
 
     def _slice(self, name: str, value: Any) -> Any:

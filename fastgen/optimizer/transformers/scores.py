@@ -16,11 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from fastgen import patching
 from fastgen.decoding.shared import METADATA
-from fastgen.ops.best_candidates import best_candidates
+from fastgen.ops.best_candidates import MIN_SCORES, best_candidates
 from fastgen.optimizer.transformers.call import Call
-
-# Below, a pass over the scores takes less time than what is around it.
-MIN_SCORES = 2**16
 
 
 class _Scores(torch.Tensor):
