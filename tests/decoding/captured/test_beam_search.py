@@ -140,7 +140,8 @@ def test_one_search_after_the_other(model, device):
         state.take(reference(logits, state.running_scores, state.candidates))
     alone = search(model, shorter, reference, beams=3, max_length=10, eos=[EOS], length_penalty=0.4)
     assert state.results(1, 3).tolist() == alone.results(1, 3).tolist()
-    assert torch.equal(state.scores[:1], alone.scores)
+    # The model runs on more rows in one of them, and may round otherwise.
+    torch.testing.assert_close(state.scores[:1], alone.scores)
 
 
 def test_replays_in_a_graph(device):

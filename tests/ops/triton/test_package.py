@@ -19,7 +19,6 @@ blocked = {blocked}
 if blocked:
     sys.modules["triton"] = None
 import torch
-from fastgen.ops import triton as package
 from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
 assert blocked or "triton" not in sys.modules
 x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
@@ -29,7 +28,6 @@ assert decode_attention.decode_attention(x, x.unsqueeze(2), x.unsqueeze(2)).eq(1
 assert norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
 assert beam_step.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
 assert blocked or "triton" not in sys.modules
-print(package.backend())
 """
 
 
@@ -39,8 +37,6 @@ def test_references_serve(blocked):
     command = [sys.executable, "-c", USE_ALL.format(blocked=blocked)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    if blocked:
-        assert done.stdout == "torch reference: triton is not installed\n"
 
 
 def test_available():
