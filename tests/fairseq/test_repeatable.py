@@ -59,6 +59,9 @@ def test_the_same_command_twice_prints_the_same_digits(strict, tmp_path, monkeyp
     first = printed(None)
     assert len(first) == 12
     assert all(printed(costs) == first for costs in TIMINGS)
-    # Or this would show nothing: they do depend on the timings when nobody says otherwise.
+    # Or this would show nothing: the product depends on the timings when nobody says otherwise. On some machines
+    # all products give the same digits, so one of them is made to give others.
+    packed = linear.packed_linear
+    monkeypatch.setattr(linear, "packed_linear", lambda *given: packed(*given) * 1.01)
     monkeypatch.setattr(commands, "model_of_its_own", contextlib.nullcontext)
     assert printed(TIMINGS[0]) != printed(TIMINGS[1])
