@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import copy_bandwidth, seconds_of
-from fastgen.ops import no_repeat_ngram
-from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
+from fastgen.ops import no_repeat_ngram, rms_norm
+from fastgen.ops.triton import beam_step, decode_attention, kv_write
 
 _LEAST_BYTES = 256 * 2**20  # in turn, before an input comes again: several times the cache of an H200
 
@@ -127,7 +127,7 @@ def cases(device: torch.device, small: bool) -> Iterator[Case]:
 
     def make_norm() -> tuple[Callable[[], object], Callable[[], object]]:
         x, weight = (torch.randn(*shape, device=device, dtype=half) for shape in ((rows, width), (width,)))
-        return lambda: norm.rms_norm(x, weight), lambda: norm.reference(x, weight, 1e-6)
+        return lambda: rms_norm.rms_norm(x, weight), lambda: rms_norm.reference(x, weight, 1e-6)
 
     yield Case(f"RMS norm, {rows} x {width}", make_norm, 2 * rows * width * half.itemsize)
 

@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from fastgen.ops import no_repeat_ngram
+from fastgen.ops import no_repeat_ngram, rms_norm
 from fastgen.ops import triton as package
-from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
+from fastgen.ops.triton import beam_step, decode_attention, kv_write
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -72,7 +72,7 @@ def check_triton(device: str) -> None:
     same(found, beam_step.reference(scores, running, 2 * per_input).scores, "best_continuations")
     for width in (1000, 17001):
         x, weight = torch.randn(3, width, device=device), torch.randn(width, device=device)
-        same(norm.rms_norm(x, weight), norm.reference(x, weight, 1e-6), "rms_norm")
+        same(rms_norm.rms_norm(x, weight), rms_norm.reference(x, weight, 1e-6), "rms_norm")
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float = 1e-4) -> None:

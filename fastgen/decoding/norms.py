@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import patching
-from fastgen.ops import triton
-from fastgen.ops.triton.norm import reference, rms_norm
+from fastgen.ops.rms_norm import available, reference, rms_norm
 
 
 class Form(NamedTuple):
@@ -46,9 +45,9 @@ def serves(module: nn.Module, x: Any) -> bool:
     weight = module.weight
     return (
         not torch.compiler.is_compiling()
-        and _inside.get()
         and patching.is_active()
         and type(x) is Tensor
+        and _inside.get()
         and x.dtype is weight.dtype
         and x.device == weight.device
         and x.shape[-1:] == weight.shape
@@ -70,7 +69,7 @@ def form_of(module: nn.Module) -> Form | None:
         return None
     if len(module._parameters) > 1 or module._buffers or module._modules or "forward" in vars(module):
         return None
-    if weight.dtype not in triton.KERNEL_TYPES or not triton.available(weight):
+    if not available(weight):
         return None
     attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     numbers = [name for name, value in attributes.items() if type(value) is float]
@@ -104,7 +103,7 @@ def _probed(module: nn.Module, attributes: dict[str, Any], eps: str) -> Form | N
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
         return None
     for form in (Form(eps, True, 0.0), Form(eps, False, 0.0), Form(eps, False, 1.0)):
-        found = reference(x, layer.weight, getattr(layer, eps), offset=form.offset, rounds_scaled=form.rounds_scaled)
+        found = reference(x, layer.weight, getattr(layer, eps), form.offset, form.rounds_scaled)
         close = x.dtype is torch.float32 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
         if close or torch.equal(found, expected):
             return form

@@ -26,6 +26,8 @@ from fastgen.ops import _library, _timings
 _KERNEL = "linear 5"
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
+# The most rows that `dot_linear_out` takes.
+MAX_DOT_ROWS = 4
 # A wider layer is measured with fewer outputs, and in proportion.
 _MAX_BYTES = 2**26
 # The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
@@ -170,3 +172,5 @@ def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> floa
 _library.define("pack_linear(Tensor weight) -> Tensor")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("streamed_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")

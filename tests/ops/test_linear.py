@@ -39,6 +39,10 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
     result = _product(backend, x, weight, bias)
     with instruction_set(backend):
         assert torch.equal(linear.streamed_linear(x, weight, bias), result)
+        memory = torch.full((rows * outputs + 2,), torch.nan)
+        out = memory[1:-1].view(rows, outputs)
+        torch.ops.fastgen.streamed_linear_out(out, x, weight, bias)
+        assert torch.equal(out, result) and memory[[0, -1]].isnan().all()
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     assert result.shape == (rows, outputs) and result.dtype == torch.float32
     torch.testing.assert_close(result.double(), exact, atol=2e-6 * (inputs + 1), rtol=1e-5)
@@ -146,6 +150,28 @@ def test_what_does_not_fit_is_refused() -> None:
             linear.streamed_linear(x, weight, bias)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.ones(3, 21),
+        torch.ones(4, 20),
+        torch.ones(60),
+        torch.ones(1, 3, 20),
+        torch.ones(20, 3).t(),
+        torch.ones(3, 40)[:, ::2],
+        torch.ones(3, 21)[:, :20],
+        torch.ones(1, 20).expand(3, 20),
+        torch.ones(3, 20).double(),
+        torch.ones(3, 20).half(),
+    ],
+    ids=lambda out: f"{list(out.shape)} {out.stride()} {out.dtype}",
+)
+def test_a_result_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="the result must be"):
+        torch.ops.fastgen.streamed_linear_out(out, torch.randn(3, 10), torch.randn(20, 10), torch.randn(20))
+    assert (out == 1).all()
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing known yet."""
@@ -243,3 +269,34 @@ def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
     linear.costs(2, 32, 16, False)
     assert len(_timings.all(linear._KERNEL)) == 2 and not cache.exists()
+
+
+@pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 5), (16, 8), (33, 70), (600, 129), (64, 1000)])
+def test_dot_products(name, rows, inputs, outputs):
+    """Rows and lines of a weight that are not next to each other, with and without a bias; nothing else is written."""
+    x, weight = torch.randn(rows, inputs + 3)[:, :inputs], torch.randn(outputs, inputs + 2)[:, :inputs]
+    for bias in (None, torch.randn(outputs)):
+        around = torch.full((rows + 2, outputs), 7.0)
+        with instruction_set(name):
+            torch.ops.fastgen.dot_linear_out(around[1:-1], x, weight, bias)
+        wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(around[1:-1].double(), wanted, rtol=1e-5, atol=1e-4)
+        assert around[0].eq(7).all() and around[-1].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    "out, x, weight",
+    [
+        (torch.zeros(5, 3), torch.zeros(5, 4), torch.zeros(3, 4)),
+        (torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(4, 3).t()),
+        (torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(3, 4)),
+        (torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4)),
+        (torch.zeros(3, 2).t(), torch.zeros(2, 4), torch.zeros(3, 4)),
+        (torch.zeros(2, 3).double(), torch.zeros(2, 4), torch.zeros(3, 4)),
+    ],
+)
+def test_dot_products_refuse_what_they_do_not_take(out, x, weight):
+    with pytest.raises(RuntimeError, match="linear"):
+        torch.ops.fastgen.dot_linear_out(out, x, weight, None)

@@ -5,7 +5,9 @@
 // arrived (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008, with the packing
 // of the weight done once: `packed_linear`). Where the weight is left as it is, a piece of a panel at a time is laid out
 // in the cache and multiplied from there, while the next piece is asked for (`streamed_linear`): the result is the same
-// to the last bit, and the work of laying it out mostly takes place while memory is waited for.
+// to the last bit, and the work of laying it out mostly takes place while memory is waited for. For up to four rows it
+// need not be laid out: an output is the dot product of a row with a line of the weight (`dot_linear_out`), which adds up in
+// another order.
 #include "instruction_set.h"
 #include "transpose.h"
 
@@ -57,6 +59,7 @@ namespace portable {
 #define FASTGEN_ROWS 4
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/tiles.h"
+#include "linear/dots.h"
 }  // namespace portable
 
 #ifdef FASTGEN_X86
@@ -67,6 +70,7 @@ namespace avx2 {
 #define FASTGEN_ROWS 6
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/tiles.h"
+#include "linear/dots.h"
 }  // namespace avx2
 
 namespace avx512 {
@@ -76,6 +80,7 @@ namespace avx512 {
 #define FASTGEN_ROWS 8
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/tiles.h"
+#include "linear/dots.h"
 }  // namespace avx512
 #endif
 
@@ -83,21 +88,31 @@ using Multiply = void (*)(const float*, int64_t, int64_t, const float*, int64_t,
                           const Piece&);
 using LayOut = void (*)(const Piece&, int64_t, int64_t, float*);
 
+using Dots = void (*)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, float*, int64_t);
+
 struct Kernel {
   int64_t panel;  // outputs of a panel
   Multiply multiply;
   LayOut lay_out;
+  std::array<Dots, 4> dots;  // by the number of rows, less one
 };
+
+#define FASTGEN_KERNEL(SET)                        \
+  Kernel {                                         \
+    SET::kPanel, &SET::multiply, &SET::lay_out, {  \
+      &SET::all_dots<1>, &SET::all_dots<2>, &SET::all_dots<3>, &SET::all_dots<4> \
+    }                                              \
+  }
 
 Kernel kernel() {
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return {avx512::kPanel, &avx512::multiply, &avx512::lay_out};
-    case fastgen::InstructionSet::kAvx2: return {avx2::kPanel, &avx2::multiply, &avx2::lay_out};
+    case fastgen::InstructionSet::kAvx512: return FASTGEN_KERNEL(avx512);
+    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
     case fastgen::InstructionSet::kPortable: break;
   }
 #endif
-  return {portable::kPanel, &portable::multiply, &portable::lay_out};
+  return FASTGEN_KERNEL(portable);
 }
 
 int64_t panels_of(int64_t outputs) { return (outputs + kernel().panel - 1) / kernel().panel; }
@@ -130,11 +145,10 @@ Tensor pack_linear(Tensor weight) {
 // A product's input and result, and one panel of it.
 class Product {
  public:
-  Product(const Tensor& x, const std::optional<Tensor>& bias, int64_t outputs)
+  Product(const Tensor& x, const std::optional<Tensor>& bias, int64_t outputs, const Tensor& result)
       : rows(x.size(0)),
         inputs(x.size(1)),
         outputs(outputs),
-        result(torch::stable::new_empty(x, {x.size(0), outputs})),
         in_(static_cast<const float*>(x.const_data_ptr())),
         stride_(x.stride(0)),
         bias_(bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr),
@@ -171,7 +185,6 @@ class Product {
   }
 
   const int64_t rows, inputs, outputs;
-  Tensor result;
 
  private:
   const float* in_;
@@ -196,7 +209,8 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
                       packed.size(2) == kernel().panel && packed.size(1) == x.size(1) && outputs > 0 &&
                       packed.size(0) == panels_of(outputs),
                   "packed_linear: the weight was not packed for this product");
-  const Product product(x, bias, outputs);
+  Tensor result = torch::stable::new_empty(x, {x.size(0), outputs});
+  const Product product(x, bias, outputs, result);
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
   const int64_t blocks = (rows + kBlock - 1) / kBlock;
   const float* weights = static_cast<const float*>(packed.const_data_ptr());
@@ -218,15 +232,18 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
       }
     }
   });
-  return product.result;
+  return result;
 }
 
-Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
   check_weight(weight);
   const int64_t outputs = weight.size(0);
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(weight.size(1) == x.size(1), "streamed_linear: x must have as many inputs as the weight");
-  const Product product(x, bias, outputs);
+  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == x.size(0) && result.size(1) == outputs &&
+                      result.is_contiguous() && result.scalar_type() == ScalarType::Float,
+                  "streamed_linear: the result must be [rows, outputs] of float32");
+  const Product product(x, bias, outputs, result);
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
   const int64_t blocks = (rows + kBlock - 1) / kBlock, output_stride = weight.stride(0), input_stride = weight.stride(1);
   const float* weights = static_cast<const float*>(weight.const_data_ptr());
@@ -254,7 +271,40 @@ Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
       }
     }
   });
-  return product.result;
+}
+
+// For up to four rows and a weight whose inputs are next to each other. It adds up in another order than the others.
+void dot_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  check_weight(weight);
+  const int64_t rows = x.size(0), outputs = weight.size(0), inputs = weight.size(1), stride = weight.stride(0);
+  check_input(x, bias, outputs);
+  STD_TORCH_CHECK(inputs == x.size(1) && weight.stride(1) == 1 && rows <= 4,
+                  "dot_linear: takes up to 4 rows, and a weight with the inputs next to each other");
+  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == rows && result.size(1) == outputs && result.is_contiguous() &&
+                      result.scalar_type() == ScalarType::Float,
+                  "dot_linear: the result must be [rows, outputs] of float32");
+  if (rows == 0) return;
+  const float* values = static_cast<const float*>(x.const_data_ptr());
+  const float* weights = static_cast<const float*>(weight.const_data_ptr());
+  const float* added = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  float* to = static_cast<float*>(result.mutable_data_ptr());
+  const Dots dots = kernel().dots[rows - 1];
+  const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1), x_stride = x.stride(0);
+  // In pieces of whole groups of outputs, one for each thread: it reads its part of the weight as one stream.
+  const int64_t piece = std::max<int64_t>((outputs + threads * 8 - 1) / (threads * 8) * 8, 32);
+  torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * piece, some = std::min(end * piece, outputs) - first;
+    dots(values, x_stride, weights + first * stride, stride, inputs, some, added ? added + first : nullptr, to + first,
+         outputs);
+  });
+}
+
+Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  check_weight(weight);
+  STD_TORCH_CHECK(x.dim() == 2, "a linear layer: x must be [rows, inputs]");
+  Tensor result = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
+  streamed_linear_out(result, x, weight, bias);
+  return result;
 }
 
 }  // namespace
@@ -263,6 +313,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_linear", TORCH_BOX(&pack_linear));
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
+  library.impl("streamed_linear_out", TORCH_BOX(&streamed_linear_out));
+  library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out));
 }
 
 #endif

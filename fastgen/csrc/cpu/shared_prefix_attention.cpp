@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -49,9 +50,10 @@ void check_pair(const char* name, const Tensor& keys, const Tensor& values, int6
                   "shared_prefix_attention: the dims of the ", name, " do not fit");
 }
 
+// The table may have more columns than there are positions.
 void check_ancestry(const Tensor& ancestry, int64_t rows, int64_t length) {
   STD_TORCH_CHECK(ancestry.is_cpu() && ancestry.scalar_type() == ScalarType::Int && ancestry.dim() == 2 &&
-                      ancestry.size(0) == rows && ancestry.size(1) == length,
+                      ancestry.size(0) == rows && ancestry.size(1) >= length,
                   "shared_prefix_attention: ancestry must be an int32 tensor [", rows, ", ", length, "] on the CPU");
   const auto* table = static_cast<const int32_t*>(ancestry.const_data_ptr());
   for (int64_t i = 0; i < rows; ++i) {
@@ -153,7 +155,11 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
     check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
     suffix_length = suffix_keys->size(2);
   }
-  if (ancestry) check_ancestry(*ancestry, rows, suffix_length);
+  if (ancestry) {
+    STD_TORCH_CHECK(ancestry->dim() == 2 && ancestry->size(1) == suffix_length,
+                    "shared_prefix_attention: ancestry must be [", rows, ", ", suffix_length, "]");
+    check_ancestry(*ancestry, rows, suffix_length);
+  }
 
   AttentionProblem problem{};
   problem.batch = batch;
@@ -191,8 +197,123 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   return output;
 }
 
+const int32_t* bounds(const char* name, const std::optional<Tensor>& given, int64_t batch) {
+  if (!given) return nullptr;
+  STD_TORCH_CHECK(given->is_cpu() && given->scalar_type() == ScalarType::Int && given->dim() == 1 &&
+                      given->size(0) == batch && given->is_contiguous(),
+                  "decode_attention: ", name, " must be int32, [", batch, "], on the CPU");
+  return static_cast<const int32_t*>(given->const_data_ptr());
+}
+
+// The schema is defined in fastgen/ops/triton/decode_attention.py.
+void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tensor prefix_values,
+                          std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
+                          std::optional<Tensor> starts, std::optional<Tensor> ends, std::optional<Tensor> suffix_length,
+                          std::optional<Tensor> ancestry, std::optional<Tensor> bias, std::optional<double> scale,
+                          std::optional<int64_t> window) {
+  const ScalarType type = query.scalar_type();
+  STD_TORCH_CHECK(query.is_cpu() && query.dim() == 3 && prefix_keys.dim() == 4 && prefix_values.dim() == 4 &&
+                      (type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16),
+                  "decode_attention: query must be [rows, heads, dim] and the prefix [batch, kv heads, N, dim]");
+  const int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
+  const int64_t batch = prefix_keys.size(0), kv_heads = prefix_keys.size(1), value_dim = prefix_values.size(3);
+  STD_TORCH_CHECK(batch > 0 && rows % batch == 0 && kv_heads > 0 && heads % kv_heads == 0,
+                  "decode_attention: rows and heads must be multiples of those of the prefix");
+  check_part("prefix_keys", prefix_keys, query, batch, kv_heads);
+  check_part("prefix_values", prefix_values, query, batch, kv_heads);
+  check_pair("prefix", prefix_keys, prefix_values, dim, value_dim);
+  STD_TORCH_CHECK(output.scalar_type() == type && output.is_contiguous() && output.dim() == 3 &&
+                      output.size(0) == rows && output.size(1) == heads && output.size(2) == value_dim,
+                  "decode_attention: the result must be [rows, heads, dim of the values]");
+  AttentionProblem problem{};
+  problem.batch = batch;
+  problem.kv_heads = kv_heads;
+  problem.queries = 1;
+  problem.prefix_length = prefix_keys.size(2);
+  problem.dim = dim;
+  problem.value_dim = value_dim;
+  problem.starts = bounds("starts", starts, batch);
+  problem.ends = bounds("ends", ends, batch);
+  int64_t capacity = 0;
+  if (suffix_keys) {
+    STD_TORCH_CHECK(suffix_values && suffix_length && suffix_length->numel() == 1 &&
+                        suffix_length->scalar_type() == ScalarType::Long,
+                    "decode_attention: a suffix needs keys, values, and a length of int64");
+    check_part("suffix_keys", *suffix_keys, query, rows, kv_heads);
+    check_part("suffix_values", *suffix_values, query, rows, kv_heads);
+    check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
+    capacity = suffix_keys->size(2);
+    const int64_t filled = *static_cast<const int64_t*>(suffix_length->const_data_ptr());
+    problem.suffix_length = std::clamp<int64_t>(filled, 0, capacity);
+    problem.suffix_keys = strided(*suffix_keys);
+    problem.suffix_values = strided(*suffix_values);
+  }
+  if (ancestry) {
+    check_ancestry(*ancestry, rows, problem.suffix_length);
+    problem.ancestry = strided(*ancestry);
+  }
+  if (window) problem.first = std::max<int64_t>(problem.prefix_length + problem.suffix_length - *window, 0);
+  problem.mask_type = ElementType::kBool;
+  if (bias) {
+    STD_TORCH_CHECK(bias->is_cpu() && bias->dim() <= 3 &&
+                        (bias->scalar_type() == type || bias->scalar_type() == ScalarType::Float),
+                    "decode_attention: the bias must be float32 or of the type of the query, with three dimensions at most");
+    const int64_t sizes[3] = {rows, heads, problem.prefix_length + capacity};
+    problem.mask.data = bias->const_data_ptr();
+    const int64_t missing = 3 - bias->dim();
+    for (int64_t i = missing; i < 3; ++i) {
+      const int64_t size = bias->size(i - missing);
+      STD_TORCH_CHECK(size == sizes[i] || size == 1, "decode_attention: the bias does not fit");
+      problem.mask.strides[i == 2 ? 3 : i] = size == 1 ? 0 : bias->stride(i - missing);
+    }
+    problem.mask_type = element_type(bias->scalar_type());
+  }
+  if (output.numel() == 0) return;
+  problem.per_input = rows / batch;
+  problem.group = heads / kv_heads;
+  problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
+  problem.query = strided(query);
+  problem.query.strides[3] = problem.query.strides[2];
+  problem.query.strides[2] = 0;
+  problem.prefix_keys = strided(prefix_keys);
+  problem.prefix_values = strided(prefix_values);
+  problem.output = output.mutable_data_ptr();
+  attend(problem, element_type(type));
+}
+
+// The schema is defined in fastgen/ops/triton/kv_write.py.
+void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
+  STD_TORCH_CHECK(position.numel() == 1 && position.scalar_type() == ScalarType::Long,
+                  "kv_write: position must be one integer of int64");
+  const int64_t at = *static_cast<const int64_t*>(position.const_data_ptr());
+  const auto check = [](const Tensor& from, const Tensor& to) {
+    STD_TORCH_CHECK(from.dim() == 3 && to.dim() == 4 && from.size(0) == to.size(0) && from.size(1) == to.size(1) &&
+                        from.size(2) == to.size(3) && from.scalar_type() == to.scalar_type() &&
+                        (from.size(2) <= 1 || (from.stride(2) == 1 && to.stride(3) == 1)),
+                    "kv_write: takes [rows, heads, dim] and a cache [rows, heads, capacity, dim] of the same type");
+  };
+  check(keys, key_cache);
+  check(values, value_cache);
+  const auto write = [at](const Tensor& from, Tensor& to) {
+    if (at < 0 || at >= to.size(2)) return;
+    const int64_t size = from.element_size();
+    const char* source = static_cast<const char*>(from.const_data_ptr());
+    char* target = static_cast<char*>(to.mutable_data_ptr());
+    for (int64_t row = 0; row < from.size(0); ++row) {
+      for (int64_t head = 0; head < from.size(1); ++head) {
+        std::memcpy(target + (row * to.stride(0) + head * to.stride(1) + at * to.stride(2)) * size,
+                    source + (row * from.stride(0) + head * from.stride(1)) * size, from.size(2) * size);
+      }
+    }
+  };
+  write(keys, key_cache);
+  write(values, value_cache);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("decode_attention_out", TORCH_BOX(&decode_attention_out));
+  library.impl("kv_write", TORCH_BOX(&kv_write));
   library.impl("shared_prefix_attention", TORCH_BOX(&shared_prefix_attention_cpu));
 }

@@ -132,6 +132,13 @@ def decode_attention(
     _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias)
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
     if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
+        if _suits_cpu(query, starts, ends, suffix_length, bias):
+            out = query.new_empty(*query.shape[:2], prefix_values.shape[3])
+            torch.ops.fastgen.decode_attention_out(
+                out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
+                ancestry, bias, scale, window,
+            )  # fmt: skip
+            return out
         return reference(
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
             suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window,
@@ -204,6 +211,19 @@ def decode_attention(
             num_warps=1 if splits <= 8 else 4,
         )
     return out
+
+
+def _suits_cpu(
+    query: Tensor, starts: Tensor | None, ends: Tensor | None, length: Tensor | None, bias: Tensor | None
+) -> bool:
+    return (
+        query.device.type == "cpu"
+        and query.dtype in package.KERNEL_TYPES
+        and (bias is None or bias.dtype in (query.dtype, torch.float32))
+        and torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::decode_attention_out", "CPU")
+        and all(bound is None or (bound.dtype == torch.int32 and bound.is_contiguous()) for bound in (starts, ends))
+        and (length is None or length.dtype == torch.int64)
+    )
 
 
 def reference(
@@ -283,3 +303,10 @@ def _check(
     require(all(part.dtype == query.dtype for part in parts), "query, keys and values of different types")
     require(all(part.shape[-1] < 2 or part.stride(-1) == 1 for part in parts), "the last dimension must be contiguous")
     require(bias is None or bias.is_floating_point(), "bias must be floating point")
+
+
+_library.define(
+    "decode_attention_out(Tensor(a!) out, Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys, "
+    "Tensor? suffix_values, Tensor? starts, Tensor? ends, Tensor? suffix_length, Tensor? ancestry, Tensor? bias, "
+    "float? scale, int? window) -> ()"
+)

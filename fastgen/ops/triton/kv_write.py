@@ -31,7 +31,10 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
     require(same, "keys and values of different shapes")
     if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
-        return reference(keys, values, key_cache, value_cache, position)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::kv_write", keys.device.type.upper())
+        write = torch.ops.fastgen.kv_write if has_kernel and position.dtype == torch.int64 else reference
+        write(keys, values, key_cache, value_cache, position)
+        return
     from fastgen.ops.triton import _kernels as kernels
 
     rows, heads, dim = keys.shape
@@ -61,3 +64,8 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
     at = position.reshape(1).long().clamp(0, capacity - 1)
     for new, cache in ((keys, key_cache), (values, value_cache)):
         cache.index_copy_(2, at, torch.where(at == position, new.unsqueeze(2), cache.index_select(2, at)))
+
+
+_library.define(
+    "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position) -> ()"
+)

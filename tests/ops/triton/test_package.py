@@ -19,13 +19,14 @@ blocked = {blocked}
 if blocked:
     sys.modules["triton"] = None
 import torch
-from fastgen.ops.triton import beam_step, decode_attention, kv_write, norm
+from fastgen.ops import rms_norm
+from fastgen.ops.triton import beam_step, decode_attention, kv_write
 assert blocked or "triton" not in sys.modules
 x, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 3, 8)
 kv_write.kv_write(x, x, cache, cache.clone(), torch.tensor(1))
 assert cache[:, :, 1].eq(1).all()
 assert decode_attention.decode_attention(x, x.unsqueeze(2), x.unsqueeze(2)).eq(1).all()
-assert norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
+assert rms_norm.rms_norm(x, torch.ones(8)).sub(1).abs().max() < 1e-5
 assert beam_step.best_continuations(x[:, 0], torch.zeros(1, 2), 4).scores.shape == (1, 4)
 assert blocked or "triton" not in sys.modules
 """

@@ -47,6 +47,7 @@ inline State state_in(float* memory, const AttentionProblem& problem) {
 }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 template <typename scalar_t>
 inline const scalar_t* at(const Strided& x, int64_t i, int64_t j, int64_t k = 0, int64_t l = 0) {
@@ -321,11 +322,12 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
   const int64_t first_row = copy * problem.group * problem.queries;
   const int64_t row = input * problem.per_input + copy;
   Block<scalar_t> block;
-  for (int64_t start = 0; start < problem.suffix_length; start += kBlock) {
+  const int64_t begin = larger(problem.first - problem.prefix_length, 0);
+  for (int64_t start = begin; start < problem.suffix_length; start += kBlock) {
     block.length = smaller(kBlock, problem.suffix_length - start);
     const bool last_block = start + kBlock >= problem.suffix_length, last_copy = copy + 1 == problem.per_input;
     block.next_keys = !last_block                ? kBlock * problem.suffix_keys.strides[2]
-                      : start == 0 && !last_copy ? problem.suffix_keys.strides[0]
+                      : start == begin && !last_copy ? problem.suffix_keys.strides[0]
                                                  : 0;
     const int64_t position = problem.prefix_length + start;
     if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
@@ -392,8 +394,11 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
         state_in(problem.fused ? scratch.state : problem.states + task * problem.state_size(), problem);
     clear(state);
     gather_queries<scalar_t>(problem, input, kv_head, 0, rows, scratch);
-    const int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
-    for (int64_t start = chunk * problem.chunk_length; start < stop; start += kBlock) {
+    int64_t begin_chunk = larger(chunk * problem.chunk_length, problem.first);
+    int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
+    if (problem.starts != nullptr) begin_chunk = larger(begin_chunk, problem.starts[input]);
+    if (problem.ends != nullptr) stop = smaller(stop, problem.ends[input]);
+    for (int64_t start = begin_chunk; start < stop; start += kBlock) {
       block.length = smaller(kBlock, stop - start);
       block.next_keys = start + kBlock < stop ? kBlock * problem.prefix_keys.strides[2] : 0;
       if (!is_visible(problem, input, kv_head, 0, rows, start, block.length)) continue;

@@ -24,6 +24,10 @@ struct AttentionProblem {
   float scale;
   Strided query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry;
   ElementType mask_type;
+  // Of each input's prefix the positions in [starts, ends) count; all of them where these are null. Positions before
+  // `first` of prefix and suffix together count for nobody.
+  const int32_t *starts, *ends;
+  int64_t first;
   void* output;  // [rows, heads, queries, value_dim], contiguous
 
   // The prefix is read in chunks, which may be read at the same time. Each leaves a state, see `State` in kernel.h;

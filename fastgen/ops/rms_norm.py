@@ -1,0 +1,64 @@
+"""RMS norm as one operation (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 4).
+
+On a GPU it is a kernel of Triton's, on the CPU one in csrc/cpu/rms_norm.cpp, elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library, triton
+from fastgen.ops.triton import norm
+
+# What the kernel on the CPU computes with.
+_CPU_TYPES = (torch.float32, torch.bfloat16)
+
+
+def available(like: Tensor) -> bool:
+    """Whether there is a kernel for the type and the device of this tensor."""
+    if like.device.type == "cpu":
+        there = torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::rms_norm_out", "CPU")
+        return there and like.dtype in _CPU_TYPES
+    return triton.available(like) and like.dtype in triton.KERNEL_TYPES
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, rounds_scaled: bool = False
+) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * (weight + offset)` over the last dimension. The mean is float32 in all types.
+
+    Args:
+        x, weight: [..., width] and [width], of any floating types; the result is like x.
+        offset: what is added to the weight: 1 for models (Gemma) that store its difference from one.
+        rounds_scaled: the row is rounded to the type of `x` before it is multiplied by the weight, too (T5, Llama).
+
+    Raises:
+        ValueError: the weight has another width.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: a weight of {tuple(weight.shape)} for a width of {x.shape[-1]}")
+    if not available(x) or (x.device.type == "cpu" and weight.dtype is not x.dtype):
+        return reference(x, weight, eps, offset, rounds_scaled)
+    if x.device.type == "cpu":
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.ops.fastgen.rms_norm_out(out, x.contiguous(), weight.contiguous(), eps, offset, rounds_scaled)
+        return out
+    return norm.launch(x, weight, eps, offset, rounds_scaled)
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds_scaled: bool = False) -> Tensor:
+    """The operator in plain torch, for any device and type."""
+    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    if rounds_scaled:
+        value = value.to(x.dtype).to(value.dtype)
+    return (value * (weight.to(value.dtype) + offset)).to(x.dtype)
+
+
+backend = partial(_library.backend, "fastgen::rms_norm_out")
+_library.define(
+    "rms_norm_out(Tensor(a!) out, Tensor x, Tensor weight, float eps, float offset, bool rounds_scaled) -> ()"
+)

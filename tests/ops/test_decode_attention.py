@@ -1,0 +1,269 @@
+"""Decode attention on the CPU, with each instruction set, against its reference in plain torch."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastgen.ops import _library
+from fastgen.ops import triton as package
+from fastgen.ops.triton.decode_attention import decode_attention, reference
+from tests.ops.instructions import instruction_set
+from tests.ops.triton.test_decode_attention import PLAIN, TOLERANCE, TYPES, assert_right, expected, make
+from tests.ops.triton.test_decode_attention import cases as gpu_cases
+
+needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
+instruction_sets = pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
+CPU = torch.device("cpu")
+
+# What the kernel for the CPU takes beyond what the cases of the one for GPUs have.
+MORE = {
+    "per_input": st.integers(1, 4),
+    "dims": st.sampled_from([(1, 1), (7, 7), (33, 5), (64, 64), (65, 130), (80, 80)]),
+    "padding": st.sampled_from(["none", "left", "right", "all", "both"]),
+    "filled": st.sampled_from([None, 0, 1, 2, 10**6, -1]),  # None: as many as the case has
+    "bias": st.sampled_from(["none", "a number", "positions", "heads", "rows", "rows and heads", "all", "all masked"]),
+    "bias_type": st.sampled_from(["float32", "query"]),
+    "window": st.sampled_from([None, 0, 1, 17, 60, 10**6]),
+    "embedded": st.booleans(),
+}
+cases = st.tuples(gpu_cases, st.fixed_dictionaries(MORE)).map(lambda parts: parts[0] | parts[1])
+SIMPLE = PLAIN | {"filled": None, "bias_type": "query", "embedded": False}
+
+
+def embedded(tensor):
+    """The same numbers in memory that is NaN before, between and behind them."""
+    shape = [2 * size + 3 for size in tensor.shape]
+    memory = torch.full(shape, math.nan, dtype=tensor.dtype)
+    view = memory[tuple(slice(1, 1 + 2 * size, 2) for size in tensor.shape[:-1])][..., 2 : 2 + tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def arguments_of(case):
+    arguments = make(case | {"bias": "none", "padding": case["padding"].replace("both", "none")}, CPU)
+    if "starts" in arguments:
+        arguments["starts"] = arguments["starts"].int()
+    generator = torch.Generator().manual_seed(case["seed"])
+    batch, _, prefix, _ = arguments["prefix_keys"].shape
+    if case["padding"] == "both":  # some of the ranges are empty, some of the bounds lie outside
+        arguments["starts"], arguments["ends"] = torch.randint(-2, prefix + 3, (2, batch), generator=generator).int()
+        for b, (start, end) in enumerate(zip(arguments["starts"].tolist(), arguments["ends"].tolist(), strict=True)):
+            for name in ("prefix_keys", "prefix_values"):
+                arguments[name][b, :, : max(start, 0)] = math.nan
+                arguments[name][b, :, max(end, 0) :] = math.nan
+    capacity = arguments["suffix_keys"].shape[2] if "suffix_keys" in arguments else 0
+    if capacity and case["filled"] is not None:
+        filled = min(max(case["filled"], 0), capacity)
+        arguments["suffix_length"].fill_(case["filled"])
+        for name in ("suffix_keys", "suffix_values"):
+            arguments[name].normal_(generator=generator)[:, :, filled:] = math.nan
+        if "ancestry" in arguments:
+            own = torch.arange(len(arguments["query"]), dtype=torch.int32).unsqueeze(1)
+            arguments["ancestry"][:] = own // case["per_input"] * case["per_input"]
+            arguments["ancestry"][:, filled:] = -1
+    rows, heads = arguments["query"].shape[:2]
+    positions = prefix + capacity
+    shape = {
+        "a number": (1,), "positions": (positions,), "heads": (heads, positions), "rows": (rows, 1, positions),
+        "rows and heads": (rows, heads, 1), "all": (rows, heads, positions), "all masked": (1, 1, positions),
+    }.get(case["bias"])  # fmt: skip
+    if shape is not None:
+        bias = torch.randn(shape, generator=generator)
+        bias[torch.rand(shape, generator=generator) < (2 if case["bias"] == "all masked" else 0.2)] = -math.inf
+        arguments["bias"] = bias.to(case["dtype"] if case["bias_type"] == "query" else torch.float32)
+    if case["embedded"]:
+        for name in ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "bias"):
+            if name in arguments:
+                arguments[name] = embedded(arguments[name])
+    return arguments
+
+
+NAMES = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "starts", "ends", "suffix_length",
+         "ancestry", "bias", "scale", "window")  # fmt: skip
+
+
+def kernel(out=None, **arguments):
+    """The operator itself, into memory that holds NaN."""
+    if out is None:
+        query, values = arguments["query"], arguments["prefix_values"]
+        out = query.new_full((*query.shape[:2], values.shape[3]), math.nan)
+    torch.ops.fastgen.decode_attention_out(out, *[arguments.get(name) for name in NAMES])
+    return out
+
+
+@needs_kernel
+@instruction_sets
+@given(case=cases)
+@example(case=SIMPLE | {"prefix": 0, "suffix": 0})
+@example(case=SIMPLE | {"prefix": 0, "suffix": 1})
+@example(case=SIMPLE | {"filled": 0})
+@example(case=SIMPLE | {"padding": "all", "suffix": 0})
+@example(case=SIMPLE | {"padding": "left", "window": 30})
+@example(case=SIMPLE | {"padding": "both", "bias": "rows", "embedded": True})
+@example(case=SIMPLE | {"bias": "all masked"})
+@example(case=SIMPLE | {"prefix": 600, "padding": "right", "window": 300, "bias": "all"})  # the prefix in chunks
+@example(case=SIMPLE | {"prefix": 600, "padding": "left", "dtype": torch.bfloat16, "embedded": True})
+@example(case=SIMPLE | {"prefix": 600, "filled": 0, "padding": "both"})
+@example(case=SIMPLE | {"prefix": 3, "suffix": 200, "window": 70})  # suffixes are tasks of their own
+@settings(max_examples=60)
+def test_kernel(name, case):
+    arguments = arguments_of(case)
+    with instruction_set(name):
+        found = kernel(**arguments)
+    assert not found.isnan().any()
+    assert_right(case, found, reference(**arguments).double())
+
+
+@needs_kernel
+@instruction_sets
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_against_the_definition(name, dtype):
+    for padding in ("left", "right"):
+        case = PLAIN | {"dtype": dtype, "group": 3, "padding": padding, "bias": "all", "window": 40}
+        arguments = make(case, CPU)
+        if "starts" in arguments:
+            arguments["starts"] = arguments["starts"].int()
+        with instruction_set(name):
+            assert_right(case, kernel(**arguments), expected(arguments))
+
+
+@needs_kernel
+@instruction_sets
+@pytest.mark.parametrize("prefix", [0, 20, 600])
+def test_rows_that_see_nothing_give_zeros(name, prefix):
+    """One that is masked, among others that are not, and an input that is padding."""
+    arguments = arguments_of(SIMPLE | {"prefix": prefix, "suffix": 10})
+    bias = torch.zeros(8, 1, prefix + 13)
+    bias[2] = -math.inf
+    with instruction_set(name):
+        found = kernel(**arguments, bias=bias)
+        assert not found[2].any() and found[[0, 1, 3]].any(-1).all()
+        arguments["starts"] = torch.tensor([prefix, 0], dtype=torch.int32)
+        arguments["suffix_length"].zero_()
+        found = kernel(**arguments)
+    assert not found[:4].any() and found[4:].any(-1).all() == (prefix > 0)
+
+
+@needs_kernel
+@pytest.mark.parametrize("changes", [{}, {"prefix": 3, "suffix": 300}, {"prefix": 2000, "batch": 1, "kv_heads": 1}])
+def test_the_number_of_threads_does_not_matter(changes):
+    arguments = arguments_of(SIMPLE | {"prefix": 600, "dims": (80, 80), "group": 7} | changes)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(kernel(**arguments))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        # Whether suffixes are tasks of their own, and are added up in another order, depends on the threads.
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0], reference(**arguments), rtol=2e-5, atol=2e-5)
+
+
+@needs_kernel
+def test_dimensions_of_the_query_in_any_order():
+    arguments = arguments_of(SIMPLE)
+    arguments["query"] = arguments["query"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert_right(SIMPLE, kernel(**arguments), reference(**arguments).double())
+
+
+@needs_kernel
+def test_inputs_are_left_alone():
+    arguments = arguments_of(SIMPLE | {"bias": "all", "padding": "both", "prefix": 600})
+    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    kernel(**arguments)
+    for name, value in before.items():
+        torch.testing.assert_close(arguments[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+ROWS, HEADS, DIM, CAPACITY = 4, 2, 8, 6
+RIGHT = {
+    "query": torch.zeros(ROWS, HEADS, DIM),
+    "prefix_keys": torch.zeros(2, HEADS, 5, DIM),
+    "prefix_values": torch.zeros(2, HEADS, 5, 3),
+    "suffix_keys": torch.zeros(ROWS, HEADS, CAPACITY, DIM),
+    "suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3),
+    "suffix_length": torch.tensor(6),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query": torch.zeros(5, HEADS, DIM)},
+        {"query": torch.zeros(ROWS, 3, DIM)},
+        {"query": torch.zeros(ROWS, HEADS, 16)},
+        {"query": torch.zeros(ROWS, HEADS, 1, DIM)},
+        {"query": torch.zeros(ROWS, HEADS, DIM).double()},
+        {"query": torch.zeros(ROWS, HEADS, DIM).half()},
+        {"prefix_keys": torch.zeros(0, HEADS, 5, DIM)},
+        {"prefix_keys": torch.zeros(2, 0, 5, DIM)},
+        {"prefix_keys": torch.zeros(2, HEADS, 5, DIM).half()},
+        {"prefix_keys": torch.zeros(2, HEADS, DIM, 5).transpose(2, 3)},
+        {"prefix_values": torch.zeros(2, HEADS, 4, 3)},
+        {"prefix_values": torch.zeros(2, 1, 5, 3)},
+        {"suffix_keys": torch.zeros(2, HEADS, CAPACITY, DIM)},
+        {"suffix_keys": torch.zeros(ROWS, HEADS, CAPACITY + 1, DIM)},
+        {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 4)},
+        {"suffix_values": torch.zeros(ROWS, HEADS, CAPACITY, 3).half()},
+        {"suffix_values": None},
+        {"suffix_length": None},
+        {"suffix_length": torch.tensor([1, 2])},
+        {"suffix_length": torch.tensor(3, dtype=torch.int32)},
+        {"starts": torch.zeros(3, dtype=torch.int32)},
+        {"starts": torch.zeros(2, dtype=torch.int64)},
+        {"ends": torch.zeros(2, 1, dtype=torch.int32)},
+        {"ends": torch.zeros(4, dtype=torch.int32)[::2]},
+        {"ancestry": torch.zeros(ROWS, CAPACITY).long()},
+        {"ancestry": torch.zeros(ROWS, CAPACITY - 1).int()},
+        {"ancestry": torch.zeros(ROWS - 1, CAPACITY).int()},
+        {"ancestry": torch.full((ROWS, CAPACITY), ROWS).int()},
+        {"ancestry": torch.full((ROWS, CAPACITY), -1).int()},
+        {"bias": torch.zeros(ROWS, HEADS, 10)},
+        {"bias": torch.zeros(2, HEADS, 11)},
+        {"bias": torch.zeros(1, ROWS, HEADS, 11)},
+        {"bias": torch.zeros(ROWS, HEADS, 11).double()},
+        {"bias": torch.zeros(ROWS, HEADS, 11).half()},
+        {"out": torch.zeros(ROWS, HEADS, 4)},
+        {"out": torch.zeros(ROWS, HEADS, 3).half()},
+        {"out": torch.zeros(ROWS, 3, HEADS).transpose(1, 2)},
+    ],
+    ids=lambda changes: str({name: value if value is None else list(value.shape) for name, value in changes.items()}),
+)
+def test_the_kernel_reads_nothing_else(changes):
+    """Whoever calls the operator itself gets an error, not other memory."""
+    kernel(**RIGHT)
+    with pytest.raises(RuntimeError, match="decode_attention: |shared_prefix_attention: "):
+        kernel(**(RIGHT | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, TOLERANCE[torch.float32]),
+        ({"starts": torch.tensor([3, 0]), "ends": torch.tensor([50, 20])}, 0),
+        ({"starts": torch.tensor([3, 9, 0, 9]).int()[::2]}, 0),
+        ({"suffix_length": torch.tensor([20]).int()}, 0),
+        ({"bias": torch.randn(2, 73).double()}, 0),
+        ({"bias": torch.randn(2, 73).half()}, 0),
+        ({"bias": torch.randn(73)}, TOLERANCE[torch.float32]),
+        ("double", 0),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_computed_by_torch(changes, tolerance):
+    arguments = arguments_of(SIMPLE)
+    if changes == "double":
+        changes = {
+            name: value.double() for name, value in arguments.items() if getattr(value, "is_floating_point", bool)()
+        }
+    arguments |= changes
+    with mock.patch.object(package, "available", lambda *tensors: False):
+        found = decode_attention(**arguments)
+    torch.testing.assert_close(found, reference(**arguments), rtol=tolerance, atol=tolerance)
