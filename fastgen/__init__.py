@@ -50,8 +50,8 @@ def enable(
             longer those of float32.
         linear_products: how products with weights on the CPU are chosen: "measured" (the default), the fastest on this
             machine, or "fixed", with which a run can be repeated to the last bit.
-        captured_step: whether decoding steps on a GPU are captured in a CUDA graph: "auto" (the default), where that
-            serves, or "never".
+        captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
+            where that serves, or "never".
         cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:

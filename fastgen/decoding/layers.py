@@ -1,7 +1,7 @@
 """Layers of a model in a faster form, for as long as it generates.
 
-Inside `FastLayers`, a layer that spells out a function of torch uses that, an RMS norm is one kernel in the captured
-step of a GPU (`fastgen.decoding.norms`), and a linear layer that is its weight and bias alone has a `forward` that
+Inside `FastLayers`, a layer that spells out a function of torch uses that, an RMS norm is one kernel in a captured
+step (`fastgen.decoding.norms`), and a linear layer that is its weight and bias alone has a `forward` that
 chooses its product (`fastgen.decoding.products`). Hooks keep working: they run around `forward`.
 
 A packed weight counts as long as the parameter is the same object, in the same memory, of the same version. Torch does
@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +42,14 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 MIN_WEIGHT_BYTES = 2**20
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
+
+
+_as_they_are: ContextVar[bool] = ContextVar("fastgen_plain_layers", default=False)
+
+
+def as_they_are() -> AbstractContextManager[None]:
+    """Inside this, linear layers run on torch's own products: what is captured is made of these."""
+    return patching.held(_as_they_are, True)
 
 
 class _PackingBudget:
@@ -175,7 +185,7 @@ class _Linear(Replacement):
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
-        if self._failed or not _serves(x):
+        if self._failed or _as_they_are.get() or not _serves(x):
             return self._plain(*arguments, **named)
         try:
             y = self._product(x)

@@ -17,7 +17,7 @@ from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
 from benchmarks.backends.generate import Unpatched
 from benchmarks.profile import OTHERS
 from benchmarks.record import Target
-from benchmarks.workload import Context, Generation, Workload
+from benchmarks.workload import CAPTURED_STEP, Context, Generation, Workload
 from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls
 from fastgen.decoding import kv
 from tests.benchmarks.tiny_configs import CONFIGS
@@ -67,7 +67,8 @@ def test_options_are_accepted_and_nothing_ends_early(name):
 def test_generation(name):
     record = run_workload(tiny(name), Context(threads=1))
     assert record.errors == [] and record.notes == []
-    assert record.identical is True and record.accelerated is True and record.fallbacks == {}
+    assert record.identical is True and record.accelerated is True
+    assert set(record.fallbacks) <= {CAPTURED_STEP}  # calls that did without one, and were accelerated all the same
     assert set(record.backends) == {"transformers", "fastgen"} and record.metrics["ratio"] > 0
     assert record.status == "ok" and record.date and record.wall_seconds > 0
     json.dumps(record.to_json())

@@ -72,8 +72,11 @@ def on_the_cpu():
         # In all threads, unlike `settings.changed`.
         mock.patch.object(settings, "_current", dataclasses.replace(settings._current, packed_weights="never")),
         mock.patch.object(operators, "is_interpreted", lambda: False),
-        mock.patch.object(loop, "_is_for", lambda device: True),
+        mock.patch.object(loop, "_check_on_cpu", lambda *call: None),
+        mock.patch.object(graph_cache, "PAYS_FROM", 0),
         mock.patch.object(graph, "unavailable", lambda device: None),
+        mock.patch.object(graph, "new", lambda device: graph.Graph(device)),
+        mock.patch.object(graph, "taken", lambda device: graph.turn),
         mock.patch.object(graph, "Graph", Graph),
         mock.patch.object(graph, "LateFlag", LateFlag),
     ):

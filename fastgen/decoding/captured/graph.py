@@ -1,4 +1,7 @@
-"""A CUDA graph: what a function starts on the device, captured once and started again with one call."""
+"""A CUDA graph: what a function starts on the device, captured once and started again with one call.
+
+On the CPU a `Program` stands for it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,28 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.ops import _library
 from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
 turn = threading.RLock()
+
+
+@contextlib.contextmanager
+def taken(device: torch.device) -> Iterator[None]:
+    """The turn of this thread. On the CPU, where a call can do as well without, none is waited for.
+
+    Raises:
+        CannotBeCaptured: on the CPU, another thread has the turn.
+    """
+    if not turn.acquire(blocking=device.type != "cpu"):
+        raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 @contextlib.contextmanager
@@ -43,6 +64,10 @@ _abandoned: list[Any] = []
 
 def unavailable(device: torch.device) -> str | None:
     """Why steps on this device cannot be captured."""
+    if device.type == "cpu":
+        if operators.is_interpreted():
+            return "Triton's kernels are interpreted, which is not seen by what records a step"
+        return _library.load("CPU") or None
     if device.type != "cuda":
         return f"the model is on {device.type}"
     if torch.version.hip is not None:
@@ -58,10 +83,16 @@ def backend() -> str:
     """What captures decoding steps in this process."""
     if settings.current().captured_step == "never":
         return "off (captured_step is never)"
-    if not torch.cuda.is_available():
-        return "no steps are captured: torch sees no CUDA device"
-    reason = unavailable(torch.device("cuda"))
-    return "CUDA graphs" if reason is None else f"no steps are captured: {reason}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reason = unavailable(device)
+    if reason is not None:
+        return f"no steps are captured: {reason}"
+    return "CUDA graphs" if device.type == "cuda" else "recorded programs"
+
+
+def new(device: torch.device) -> Graph | Program:
+    """What captures on this device."""
+    return Program() if device.type == "cpu" else Graph(device)
 
 
 class Graph:

@@ -50,8 +50,14 @@ def test_other_calls_are_left_alone():
 
 def test_backend(monkeypatch):
     if not torch.cuda.is_available():
-        assert "no CUDA device" in graph.backend()
-        assert graph.unavailable(torch.device("cpu")) == "the model is on cpu"
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(graph.operators, "is_interpreted", lambda: True)
+        assert "interpreted" in graph.backend()
+        monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
+        assert graph.backend() == "recorded programs" and graph.unavailable(cpu) is None
+        monkeypatch.setattr(graph._library, "load", lambda device: "the extension was not built")
+        assert graph.backend() == "no steps are captured: the extension was not built"
+        assert graph.unavailable(torch.device("meta")) == "the model is on meta"
 
 
 def test_late_flag(device):

@@ -1,10 +1,9 @@
-"""Captured steps that are kept from one call to the next."""
+"""Captured steps that are kept from one call to the next, on a GPU and on the CPU."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import caches
+from fastgen import caches, settings
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 
 # Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
-# device's memory. What is kept is missing elsewhere.
+# GPU's memory, or of what is free on the CPU. What is kept is missing elsewhere.
 MOST = 8
 MOST_OF_MEMORY = 0.25
+# Recording a step on the CPU takes as long as twenty of them, so it must have been wanted for so many.
+PAYS_FROM = 256
 
 
 @dataclass
@@ -30,6 +32,7 @@ class _OfModel:
     state: Hashable
     steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
+    wanted: Counter[Key] = field(default_factory=Counter)  # steps, by calls that had to do without
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -42,6 +45,13 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
         raise CannotBeCaptured(cached.refused[key])
     step = cached.steps.pop(key, None)
     return make() if step is None else step
+
+
+def pays(model: Any, key: Key, steps: int) -> bool:
+    """Whether to capture a step on the CPU for a call of so many, after all those that have asked for it before."""
+    cached = _of(model)
+    cached.wanted[key] += steps
+    return key in cached.steps or cached.wanted[key] >= PAYS_FROM
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
@@ -76,7 +86,8 @@ caches.register(drop_all, captured_steps=True)
 
 def _most_bytes(device: torch.device) -> float:
     on_gpu = device.type == "cuda"
-    return MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else free_host_memory()
+    return MOST_OF_MEMORY * memory
 
 
 def _of(model: Any) -> _OfModel:
@@ -89,10 +100,10 @@ def _of(model: Any) -> _OfModel:
 
 
 def _state(model: Any) -> Hashable:
-    """What a graph has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
+    """What a step has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
-    return modules, tensors, _settings(model.config)
+    return modules, tensors, _settings(model.config), settings.current().packed_weights == "never"
 
 
 def _memory(tensor: Tensor) -> Hashable:

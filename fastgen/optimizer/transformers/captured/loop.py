@@ -1,7 +1,7 @@
 """The decoding loops with a captured step: the hooks around `GenerationMixin._beam_search` and `_sample`.
 
-What is not supported, or turns out not to be capturable in the first steps, goes on with the library's loop, from the
-first pass that has been made already.
+On a GPU and on the CPU, where `_check_on_cpu` says what is left out. What is not supported, or turns out not to be
+capturable in the first steps, goes on with the library's loop, from the first pass that has been made already.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
+# Beyond this many rows products with a packed weight are faster than those with the weight as it is.
+_MAX_ROWS_ON_CPU = 16
+
 # Inputs of the model with a row per sequence, and what the next step gets of them.
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _LAST = ("token_type_ids",)
@@ -84,7 +87,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
         # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
         experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
-        with graph.turn, experts, torch.inference_mode(False), torch.no_grad():
+        with graph.taken(model.device), experts, torch.inference_mode(False), torch.no_grad():
             result = _Decoding(call, arguments, model_kwargs).run()
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
@@ -96,7 +99,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _is_for(device: torch.device) -> bool:
     """Whether a step on this device is asked for at all; what else is missing is a reason that is counted."""
-    return device.type == "cuda"
+    return device.type in ("cpu", "cuda")
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
@@ -125,6 +128,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
     if config.num_beams > 1 and config.do_sample:
         raise CannotBeCaptured("beam search with sampling")
+    if call.model.device.type == "cpu":
+        _check_on_cpu(call.model, arguments["input_ids"], config)
     for criterion in criteria:
         # With such an attribute the library fills up the sequences that any criterion has ended.
         if hasattr(criterion, "eos_token_id") and type(criterion) is not EosTokenCriteria:
@@ -137,6 +142,19 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
             raise CannotBeCaptured(f"the model's input {name}")
+
+
+def _check_on_cpu(model: Any, tokens: Tensor, config: Any) -> None:
+    """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or draws other samples."""
+    if model.dtype is not torch.float32 or settings.current().weight_dtype != "fp32":
+        raise CannotBeCaptured("a model or weights in other numbers than float32, on the CPU")
+    if settings.current().linear_products == "fixed":
+        # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
+        raise CannotBeCaptured("linear_products is fixed, on the CPU")
+    if tokens.shape[0] > _MAX_ROWS_ON_CPU:
+        raise CannotBeCaptured("so many sequences that packed weights are faster, on the CPU")
+    if config.do_sample:
+        raise CannotBeCaptured("sampling, on the CPU: the samples would not be the library's")
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -178,8 +196,11 @@ class _Decoding:
         """What the library's loop returns, on the step that fits.
 
         Raises:
-            CannotBeCaptured: it does not work; nothing has been changed then.
+            CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
+        on_cpu = self._model.device.type == "cpu"
+        if on_cpu and not graph_cache.pays(self._model, self._key, self._prompt.new_tokens):
+            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
         random_state = RandomState(self._model.device)
         state = user_code.SavedState((*self._processors, *self._criteria))
         try:

@@ -1,4 +1,4 @@
-"""A decoding step of a model that a CUDA graph replays, with all the buffers that it needs.
+"""A decoding step of a model that a CUDA graph or, on the CPU, a program replays, with all the buffers that it needs.
 
 `model.forward` is the model's own, and so is what prepares its inputs.
 """
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV, StepState
+from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.search import BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
@@ -24,7 +26,7 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
 _WARM_UPS = 2
-# Steps under way that the host does not know the outcome of.
+# Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
 _LATE = 2
 # Inputs of the model that go up by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
@@ -96,7 +98,7 @@ class Prompt:
 
 
 class CapturedStep:
-    """The step, its buffers, and, once it has been captured, its graph.
+    """The step, its buffers, and, once it has been captured, its graphs or programs.
 
     Of `prompt`, any of the key's kind, nothing is stored. `processors` is None if the host runs them.
     """
@@ -138,7 +140,7 @@ class CapturedStep:
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
         self._lengths: tuple[list[int], list[int]] = ([], [])
-        self._graphs: list[tuple[graph.Graph, OnHost | None]] = []
+        self._graphs: list[tuple[graph.Graph | Program, OnHost | None]] = []
         self._warm_ups = 0
 
     @property
@@ -267,8 +269,8 @@ class CapturedStep:
         stops = host.stops(self.search.proposed(self._proposal, self._present, self._start, end))
         self._stops[: stops.shape[0]] = stops
 
-    def _capture(self, part: Callable[[], None]) -> graph.Graph:
-        made = graph.Graph(self.device)
+    def _capture(self, part: Callable[[], None]) -> graph.Graph | Program:
+        made = graph.new(self.device)
         made.capture(part)
         return made
 
@@ -326,7 +328,7 @@ class CapturedStep:
             **self._inputs,
             **self._constants,
         )
-        with Ranges(), fused():
+        with Ranges(), fused(), layers.as_they_are():
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
 

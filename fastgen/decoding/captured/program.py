@@ -1,0 +1,157 @@
+"""A graph for the CPU: what a function does, recorded once and executed again on the same memory.
+
+The recorded operators are executed one after the other, with their results in memory that was planned ahead. Between
+two of them there is one call from Python and nothing else: no module, no view, no allocation.
+
+Products with a weight become FastGen's where that is measured to be faster (`fastgen.ops.linear`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from fastgen import settings
+from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
+from fastgen.ops import linear
+
+_aten = torch.ops.aten
+# Results begin at a multiple of this in memory: a cache line.
+_ALIGNMENT = 64
+
+
+class Program:
+    """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], object]] = []
+
+    def capture(self, function: Callable[[], Any]) -> None:
+        """Records what `function` does. What it writes is undone.
+
+        Raises:
+            RuntimeError: it does what cannot be captured on a GPU.
+        """
+        with torch.inference_mode():
+            recording, _ = record(function)
+            self._calls = _Compiler(recording).calls()
+
+    def replay(self) -> None:
+        """Executes it on the memory as it is."""
+        with torch.inference_mode():
+            for call in self._calls:
+                call()
+
+
+class _Compiler:
+    """From a recording to calls."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._operations = [each for each in recording.operations if not each.is_allocation]
+        self._storages = recording.storages
+        self._begins, size = _planned(recording, self._operations)
+        self._memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
+
+    def calls(self) -> list[Callable[[], object]]:
+        return [self._call(operation) for operation in self._operations]
+
+    def _call(self, operation: Operation) -> Callable[[], object]:
+        args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
+        results = [None if place is None else self._value(place) for place in operation.fresh]
+        if not any(result is not None for result in results):
+            return partial(operation.function, *args, **kwargs)
+        if len(results) == 1:
+            # With factors, which are the only named arguments, it is none of a layer.
+            product = None if kwargs else _product(operation.function, args, results[0])
+            if product is not None:
+                return product
+            found = _with_out(operation.function)
+            if found is not None:
+                function, name = found
+                return partial(function, *args, **kwargs, **{name: results[0]})
+        return partial(_execute, partial(operation.function, *args, **kwargs), results)
+
+    def _value(self, leaf: Place | Constant) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.value
+        begin = self._begins.get(leaf.storage)
+        storage = self._storages[leaf.storage] if begin is None else self._memory
+        offset = leaf.offset + (begin or 0) // leaf.dtype.itemsize
+        return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
+
+
+def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
+    """For an operator that cannot write to memory that is there."""
+    found = function()
+    for tensor, result in zip(tensors_in(found), results, strict=True):
+        if result is not None:
+            result.copy_(tensor)
+
+
+@cache
+def _with_out(function: Any) -> tuple[Any, str] | None:
+    """The form of an operator that writes its only result to memory that is there, and the name of that argument."""
+    wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
+    for name in function.overloadpacket.overloads():
+        other = getattr(function.overloadpacket, name)
+        written = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        others = [(a.name, str(a.type)) for a in other._schema.arguments if a not in written]
+        is_one = len(written) == 1 and written[0].kwarg_only and str(written[0].type) == "Tensor"
+        if is_one and others == wanted:
+            return other, written[0].name
+    return None
+
+
+def _product(function: Any, args: tuple[Any, ...], result: Tensor) -> Callable[[], object] | None:
+    """A product with a weight, where FastGen's own takes less time; None for anything else."""
+    if function not in (_aten.mm.default, _aten.addmm.default):
+        return None
+    bias = args[0] if function is _aten.addmm.default else None
+    x, weight = args[-2:]
+    if settings.current().packed_weights == "never":  # which says that products are torch's own
+        return None
+    if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
+        return None
+    if not weight.numel() or (bias is not None and (bias.shape != weight.shape[1:] or not bias.is_contiguous())):
+        return None
+    rows, (inputs, outputs) = x.shape[0], weight.shape
+    costs = linear.costs(rows, inputs, outputs, transposed=weight.stride(1) == 1)
+    if costs is None or costs.streamed >= costs.plain:
+        return None
+    # With very few rows, laying the weight out takes longer than it saves.
+    by_dots = rows <= linear.MAX_DOT_ROWS and weight.stride(0) == 1
+    product = torch.ops.fastgen.dot_linear_out if by_dots else torch.ops.fastgen.streamed_linear_out
+    return partial(product.default, result, x, weight.t(), bias)
+
+
+def _planned(recording: Recording, operations: list[Operation]) -> tuple[dict[int, int], int]:
+    """Where the storages that a recording makes itself begin in one piece of memory, and how large that is, in bytes.
+
+    Each has its place from the operation that first uses it to the last one. The largest are placed first, each in the
+    first gap that is free for so long (TurboTransformers, Fang et al., PPoPP 2021, Algorithm 1, with one chunk).
+    """
+    uses: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        for place in (*operation.leaves, *operation.fresh):
+            if isinstance(place, Place) and place.storage in recording.made:
+                uses[place.storage] = uses.get(place.storage, (number,))[0], number
+                sizes[place.storage] = max(sizes.get(place.storage, 0), place.end)
+    placed: list[tuple[int, int, int]] = []  # (begin, end, storage), in this order
+    begins: dict[int, int] = {}
+    for storage, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        begin, (first, last) = 0, uses[storage]
+        for other_begin, other_end, other in placed:
+            if uses[other][0] <= last and first <= uses[other][1]:
+                if begin + size <= other_begin:
+                    break
+                begin = max(begin, other_end)
+        begins[storage] = begin
+        bisect.insort(placed, (begin, -(-(begin + size) // _ALIGNMENT) * _ALIGNMENT, storage))
+    return begins, max((end for _, end, _ in placed), default=0)

@@ -1,0 +1,273 @@
+"""Records what a function does on the CPU, operator by operator, as a CUDA graph records what it starts on a GPU.
+
+Addresses, sizes and host values are frozen, and what would make the host wait for a device is refused: one function can
+be captured on both. Only what goes through torch's dispatcher is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+_aten = torch.ops.aten
+
+# Results whose size, or a decision of the host's that, only the device knows.
+_WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+# On the CPU these need no operator; on a GPU they copy to the host, or from it.
+_TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__})
+_FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
+# With a number in the place of a tensor these make a tensor of it on the host first.
+_CHOOSING = frozenset({torch.where, Tensor.where})
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor as a recording knows it: where it lies and how it is laid out."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Bytes of the storage up to the last one that it may touch."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize if all(self.size) else 0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A host value, or a tensor without an address of its own."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of an operator.
+
+    Attributes:
+        leaves: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
+        fresh: the result's tensors; None for those that lie in memory which was there before.
+    """
+
+    function: Any
+    leaves: list[Place | Constant]
+    structure: Any
+    fresh: list[Place | None]
+
+    @property
+    def is_allocation(self) -> bool:
+        """Whether it only makes memory, and writes nothing to it."""
+        return self.function.overloadpacket in UNINITIALISED
+
+
+UNINITIALISED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
+)
+
+
+class Recording:
+    """What `record` has found.
+
+    Attributes:
+        operations: in their order.
+        storages: by number: memory that operations use.
+        made: the numbers of those that operations have made.
+        frozen: the numbers of those that hold host values.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self.made: set[int] = set()
+        self.frozen: set[int] = set()
+
+
+def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
+    """Calls `function` once, and undoes what it has written to memory that was there before.
+
+    Returns:
+        The recording, and what `function` returned.
+
+    Raises:
+        RuntimeError: it does what cannot be captured on a GPU. Whatever it raises is passed on; memory is put back.
+    """
+    recorder = _Recorder()
+    try:
+        with _captures(), _HostAccess(), recorder:
+            result = function()
+    finally:
+        recorder.put_back()
+    return recorder.recording, result
+
+
+_one_capture = threading.Lock()
+
+
+@contextlib.contextmanager
+def _captures() -> Iterator[None]:
+    """What torch answers while a stream is captured: Transformers then leaves out questions about values."""
+    own, cuda = threading.get_ident(), torch.cuda
+    with _one_capture:  # the function is one for all threads
+        answer = cuda.is_current_stream_capturing
+        cuda.is_current_stream_capturing = lambda: threading.get_ident() == own or (cuda.is_available() and answer())
+        try:
+            yield
+        finally:
+            cuda.is_current_stream_capturing = answer
+
+
+class _HostAccess(TorchFunctionMode):
+    """Refuses what a GPU would copy to the host or from pageable memory, and a CPU has no operator for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from_host = func in _FROM_HOST and not (args and isinstance(args[0], Tensor) and func is not Tensor.new_tensor)
+        from_host |= func in _CHOOSING and any(isinstance(argument, (bool, int, float)) for argument in args)
+        if func in _TO_HOST or from_host:
+            _refuse(func.__name__, "copies between pageable host memory and the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._host: set[int] = set()  # storages of tensors made from host values
+        self._generators: dict[torch.Generator, Tensor] = {}
+        self._remember(torch.default_generator)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = tensors_in((args, kwargs))
+        if any(type(argument).__torch_dispatch__ is not Tensor.__torch_dispatch__ for argument in arguments):
+            return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
+        self._check(func, args, kwargs)
+        # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func is _aten.lift_fresh.default:
+            return self._lift(func, args)
+
+        for written in _written(func, args, kwargs):
+            self._save(written)
+        for generator in kwargs.values():
+            if isinstance(generator, torch.Generator):
+                self._remember(generator)
+        leaves, structure = tree_flatten((args, kwargs))
+        places = [self._place(leaf) for leaf in leaves]
+        result = func(*args, **kwargs)
+        fresh = [self._allocate(tensor) for tensor in tensors_in(result)]
+        # What changes only how a tensor is laid out is in the places of those that follow.
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if writes or any(place is not None for place in fresh) or not fresh:
+            self.recording.operations.append(Operation(func, places, structure, fresh))
+        return result
+
+    def put_back(self) -> None:
+        """A capture executes nothing: restores what was written."""
+        for storage, before in self._saved.values():
+            storage.copy_(before)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
+    def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Refuses operators that could not be captured on a GPU."""
+        packet = func.overloadpacket
+        host = [tensor for tensor in tensors_in((args, kwargs)) if _key(tensor) in self._host]
+        if packet in _INDEXING:
+            masked = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+            # x[mask] = number is a masked fill.
+            if masked and not (packet is _aten.index_put_ and len(args[1]) == 1 and host and args[2] is host[0]):
+                _refuse(func, "waits for the device (an index is a boolean mask)")
+            if host and not masked:
+                _refuse(func, "copies from pageable host memory to the device")
+        elif _WAITING & set(func.tags) and kwargs.get("output_size") is None:
+            _refuse(func, "waits for the device")
+        elif host and func not in (_aten.fill_.Tensor, _aten.lift_fresh.default):
+            _refuse(func, "copies from pageable host memory to the device")
+        elif packet in (_aten.copy_, _aten._to_copy):
+            source = args[1] if packet is _aten.copy_ else args[0]
+            target = args[0].device if packet is _aten.copy_ else kwargs.get("device") or source.device
+            if target.type != source.device.type and not (kwargs.get("non_blocking") and source.is_pinned()):
+                _refuse(func, f"copies from {source.device} to {target}, and not from pinned memory without waiting")
+
+    def _lift(self, func: Any, args: tuple) -> Tensor:
+        """A tensor of host values, made by torch for `x[i] = number` or for a list of indices: frozen."""
+        (lifted,) = args
+        self.recording.frozen.add(self._number(lifted.untyped_storage()))
+        self._host.add(_key(lifted))
+        return func(lifted)
+
+    def _place(self, leaf: Any) -> Place | Constant:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return Constant(leaf)
+        assert not leaf.is_conj() and not leaf.is_neg(), "lazy conjugates are not recorded"
+        number = self._number(leaf.untyped_storage())
+        return Place(number, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset())
+
+    def _allocate(self, tensor: Tensor) -> Place | None:
+        if tensor.untyped_storage()._cdata in self._numbers:
+            return None
+        self.recording.made.add(self._number(tensor.untyped_storage()))
+        place = self._place(tensor)
+        assert isinstance(place, Place)
+        return place
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        # The storages are held, so that no other one can have the address of one that is gone.
+        number = self._numbers.setdefault(storage._cdata, len(self.recording.storages))
+        if number == len(self.recording.storages):
+            self.recording.storages.append(storage)
+        return number
+
+    def _save(self, tensor: Tensor) -> None:
+        """Keeps the contents of memory that was there before the capture, when it is first written to."""
+        number = self._number(tensor.untyped_storage())
+        if number not in self.recording.made and number not in self._saved:
+            self._saved[number] = tensor.untyped_storage(), tensor.untyped_storage().clone()
+
+    def _remember(self, generator: torch.Generator) -> None:
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
+
+
+def _refuse(function: Any, reason: str) -> None:
+    raise RuntimeError(f"operation not permitted when stream is capturing: {function} {reason}")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in tuples, lists and dictionaries, in order. torch's own function takes twice as long or longer."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return tensors_in(list(tree.values()))
+    return [tensor for part in tree for tensor in tensors_in(part)] if isinstance(tree, tuple | list) else []
+
+
+def _key(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    arguments = func._schema.arguments
+    values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tensors_in([values.get(name) for name in changed])

@@ -1,0 +1,374 @@
+"""A recorded program: replays compute what calls of the function do, in memory that was planned ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import settings as of_hypothesis
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from fastgen import settings
+from fastgen.decoding.captured import program
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.recording import Place, record
+from fastgen.ops import linear
+from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
+from tests import test_recorded_graph as cases
+
+needs_kernel = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+
+
+class Replayed(Program):
+    """A program whose capture returns what the function returned, as of the last replay."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        found: list[Any] = []
+
+        def kept(tensor: Tensor) -> Tensor:
+            with _disable_current_modes():  # memory that is there before, as far as the recording knows
+                buffer = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return buffer.copy_(tensor)
+
+        super().capture(lambda: found.append(tree_map_only(Tensor, kept, function())))
+        return found[0]
+
+    @property
+    def functions(self) -> list[Any]:
+        return [call.func for call in self._calls]
+
+
+@pytest.fixture(autouse=True)
+def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases of the simulated graph run with programs; products are torch's, so results have the same bits."""
+    monkeypatch.setattr(cases, "RecordedGraph", Replayed)
+    monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: None)
+
+
+grad_mode = cases.grad_mode
+test_replay_reads_buffers_as_they_are_then = cases.test_replay_reads_buffers_as_they_are_then
+test_host_values_are_frozen = cases.test_host_values_are_frozen
+test_a_counter_counts = cases.test_a_counter_counts
+test_capture_changes_nothing_but_host_state = cases.test_capture_changes_nothing_but_host_state
+test_views_alias = cases.test_views_alias
+test_in_place_out_and_writes_by_index = cases.test_in_place_out_and_writes_by_index
+test_several_results = cases.test_several_results
+test_random_numbers_are_drawn_anew = cases.test_random_numbers_are_drawn_anew_and_from_the_given_generator
+test_sampling_follows_the_distribution = cases.test_sampling_follows_the_distribution
+test_a_subclass_that_unwraps_itself = cases.test_a_subclass_that_unwraps_itself
+test_forward_of_a_model_with_a_static_cache = cases.test_forward_of_a_model_with_a_static_cache
+test_torch_says_that_it_captures = cases.test_torch_says_that_it_captures_to_the_thread_that_does
+test_memory_of_the_graph_lives_as_long_as_it = cases.test_memory_of_the_graph_lives_as_long_as_it
+test_refused = cases.test_refused
+test_permitted = cases.test_permitted
+
+
+def test_a_decoder_layer_and_its_weights() -> None:
+    with torch.inference_mode():  # as programs are recorded: torch has other attention where there are gradients
+        cases.test_a_decoder_layer_and_its_weights()
+
+
+def test_a_capture_that_raises_changes_nothing() -> None:
+    x, state = torch.arange(4.0), torch.get_rng_state()
+
+    def step() -> None:
+        x.add_(torch.rand(4))
+        x.sum().item()
+
+    with pytest.raises(RuntimeError, match=r"stream is capturing: aten.* waits for the device"):
+        Program().capture(step)
+    assert x.tolist() == [0, 1, 2, 3] and torch.equal(torch.get_rng_state(), state)
+
+
+def test_custom_operator() -> None:
+    tokens, lengths, scores = torch.randint(3, (4, 12)), torch.tensor([3, 5, 8, 12]), torch.randn(4, 6)
+
+    def refill() -> None:
+        tokens.random_(3)
+        scores.normal_()
+
+    cases.agrees(lambda: no_repeat_ngram_(scores, tokens, 2, lengths), [scores], refill)
+
+
+def test_results_go_where_they_were_planned() -> None:
+    """Operators of one result write there themselves; others, and those that make a tensor of numbers, are copied."""
+    x, out = torch.randn(2, 9), torch.zeros(2, 3)
+    recorded = Replayed()
+    recorded.capture(lambda: out.copy_(((x * 2).exp() + x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
+    aten = torch.ops.aten
+    outs = [aten.mul.out, aten.exp.out, aten.sum.IntList_out, aten.add.out, aten.neg.out]
+    assert [function for function in recorded.functions if function in outs] == outs
+    assert recorded.functions.count(program._execute) == 2
+
+
+def numbers_and_integers() -> tuple[Tensor, ...]:
+    return L * 0.1, L / 3.0, L % 0.7, 1 - L * 0.3, L.half() + 1 / 3, (L > 0) + 2, torch.add(L, 0.1, alpha=0.3)
+
+
+def changed_layouts() -> tuple[Tensor, ...]:
+    squeezed, transposed, resized = (X + 1).unsqueeze(2).clone(), X * 2, torch.empty(0)
+    squeezed.squeeze_(2)
+    transposed.t_()
+    transposed[1] = 4.0
+    resized.resize_(3, 50).fill_(3)
+    return squeezed + 1, transposed + 1, transposed.t().mm(transposed), resized * 2
+
+
+def buffers_written_and_read() -> tuple[Tensor, ...]:
+    B[1:].copy_(X[:2])
+    later = B * 2
+    B.t()[1:3].t().mul_(3)
+    view = B.view(5, 3).t()[1:].unsqueeze(0)
+    view.add_(1)
+    return later, B + later, view.expand(2, -1, -1).clone()
+
+
+L = torch.arange(-500, 1000)
+X = torch.randn(3, 5)
+B = torch.randn(3, 5)
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "numbers and integers": numbers_and_integers,
+    "changed layouts": changed_layouts,
+    "buffers": buffers_written_and_read,
+    "types": lambda: (X.to(torch.float64), X.half().float(), X.long(), X.t().bfloat16(), X.to(torch.bool)),
+    "constants": lambda: (torch.zeros(3), torch.arange(7), torch.full((2, 2), 5), torch.ones_like(X), X.new_zeros(2)),
+    "a list of tensors": lambda: (torch._foreach_add([X, B], 1), torch.unbind_copy(X), torch._foreach_neg([X])),
+    "statistics": lambda: (*torch.var_mean(X, -1), X.std(), F.layer_norm(X, (5,)), X.logsumexp(-1), X.sort(dim=1)),
+    "indices": lambda: (X[L[501:503]], X.gather(1, X.argsort(1)), X.index_add(0, (X[:, 0] > 9).long(), X), X.roll(1)),
+    "nothing": lambda: (X[:0] + 1, X[:, :0].sum(1), X[:, :0] @ B.t()[:0], X @ B.t()[:, :0], X[:0] @ B.t()),
+    "layouts of results": lambda: (X.t() + B.t(), X.t().exp(), torch.cat([X.t(), B.t()]), F.conv1d(X, B[:, :3, None])),
+    "sums": lambda: (X.half().sum(), (X > 0).cumsum(0), (X > 0).sum(), X.mean(0), X.max(1), X.argmax(), X.amin(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_like_calls(name: str) -> None:
+    def refill() -> None:
+        X.normal_()
+        B.normal_()
+        L.add_(1)
+
+    cases.agrees(FUNCTIONS[name], [X, B, L], refill if name != "indices" else lambda: X.normal_())
+
+
+def test_results_that_are_none() -> None:
+    layer, x = nn.MultiheadAttention(8, 2).requires_grad_(False), torch.randn(2, 3, 8)
+
+    def step() -> Tensor:
+        weights = layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias
+        inputs = [x.view_as(x) for _ in range(3)]  # if they were one object, the operator would compute otherwise
+        attended, nothing = torch._native_multi_head_attention(*inputs, 8, 2, *weights, need_weights=False)
+        assert nothing is None
+        return attended
+
+    with torch.inference_mode():
+        cases.agrees(step, [x], lambda: x.normal_())
+
+
+class TestProducts:
+    @pytest.fixture(autouse=True)
+    def streamed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: linear.Costs(2.0, 2.0, 2.0, 1.0))
+
+    @staticmethod
+    def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:
+        """How many products are FastGen's, and what replays."""
+        recorded = Replayed()
+        result = recorded.capture(function)
+        own = {torch.ops.fastgen.streamed_linear_out.default, torch.ops.fastgen.dot_linear_out.default}
+        return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
+
+    @needs_kernel
+    @pytest.mark.parametrize("biased", [True, False])
+    @pytest.mark.parametrize("transposed", [True, False])
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_a_weight(self, rows: int, transposed: bool, biased: bool) -> None:
+        x, weight, bias = torch.randn(rows, 24), torch.randn(70, 24), torch.randn(70) if biased else None
+        stored = weight.t().contiguous() if transposed else weight
+
+        def layer() -> Tensor:
+            if transposed:
+                return x @ stored if bias is None else torch.addmm(bias, x, stored)
+            return F.linear(x, stored, bias)
+
+        count, replay = self.captured(layer)
+        assert count == 1
+        for _ in range(2):
+            torch.testing.assert_close(replay(), layer(), atol=1e-4, rtol=1e-5)
+            x.normal_()
+            stored.normal_()  # a weight that is changed in place is seen
+            if bias is not None:
+                bias.normal_()
+
+    @needs_kernel
+    def test_more_dimensions_and_an_input_that_was_computed(self) -> None:
+        x, weight, bias = torch.randn(2, 1, 24), torch.randn(70, 24), torch.randn(70)
+        count, replay = self.captured(lambda: F.linear(F.linear(x * 2, weight, bias).relu(), weight.t()))
+        assert count == 2
+        expected = (x * 2 @ weight.t() + bias).relu() @ weight
+        torch.testing.assert_close(replay(), expected, atol=1e-3, rtol=1e-5)
+
+    @needs_kernel
+    @pytest.mark.parametrize(
+        "product",
+        [
+            lambda x, weight, bias: torch.addmm(bias, x, weight, beta=2),
+            lambda x, weight, bias: torch.addmm(bias, x, weight, alpha=3),
+            lambda x, weight, bias: torch.addmm(bias[:1], x, weight),
+            lambda x, weight, bias: torch.addmm(bias.expand(4, 7), x, weight),
+            lambda x, weight, bias: torch.addmm(torch.stack([bias, bias], 1)[:, 0], x, weight),
+            lambda x, weight, bias: x[:, :0] @ weight[:0],
+            lambda x, weight, bias: x @ weight[:, :0],
+            lambda x, weight, bias: x.t().contiguous().t() @ weight,
+            lambda x, weight, bias: x.double() @ weight.double(),
+            lambda x, weight, bias: x.bfloat16() @ weight.bfloat16(),
+        ],
+        ids=[
+            "beta",
+            "alpha",
+            "one bias",
+            "a matrix",
+            "strides",
+            "no inputs",
+            "no outputs",
+            "columns",
+            "double",
+            "bf16",
+        ],
+    )
+    def test_other_products_are_torchs(self, product: Callable[..., Tensor]) -> None:
+        x, weight, bias = torch.randn(4, 6), torch.randn(6, 7), torch.randn(7)
+        count, replay = self.captured(partial(product, x, weight, bias))
+        assert count == 0
+        torch.testing.assert_close(replay(), product(x, weight, bias), atol=0, rtol=0)
+
+    @needs_kernel
+    @pytest.mark.parametrize("costs", [None, linear.Costs(1.0, 2.0, 2.0, 2.0), linear.Costs(2.0, 1.0, 0.0, 2.0)])
+    def test_where_torchs_own_is_as_fast(self, costs: linear.Costs | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[tuple[Any, ...]] = []
+
+        def answer(*shape: int, transposed: bool) -> linear.Costs | None:
+            asked.append((*shape, transposed))
+            return costs
+
+        monkeypatch.setattr(linear, "costs", answer)
+        x, weight = torch.randn(4, 6), torch.randn(6, 7)
+        assert self.captured(lambda: x @ weight)[0] == 0
+        assert self.captured(lambda: F.linear(x, weight.t().contiguous()))[0] == 0
+        assert asked == [(4, 6, 7, True), (4, 6, 7, False)]
+
+    @needs_kernel
+    @pytest.mark.parametrize("rows", [1, 4, 5])
+    def test_few_rows_are_dot_products(self, rows: int) -> None:
+        """Where the inputs of the weight are next to each other; otherwise it is laid out."""
+        x, weight = torch.randn(rows, 20), torch.randn(30, 20)
+        for stored, by_dots in ((weight, rows <= 4), (weight.t().contiguous().t(), False)):
+            recorded = Replayed()
+            recorded.capture(partial(F.linear, x, stored))
+            wanted = torch.ops.fastgen.dot_linear_out if by_dots else torch.ops.fastgen.streamed_linear_out
+            assert wanted.default in recorded.functions
+
+    @needs_kernel
+    def test_products_that_must_be_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, weight = torch.randn(4, 20), torch.randn(20, 30)
+        assert self.captured(lambda: x @ weight)[0] == 1
+        with settings.changed(packed_weights="never"):
+            assert self.captured(lambda: x @ weight)[0] == 0
+
+
+KINDS = st.sampled_from(["add", "cat", "sum", "view", "write", "topk", "empty"])
+SOME_STEPS = st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), max_size=25)
+
+
+def run(steps: list[tuple[str, int, int]], x: Tensor) -> list[Tensor]:
+    """Results of some operators, each of earlier results."""
+    found = [x]
+    for kind, i, j in steps:
+        a, b = found[i % len(found)], found[j % len(found)]
+        size = min(len(a), len(b))
+        if kind == "add":
+            found.append(a[:size] + b[-size:])
+        elif kind == "cat" and len(a) + len(b) < 2000:
+            found.append(torch.cat([a, b]))
+        elif kind == "sum":
+            found.append(a.sum(0, keepdim=True))
+        elif kind == "view" and len(a) > 2:
+            found.append(a[1::2])
+        elif kind == "write":
+            found.append(a.clone())
+            found[-1][:size] = b[:size].flip(0)
+        elif kind == "topk":
+            values, order = a.topk(min(len(a), 1 + j % 7))
+            found += [values, order.float()]
+        elif kind == "empty":
+            torch.empty(100 + j)  # used by nobody
+            found.append(torch.empty(j + 1).fill_(i))
+    return found[-1 - len(steps) % 3 :]
+
+
+@given(steps=SOME_STEPS)
+@example(steps=[("add", 0, 0)] * 20)
+@example(steps=[("cat", n, n) for n in range(5)] + [("sum", n, n) for n in range(5)] + [("add", 3, 4)] * 4)
+@of_hypothesis(max_examples=100)
+def test_any_function(steps: list[tuple[str, int, int]]) -> None:
+    x = torch.randn(40)
+    recorded = Replayed()
+    results = recorded.capture(lambda: run(steps, x))
+    for _ in range(2):
+        x.normal_()
+        recorded.replay()
+        torch.testing.assert_close(results, run(steps, x), rtol=0, atol=0)
+
+
+@given(steps=SOME_STEPS)
+@example(steps=[("add", n, n) for n in range(20)])
+@of_hypothesis(max_examples=100)
+def test_memory_is_planned(steps: list[tuple[str, int, int]]) -> None:
+    x = torch.randn(40)
+    recording, _ = record(lambda: run(steps, x))
+    operations = [each for each in recording.operations if not each.is_allocation]
+    begins, size = program._planned(recording, operations)
+
+    used = [
+        {place.storage for place in (*each.leaves, *each.fresh) if isinstance(place, Place)} & recording.made
+        for each in operations
+    ]
+    assert set(begins) == set().union(*used)
+    times = {number: [t for t, now in enumerate(used) if number in now] for number in begins}
+    ends = {number: begin + recording.storages[number].nbytes() for number, begin in begins.items()}
+    for a in begins:
+        assert begins[a] % 64 == 0 and begins[a] >= 0 and ends[a] <= size
+        for b in begins:
+            if a < b and times[a][0] <= times[b][-1] and times[b][0] <= times[a][-1]:
+                assert ends[a] <= begins[b] or ends[b] <= begins[a]
+    moments = [
+        sum(ends[n] - begins[n] for n in begins if times[n][0] <= t <= times[n][-1]) for t in range(len(operations))
+    ]
+    assert max(moments, default=0) <= size <= sum(-(-(ends[n] - begins[n]) // 64) * 64 for n in begins)
+
+
+def test_memory_is_used_again() -> None:
+    def chain() -> Tensor:
+        x = torch.ones(1000)
+        for _ in range(30):
+            x = x + 1
+        return x
+
+    recording, _ = record(chain)
+    assert program._planned(recording, recording.operations)[1] == 2 * 4032
+
+
+@pytest.fixture(autouse=True)
+def globals_are_put_back() -> Iterator[None]:
+    before = [tensor.clone() for tensor in (X, B, L)]
+    yield
+    for tensor, contents in zip((X, B, L), before, strict=True):
+        tensor.copy_(contents)

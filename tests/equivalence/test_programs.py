@@ -1,0 +1,250 @@
+"""The captured step on the CPU: the grid of test_models.py and more, with decoding steps as recorded programs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import fastgen
+from fastgen.decoding.captured import graph, program
+from fastgen.decoding.captured.program import Program
+from fastgen.ops import linear
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.captured import graph_cache, loop
+from tests.equivalence.captured import BEAMS, BY_RELEASE, FAMILIES, GREEDY, KNOWN, build, captures, every, reasons
+from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
+from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded for the first call already, with FastGen's products, and nothing is measured for them."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    if device.type != "cpu" or graph.unavailable(device) is not None:
+        pytest.skip("programs are for the CPU, and need the compiled operators")
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
+    graph_cache.drop_all()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The program of each replay."""
+    found: list[Program] = []
+    replay = Program.replay
+    monkeypatch.setattr(Program, "replay", lambda self: (found.append(self), replay(self))[1])
+    return found
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ACCELERATED])
+def test_models_are_captured(name: str, options: dict[str, Any], replays: list[Program]) -> None:
+    """Each of those that a graph captures, twice: the second call begins with the program of the first."""
+    model, inputs = build(KNOWN[name], CPU)
+    for _ in range(2):
+        check(model, inputs, options)
+    # Calls that the original code runs, greedy beyond a sliding window, have no captured step either.
+    wanted = 0 if name in NOT_CAPTURED else accelerated()
+    assert name in BY_RELEASE or captures() == wanted, reasons()
+    assert accelerated() == 2 or (options is GREEDY and KNOWN[name].exceeds_window(GREEDY))
+    assert bool(replays) == bool(captures())
+    if captures():
+        assert len(set(replays)) == 1
+
+
+@every
+def test_padding_on_both_sides_and_one_input(family: Any) -> None:
+    for sizes in ({"batch": 1}, {"batch": 3}):
+        model, inputs = build(family, CPU)
+        inputs = {name: value[: sizes["batch"]] for name, value in inputs.items()}
+        check(model, inputs, BEAMS)
+        check(model, inputs, GREEDY)
+    assert captures() == 4, reasons()
+
+
+@every
+def test_weights_that_change_between_calls(family: Any) -> None:
+    """In place, which a program sees, and by other memory, for which it is recorded again."""
+    model, inputs = build(family, CPU)
+    head = model.get_output_embeddings()
+    for change in range(4):
+        with torch.no_grad():
+            if change == 1:
+                head.weight.mul_(-1)
+            if change == 2:
+                head.weight.data.copy_(torch.randn_like(head.weight))
+            if change == 3:
+                head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
+        check(model, inputs, GREEDY)
+    assert captures() == 4, reasons()
+
+
+class Rotated(LogitsProcessor):
+    """Of the user's: favours a token by how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores.roll(self.calls, dims=-1)
+
+
+class After(StoppingCriteria):
+    """Of the user's: ends a sequence with an even token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        return (input_ids[:, -1] % 7 == 3) & (input_ids.shape[1] > 9)
+
+
+@every
+@pytest.mark.parametrize("base", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_the_users_code_runs_between_programs(family: Any, base: dict[str, Any], replays: list[Program]) -> None:
+    model, inputs = build(family, CPU)
+
+    def options() -> dict[str, Any]:
+        processors = {"logits_processor": LogitsProcessorList([Rotated()])}
+        return {**base, **processors, "stopping_criteria": StoppingCriteriaList([After()])}
+
+    for _ in range(2):
+        check(model, inputs, options)
+    assert captures() == 2, reasons()
+    assert len(set(replays)) > 1
+
+
+@every
+def test_processors_of_the_library(family: Any) -> None:
+    model, inputs = build(family, CPU)
+    more = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "min_new_tokens": 5, "suppress_tokens": [5, 7]}
+    for base in (GREEDY, BEAMS):
+        check(model, inputs, {**base, **more})
+    assert captures() == 2, reasons()
+
+
+def test_what_is_left_to_the_librarys_loop() -> None:
+    model, inputs = build(FAMILIES[0], CPU)
+    for options, reason in (
+        ({**GREEDY, "do_sample": True}, "sampling"),
+        ({**BEAMS, "num_beams": loop._MAX_ROWS_ON_CPU}, "packed weights are faster"),
+    ):
+        fastgen.reset_stats()
+        check(model, inputs, options)
+        assert captures() == 0 and accelerated() == 1
+        assert [reason in each for each in reasons()] == [True]
+    fastgen.enable(linear_products="fixed")
+    fastgen.reset_stats()
+    check(model, inputs, BEAMS)
+    assert reasons() == {"linear_products is fixed, on the CPU": 1}
+
+
+def test_half_precision_is_left_to_the_librarys_loop() -> None:
+    model, inputs = build(FAMILIES[0], CPU)
+    run(model.bfloat16(), inputs, BEAMS)
+    assert captures() == 0 and "other numbers than float32" in next(iter(reasons()))
+
+
+def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not go through torch's dispatcher: a program would leave them out."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: True)
+    check(*build(FAMILIES[0], CPU), BEAMS)
+    assert captures() == 0 and "interpreted" in next(iter(reasons()))
+
+
+def test_a_step_is_recorded_once_it_pays(monkeypatch: pytest.MonkeyPatch, replays: list[Program]) -> None:
+    """Calls of one key count together. Until then they are accelerated as without a captured step."""
+    new = GREEDY["max_new_tokens"]
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 2 * new + 1)
+    model, inputs = build(FAMILIES[0], CPU)
+    found = []
+    for options in (GREEDY, BEAMS, GREEDY, GREEDY, GREEDY, BEAMS):
+        check(model, inputs, options)
+        found.append(captures())
+    assert found == [0, 0, 0, 1, 2, 2] and accelerated() == 6 and replays
+
+
+def test_a_long_call_pays_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", GREEDY["max_new_tokens"])
+    check(*build(FAMILIES[0], CPU), GREEDY)
+    assert captures() == 1, reasons()
+
+
+@pytest.mark.parametrize("moment", ["record", "compile"])
+def test_a_failure_goes_on_without(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(program, {"record": "record", "compile": "_planned"}[moment], fail)
+    model, inputs = build(FAMILIES[0], CPU)
+    for _ in range(2):
+        check(model, inputs, BEAMS)
+    assert captures() == 0 and accelerated() == 2 and "planted" in next(iter(reasons()))
+
+
+def test_calls_in_threads() -> None:
+    """One has the turn, the others go on without; all give the tokens of the original."""
+    model, inputs = build(FAMILIES[0], CPU)
+    with fastgen.disabled():
+        wanted = run(model, inputs, BEAMS)
+    found: list[torch.Tensor] = []
+
+    def call() -> None:
+        found.extend(run(model, inputs, BEAMS) for _ in range(4))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12 and all(torch.equal(each, wanted) for each in found)
+    assert captures() >= 1 and captures() + sum(reasons().values()) == 12
+
+
+def test_a_call_waits_for_nobody() -> None:
+    model, inputs = build(FAMILIES[0], CPU)
+    with graph.turn:
+        other = threading.Thread(target=lambda: run(model, inputs, BEAMS))
+        other.start()
+        other.join(timeout=600)
+        assert not other.is_alive()
+    assert accelerated() == 1 and "another thread" in next(iter(reasons()))
+
+
+def test_a_model_takes_its_programs_with_it() -> None:
+    model, inputs = build(FAMILIES[0], CPU)
+    run(model, inputs, BEAMS)
+    assert captures() == 1
+    weight = weakref.ref(model.get_output_embeddings().weight)
+    step = weakref.ref(next(iter(graph_cache._of(model).steps.values())))
+    del model
+    gc.collect()
+    assert step() is None and weight() is None
+
+
+def test_a_setting_that_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was recorded under another setting is not used."""
+    seen: list[bool] = []
+    product = program._product
+    monkeypatch.setattr(program, "_product", lambda *call: (seen.append((p := product(*call)) is not None), p)[1])
+    model, inputs = build(FAMILIES[0], CPU)
+    check(model, inputs, GREEDY)
+    assert any(seen)
+    seen.clear()
+    fastgen.enable(packed_weights="never")
+    check(model, inputs, GREEDY)
+    assert seen and not any(seen) and captures() == 2
+
+
+def test_returned_caches_hold_what_the_originals_do() -> None:
+    model, inputs = build(FAMILIES[3], CPU)
+    for base in (GREEDY, BEAMS):
+        check(model, inputs, {**base, "return_dict_in_generate": True})
+    assert captures() == 2, reasons()
