@@ -42,12 +42,13 @@ def fused() -> AbstractContextManager[None]:
 
 def serves(module: nn.Module, x: Any) -> bool:
     """Whether the kernel takes a layer's input here and now."""
+    if not _inside.get():  # first: outside of a captured step nothing else is asked
+        return False
     weight = module.weight
     return (
         not torch.compiler.is_compiling()
         and patching.is_active()
         and type(x) is Tensor
-        and _inside.get()
         and x.dtype is weight.dtype
         and x.device == weight.device
         and x.shape[-1:] == weight.shape

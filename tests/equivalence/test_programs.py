@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -121,6 +122,48 @@ def test_the_users_code_runs_between_programs(family: Any, base: dict[str, Any],
     assert len(set(replays)) > 1
 
 
+class Momentum(LogitsProcessor):
+    """Of the user's: keeps what it is given, and adds it in the next step."""
+
+    def __init__(self) -> None:
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.before.append((input_ids, scores))
+        tokens, earlier = self.before[max(len(self.before) - 3, 0)]
+        return scores + 0.5 * earlier + (tokens[:, -1:] % 3)
+
+
+@every
+@pytest.mark.parametrize("base", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_processors_may_keep_what_they_are_given(family: Any, base: dict[str, Any]) -> None:
+    model, inputs = build(family, CPU)
+    for _ in range(2):
+        check(model, inputs, lambda: {**base, "logits_processor": LogitsProcessorList([Momentum()])})
+    assert captures() == 2, reasons()
+
+
+class Unseen(torch.nn.Linear):
+    """A layer with a kernel that torch's dispatcher does not see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = super().forward(x)
+        out = torch.empty(values.shape)
+        ctypes.memmove(out.untyped_storage().data_ptr(), values.untyped_storage().data_ptr(), values.nbytes)
+        return out
+
+
+def test_a_kernel_that_is_not_seen() -> None:
+    model, inputs = build(FAMILIES[3], CPU)
+    head = model.get_output_embeddings()
+    unseen = Unseen(head.in_features, head.out_features, bias=False)
+    unseen.weight = head.weight
+    model.set_output_embeddings(unseen.eval())
+    check(model, inputs, GREEDY)
+    assert captures() == 0 and accelerated() == 1, reasons()
+    assert "has written" in next(iter(reasons())), reasons()
+
+
 @every
 def test_processors_of_the_library(family: Any) -> None:
     model, inputs = build(family, CPU)
@@ -210,12 +253,48 @@ def test_calls_in_threads() -> None:
 
 def test_a_call_waits_for_nobody() -> None:
     model, inputs = build(FAMILIES[0], CPU)
-    with graph.turn:
+    with graph.taken(CPU):
         other = threading.Thread(target=lambda: run(model, inputs, BEAMS))
         other.start()
         other.join(timeout=600)
         assert not other.is_alive()
     assert accelerated() == 1 and "another thread" in next(iter(reasons()))
+
+
+def test_the_turn_is_kept_while_user_code_runs() -> None:
+    """Another thread goes on without; it does not take what the first would then wait for."""
+    model, inputs = build(FAMILIES[0], CPU)
+    others: list[dict[str, int]] = []
+
+    class Calling(Rotated):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if self.calls == 4:
+                other = threading.Thread(target=lambda: run(model, inputs, BEAMS))
+                other.start()
+                other.join(timeout=600)
+                others.append(reasons())
+            return super().__call__(input_ids, scores)
+
+    run(model, inputs, {**GREEDY, "logits_processor": LogitsProcessorList([Calling()])})
+    assert captures() == 1 and "another thread" in next(iter(others[0]))
+
+
+def test_half_precision_frees_what_was_recorded() -> None:
+    model, inputs = build(FAMILIES[0], CPU)
+    run(model, inputs, BEAMS)
+    step = weakref.ref(next(iter(graph_cache._of(model).steps.values())))
+    run(model.bfloat16(), inputs, BEAMS)
+    gc.collect()
+    assert step() is None
+
+
+def test_a_step_that_had_to_go_must_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "MOST", 1)
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 2 * GREEDY["max_new_tokens"])
+    model, inputs = build(FAMILIES[0], CPU)
+    for options in (GREEDY, GREEDY, BEAMS, BEAMS, GREEDY):
+        run(model, inputs, options)
+    assert captures() == 2 and sum(reasons().values()) == 3
 
 
 def test_a_model_takes_its_programs_with_it() -> None:

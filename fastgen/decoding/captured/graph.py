@@ -22,6 +22,7 @@ from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
 turn = threading.RLock()
+_turn_on_cpu = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -31,20 +32,29 @@ def taken(device: torch.device) -> Iterator[None]:
     Raises:
         CannotBeCaptured: on the CPU, another thread has the turn.
     """
-    if not turn.acquire(blocking=device.type != "cpu"):
+    lock = turn if waits(device) else _turn_on_cpu
+    if not lock.acquire(blocking=waits(device)):
         raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
     try:
         yield
     finally:
-        turn.release()
+        lock.release()
+
+
+def waits(device: torch.device) -> bool:
+    """Whether a call waits for the turn: programs on the CPU share no memory, and a call can do without one."""
+    return device.type != "cpu"
 
 
 @contextlib.contextmanager
 def stepped_aside(device: torch.device) -> Iterator[None]:
     """For code of others, between two graphs of a call: it may wait for a thread that has its turn meanwhile.
 
-    Nothing that the call needs is in the pool between its graphs.
+    Nothing that the call needs is in the pool between its graphs. Nobody waits for a call on the CPU.
     """
+    if not waits(device):
+        yield
+        return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     turn.release()

@@ -54,6 +54,7 @@ class _Compiler:
 
     def __init__(self, recording: Recording) -> None:
         self._operations = [each for each in recording.operations if not each.is_allocation]
+        _check_that_all_is_written(recording, self._operations)
         self._storages = recording.storages
         self._begins, size = _planned(recording, self._operations)
         self._memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
@@ -84,6 +85,19 @@ class _Compiler:
         storage = self._storages[leaf.storage] if begin is None else self._memory
         offset = leaf.offset + (begin or 0) // leaf.dtype.itemsize
         return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
+
+
+def _check_that_all_is_written(recording: Recording, operations: list[Operation]) -> None:
+    """Raises RuntimeError where an operator reads memory that no recorded one has written.
+
+    Then there is a kernel that the recorder has not seen: one that is not called through torch's dispatcher.
+    """
+    written: set[int] = set()
+    for operation in operations:
+        used = {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)} & recording.made
+        if not operation.function._schema.is_mutable and not used <= written:
+            raise RuntimeError(f"{operation.function} reads what no operator of torch's has written")
+        written |= used | {place.storage for place in operation.fresh if place is not None}
 
 
 def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:

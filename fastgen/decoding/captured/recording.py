@@ -24,7 +24,8 @@ _aten = torch.ops.aten
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEXING = frozenset({_aten.index, _aten._unsafe_index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
 # On the CPU these need no operator; on a GPU they copy to the host, or from it.
-_TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__})
+# Whoever asks for the address has a kernel that torch's dispatcher does not see.
+_TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
 # With a number in the place of a tensor these make a tensor of it on the host first.
 _CHOOSING = frozenset({torch.where, Tensor.where})

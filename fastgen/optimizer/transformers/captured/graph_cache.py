@@ -23,6 +23,7 @@ MOST = 8
 MOST_OF_MEMORY = 0.25
 # Recording a step on the CPU takes as long as twenty of them, so it must have been wanted for so many.
 PAYS_FROM = 256
+_MOST_WANTED = 1000
 
 
 @dataclass
@@ -32,26 +33,32 @@ class _OfModel:
     state: Hashable
     steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
-    wanted: Counter[Key] = field(default_factory=Counter)  # steps, by calls that had to do without
+    wanted: Counter[Key] = field(default_factory=Counter)  # steps, by calls on the CPU
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 
 
-def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
-    """A step of this key, for one call at a time. Raises `CannotBeCaptured` where that has been tried before."""
+def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | None = None) -> CapturedStep:
+    """A step of this key, for one call at a time.
+
+    Args:
+        steps: that the call asks for, where recording one must pay first; None where it need not.
+
+    Raises:
+        CannotBeCaptured: that has been tried before, or does not pay yet.
+    """
     cached = _of(model)
     if key in cached.refused:
         raise CannotBeCaptured(cached.refused[key])
+    if steps is not None:
+        if len(cached.wanted) > _MOST_WANTED:
+            cached.wanted.clear()
+        cached.wanted[key] += steps
+        if cached.wanted[key] < PAYS_FROM:
+            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
     step = cached.steps.pop(key, None)
     return make() if step is None else step
-
-
-def pays(model: Any, key: Key, steps: int) -> bool:
-    """Whether to capture a step on the CPU for a call of so many, after all those that have asked for it before."""
-    cached = _of(model)
-    cached.wanted[key] += steps
-    return key in cached.steps or cached.wanted[key] >= PAYS_FROM
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
@@ -66,12 +73,18 @@ def give_back(model: Any, step: CapturedStep) -> None:
         len(steps) > MOST or sum(x.nbytes for x in steps) > most
     ):
         oldest = next(other for other in list(_models.values()) if other.steps)
-        oldest.steps.popitem(last=False)
+        key, _ = oldest.steps.popitem(last=False)
+        del oldest.wanted[key]  # or each call would record it again
 
 
 def refuse(model: Any, key: Key, reason: str) -> None:
     """A step of this key cannot be captured, and is not to be tried again."""
     _of(model).refused[key] = reason
+
+
+def drop(model: Any) -> None:
+    """Frees the steps of a model, which hold the weights that they were recorded with."""
+    _models.pop(model, None)
 
 
 def drop_all() -> bool:

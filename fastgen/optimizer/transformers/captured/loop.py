@@ -50,6 +50,8 @@ _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
 # Beyond this many rows products with a packed weight are faster than those with the weight as it is.
 _MAX_ROWS_ON_CPU = 16
+# A call that may end at any token is taken to make no more steps than these.
+_STEPS_OF_A_CALL = 64
 
 # Inputs of the model with a row per sequence, and what the next step gets of them.
 _MASKS = ("attention_mask", "decoder_attention_mask")
@@ -147,6 +149,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
 def _check_on_cpu(model: Any, tokens: Tensor, config: Any) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or draws other samples."""
     if model.dtype is not torch.float32 or settings.current().weight_dtype != "fp32":
+        graph_cache.drop(model)
         raise CannotBeCaptured("a model or weights in other numbers than float32, on the CPU")
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
@@ -198,13 +201,13 @@ class _Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
-        on_cpu = self._model.device.type == "cpu"
-        if on_cpu and not graph_cache.pays(self._model, self._key, self._prompt.new_tokens):
-            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
+        steps = None
+        if self._model.device.type == "cpu":
+            steps = min(self._prompt.new_tokens, _STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
         random_state = RandomState(self._model.device)
         state = user_code.SavedState((*self._processors, *self._criteria))
         try:
-            step = self._decode(self._step())
+            step = self._decode(self._step(steps))
         except Exception as error:
             if error is self._raised or self._has_released:
                 raise
@@ -294,8 +297,8 @@ class _Decoding:
         graph_cache.give_back(self._model, step)
         return larger
 
-    def _step(self) -> CapturedStep:
-        step = graph_cache.take(self._model, self._key, self._new_step)
+    def _step(self, steps: int | None = None) -> CapturedStep:
+        step = graph_cache.take(self._model, self._key, self._new_step, steps)
         pairs = zip(step.processors or (), self._processors, strict=False)
         fits = all(captured.refresh(processor) for captured, processor in pairs)
         return step if fits else self._new_step()
@@ -374,6 +377,12 @@ class _Decoding:
             found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
         return found
 
+    def _batch(self, inputs: int) -> int:
+        """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
+        if not graph.waits(self._model.device):
+            return inputs
+        return next((n for n in _BATCHES if n >= inputs), processors.round_up(inputs, 16))
+
     def _make_key(self) -> Key:
         prompt, config = self._prompt, self._config
         new_capacity = max(operators.power_of_two(prompt.new_tokens), _FIRST_CAPACITY)
@@ -391,7 +400,7 @@ class _Decoding:
         stored_capacity = source + length - 1 if source_in_front else prompt_capacity
         captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
         return Key(
-            batch=next((n for n in _BATCHES if n >= prompt.inputs), processors.round_up(prompt.inputs, 16)),
+            batch=self._batch(prompt.inputs),
             per_input=self._per_input,
             prompt_capacity=prompt_capacity,
             new_capacity=new_capacity,

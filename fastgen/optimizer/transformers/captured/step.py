@@ -222,9 +222,12 @@ class CapturedStep:
             if self._warm_ups < _WARM_UPS:
                 self._warm_up(parts, done, host)
                 return
-            self._graphs = [(self._capture(part), on_host) for part, on_host in parts]
+            graphs = [(self._capture(part), on_host) for part, on_host in parts]
             del self._logits_seen  # it would keep its memory in the pool that all graphs share
-        self._run([(made.replay, on_host) for made, on_host in self._graphs], done, host)
+        else:
+            graphs = self._graphs
+        self._run([(made.replay, on_host) for made, on_host in graphs], done, host)
+        self._graphs = graphs  # one that cannot be replayed is none
 
     def _warm_up(self, parts: list[Part], done: int, host: Host) -> None:
         """A step that is not captured. In the first one the host looks at what may not be looked at later."""
@@ -262,7 +265,8 @@ class CapturedStep:
     def _process_on_host(self, host: Host, done: int) -> None:
         search, rows = self.search, self._present * self.key.per_input
         sequences = search.running_tokens[:rows, self._start : search.prompt_capacity + done]
-        self._scores[:rows] = host.process(sequences, self._scores[:rows])
+        # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
+        self._scores[:rows] = host.process(sequences.clone(), self._scores[:rows].clone())
 
     def _stop_on_host(self, host: Host, done: int) -> None:
         end = self.search.prompt_capacity + done
