@@ -49,12 +49,17 @@ def define(
         torch.library.register_fake(f"fastgen::{name}", fake, lib=_OPERATORS)
 
 
+def has_kernel(operator: str, device: str = "CPU") -> bool:
+    """Whether a library has a kernel of `operator` ("fastgen::name") for `device` ("CPU" or "CUDA")."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+
+
 def backend(operator: str) -> str:
     """What serves `operator` ("fastgen::name"), by asking torch's dispatcher; for every kind of device it knows."""
     phrases = []
     for device in _devices():
         without = f"torch reference{'' if device == 'CPU' else f' on {device}'}: {load(device) or 'no kernel'}"
-        there = torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+        there = has_kernel(operator, device)
         phrases.append(_NAMES[device] if there else without)
     return ", ".join(phrases)
 

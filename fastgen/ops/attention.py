@@ -41,7 +41,7 @@ backend = functools.partial(_library.backend, "fastgen::shared_prefix_attention"
 @functools.cache
 def reads_ancestry(device: str) -> bool:
     """Whether there is a kernel for that kind of device which reads a suffix through a table without gathering it."""
-    return device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::shared_prefix_attention", "CPU")
+    return device == "cpu" and _library.has_kernel("fastgen::shared_prefix_attention")
 
 
 def _by_input(x: Tensor, kv_heads: int, per_input: int) -> Tensor:

@@ -83,7 +83,7 @@ def streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process. Without them, nothing is gained."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::packed_linear", "CPU")
+    return _library.has_kernel("fastgen::packed_linear")
 
 
 def has_vectors() -> bool:

@@ -86,7 +86,7 @@ def unavailable(precision: str, measure: bool = True) -> str | None:
 
 
 def _missing(precision: str) -> str | None:
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{precision}_linear", "CPU"):
+    if not _library.has_kernel(f"fastgen::{precision}_linear"):
         return _library.load("CPU") or "no kernel for this processor"
     try:
         pack(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)

@@ -20,8 +20,7 @@ _CPU_TYPES = (torch.float32, torch.bfloat16)
 def available(like: Tensor) -> bool:
     """Whether there is a kernel for the type and the device of this tensor."""
     if like.device.type == "cpu":
-        there = torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::rms_norm_out", "CPU")
-        return there and like.dtype in _CPU_TYPES
+        return like.dtype in _CPU_TYPES and _library.has_kernel("fastgen::rms_norm_out")
     return triton.available(like) and like.dtype in triton.KERNEL_TYPES
 
 

@@ -220,7 +220,7 @@ def _suits_cpu(
         query.device.type == "cpu"
         and query.dtype in package.KERNEL_TYPES
         and (bias is None or bias.dtype in (query.dtype, torch.float32))
-        and torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::decode_attention_out", "CPU")
+        and _library.has_kernel("fastgen::decode_attention_out")
         and all(bound is None or (bound.dtype == torch.int32 and bound.is_contiguous()) for bound in (starts, ends))
         and (length is None or length.dtype == torch.int64)
     )

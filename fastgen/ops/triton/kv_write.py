@@ -31,8 +31,8 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
     require(same, "keys and values of different shapes")
     if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("fastgen::kv_write", keys.device.type.upper())
-        write = torch.ops.fastgen.kv_write if has_kernel and position.dtype == torch.int64 else reference
+        on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
+        write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
         write(keys, values, key_cache, value_cache, position)
         return
     from fastgen.ops.triton import _kernels as kernels
