@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from fastgen.ops import _library
 from fastgen.ops import triton as package
 from fastgen.ops.triton.kv_write import kv_write
-from tests.ops.triton.test_kv_write import PLAIN, cases, check
+from tests.ops.triton.test_kv_write import PLAIN, cases, check, some_arguments
 
 needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 CPU = torch.device("cpu")
@@ -68,13 +68,7 @@ def test_a_position_of_any_shape_and_one_source_for_all_rows():
 )
 def test_the_kernel_writes_nothing_else(changes):
     """Whoever calls the operator itself gets an error, and nothing has been written."""
-    arguments = {
-        "keys": torch.ones(2, 3, 8),
-        "values": torch.ones(2, 3, 8),
-        "key_cache": torch.zeros(2, 3, 5, 8),
-        "value_cache": torch.zeros(2, 3, 5, 8),
-        "position": torch.tensor(1),
-    } | changes
+    arguments = some_arguments() | changes
     with pytest.raises(RuntimeError, match="kv_write: "):
         torch.ops.fastgen.kv_write(**arguments)
     assert not arguments["key_cache"].any() and not arguments["value_cache"].any()

@@ -203,6 +203,12 @@ void check_input(const Tensor& x, const std::optional<Tensor>& bias, int64_t out
                   "a linear layer: the bias must be [outputs] of float32");
 }
 
+void check_result(const char* name, const Tensor& result, int64_t rows, int64_t outputs) {
+  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == rows && result.size(1) == outputs && result.is_contiguous() &&
+                      result.scalar_type() == ScalarType::Float,
+                  name, ": the result must be [rows, outputs] of float32");
+}
+
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
@@ -240,9 +246,7 @@ void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<T
   const int64_t outputs = weight.size(0);
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(weight.size(1) == x.size(1), "streamed_linear: x must have as many inputs as the weight");
-  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == x.size(0) && result.size(1) == outputs &&
-                      result.is_contiguous() && result.scalar_type() == ScalarType::Float,
-                  "streamed_linear: the result must be [rows, outputs] of float32");
+  check_result("streamed_linear", result, x.size(0), outputs);
   const Product product(x, bias, outputs, result);
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
   const int64_t blocks = (rows + kBlock - 1) / kBlock, output_stride = weight.stride(0), input_stride = weight.stride(1);
@@ -280,9 +284,7 @@ void dot_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(inputs == x.size(1) && weight.stride(1) == 1 && rows <= 4,
                   "dot_linear: takes up to 4 rows, and a weight with the inputs next to each other");
-  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == rows && result.size(1) == outputs && result.is_contiguous() &&
-                      result.scalar_type() == ScalarType::Float,
-                  "dot_linear: the result must be [rows, outputs] of float32");
+  check_result("dot_linear", result, rows, outputs);
   if (rows == 0) return;
   const float* values = static_cast<const float*>(x.const_data_ptr());
   const float* weights = static_cast<const float*>(weight.const_data_ptr());

@@ -64,6 +64,17 @@ def test_reference(case, device):
     check(reference, case, device)
 
 
+def some_arguments():
+    """Arguments that fit: ones to be written into zeros."""
+    return {
+        "keys": torch.ones(2, 3, 8),
+        "values": torch.ones(2, 3, 8),
+        "key_cache": torch.zeros(2, 3, 5, 8),
+        "value_cache": torch.zeros(2, 3, 5, 8),
+        "position": torch.tensor(1),
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -76,13 +87,7 @@ def test_reference(case, device):
     ],
 )
 def test_wrong_arguments(changes, message):
-    arguments = {
-        "keys": torch.ones(2, 3, 8),
-        "values": torch.ones(2, 3, 8),
-        "key_cache": torch.zeros(2, 3, 5, 8),
-        "value_cache": torch.zeros(2, 3, 5, 8),
-        "position": torch.tensor(1),
-    } | changes
+    arguments = some_arguments() | changes
     with pytest.raises(ValueError, match=message):
         kv_write(**arguments)
     assert not arguments["key_cache"].any() and not arguments["value_cache"].any()
