@@ -486,6 +486,7 @@ def test_models_among_the_examples(folder, trap, monkeypatch):
     (folder / "mine").mkdir()
     for name in ("fairseq/examples/theirs", "mine"):
         (folder / name / "__init__.py").write_text("def read(text):\n    return eval(text)\n")
+        (folder / name / "later.py").write_text("wide = eval('[(512, 3)] * 2')\nread = eval")
         monkeypatch.syspath_prepend(str((folder / name).parent))
     monkeypatch.setattr(fairseq, "__file__", str(folder / "fairseq" / "__init__.py"))
     for name in ("fairseq/examples/theirs", "mine"):
@@ -493,5 +494,10 @@ def test_models_among_the_examples(folder, trap, monkeypatch):
     with pytest.raises(RefusedValue):
         sys.modules["theirs"].read(trap.code)
     assert sys.modules["mine"].read("max(1, 2)") == 2
-    for name in ("theirs", "mine"):
+    later = {name: importlib.import_module(f"{name}.later") for name in ("theirs", "mine")}
+    assert later["theirs"].wide == [(512, 3), (512, 3)]
+    with pytest.raises(RefusedValue):
+        later["theirs"].read(trap.code)
+    assert later["mine"].read("max(1, 2)") == 2
+    for name in ("theirs", "mine", "theirs.later", "mine.later"):
         monkeypatch.delitem(sys.modules, name)

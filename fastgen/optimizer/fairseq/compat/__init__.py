@@ -26,7 +26,7 @@ def _safe() -> list[Patch]:
     repairs = f"{__name__}.repairs"
     return [
         *(ModuleGlobal(module, "eval", f"{__name__}.literals:evaluator") for module in literals.MODULES),
-        Patch("fairseq.utils", "import_user_module", f"{__name__}.literals:import_user_module"),
+        literals.Examples(),
         Patch("fairseq.checkpoint_utils", "load_checkpoint_to_cpu", load),
         Patch("fairseq.checkpoint_utils", "load_ema_from_checkpoint", load),
         Patch("fairseq.distributed.utils", "_broadcast_object_slow", load),

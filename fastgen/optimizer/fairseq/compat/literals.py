@@ -8,13 +8,19 @@ machine of everyone who uses it. Every module of FairSeq that calls `eval` gets 
 from __future__ import annotations
 
 import ast
-import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType, ModuleType
 from typing import Any
+
+import wrapt
+
+from fastgen.patching import Patch
 
 # The modules of FairSeq 0.12 that call `eval`.
 MODULES = (
@@ -87,19 +93,59 @@ def evaluator(missing: None) -> Callable[[Any], Any]:
     return evaluate
 
 
-# Remembered: each call looks at the paths of thousands of modules.
-_real_path = functools.cache(os.path.realpath)
+@dataclass(eq=False)
+class Examples(Patch):
+    """What FairSeq ships as examples, and imports with --user-dir, gets `evaluate` before it runs.
+
+    That includes modules that an example imports later. The user's own code is left as it is.
+    """
+
+    module: str = "fairseq"
+    target: str = "examples"
+    wrapper: str = ""
+
+    def apply(self) -> None:
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+            for module in list(sys.modules.values()):
+                if _is_example(getattr(module, "__file__", None)):
+                    vars(module).setdefault("eval", evaluate)
+        self.state = "applied"
+
+    def remove(self) -> None:
+        """Examples that are imported already keep what they have been given."""
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        self.state = "not enabled"
 
 
-def import_user_module(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Wrapper of `fairseq.utils.import_user_module`: also for FairSeq's own examples, and not for the user's code."""
-    import fairseq
+class _Finder(MetaPathFinder):
+    """Finds the examples where they are found anyway."""
 
-    wrapped(*args, **kwargs)
-    examples = os.path.join(os.path.dirname(os.path.realpath(fairseq.__file__)), "examples", "")
-    for module in list(sys.modules.values()):
-        if _real_path(getattr(module, "__file__", None) or "").startswith(examples):
-            vars(module).setdefault("eval", evaluate)
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or not spec.has_location or not _is_example(spec.origin):
+            return None
+        spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(wrapt.ObjectProxy):
+    """The module's own loader; the module finds `evaluate` as `eval` when it runs."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["eval"] = evaluate
+        self.__wrapped__.exec_module(module)
+
+
+def _is_example(file: str | None) -> bool:
+    fairseq = getattr(sys.modules.get("fairseq"), "__file__", None)
+    if file is None or fairseq is None:
+        return False
+    return os.path.realpath(file).startswith(os.path.join(os.path.dirname(os.path.realpath(fairseq)), "examples", ""))
+
+
+_finder = _Finder()
 
 
 def _value(node: ast.expr) -> tuple[Any, int]:
