@@ -26,13 +26,11 @@ from fastgen.ops import _library, _timings
 _KERNEL = "linear 5"
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
-# The most rows that `dot_linear_out` takes.
-MAX_DOT_ROWS = 4
 # A wider layer is measured with fewer outputs, and in proportion.
-_MAX_BYTES = 2**26
+MAX_BYTES = 2**26
 # The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
 # With many rows that makes no difference.
-_COLD_BYTES = 2**25
+COLD_BYTES = 2**25
 _MANY_ROWS = 256
 # So often at least; more often, up to the latter, until the shortest time of every product has been met twice.
 _ROUNDS, _MAX_ROUNDS = 3, 12
@@ -127,11 +125,11 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
 
 @torch.no_grad()
 def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
-    some = min(outputs, max(_MAX_BYTES // (4 * inputs), 1))
+    some = min(outputs, max(MAX_BYTES // (4 * inputs), 1))
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
     x, bias = full((rows, inputs), 0.5), full((some,), 0.5)
-    count = max(1, min(16, _COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
+    count = max(1, min(16, COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
     weights = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
     start = time.perf_counter()
     packed = [pack(weight.t() if transposed else weight) for weight in weights]
@@ -143,26 +141,32 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     def streamed(weight: Tensor) -> Tensor:
         return streamed_linear(x, weight.t() if transposed else weight, bias)
 
-    products: list[tuple[Callable[[Tensor], Tensor], list[Tensor]]] = [
+    products: list[tuple[Callable[[Tensor], object], list[Tensor]]] = [
         (plain, weights),
         (lambda panels: packed_linear(x, panels, bias, some), packed),
     ]
     if rows < _MANY_ROWS:  # with more, laying the weight out is what torch's product does as well
         # With copies, or it would find in the cache what torch's product has just read.
         products.append((streamed, [weight.clone() for weight in weights]))
-    # In turns, so that what else the machine does meets all of them.
+    scale = outputs / some
+    seconds = [time * scale for time in shortest_times(products)]
+    return Costs(seconds[0], seconds[1], packing * scale, *seconds[2:])
+
+
+def shortest_times(products: list[tuple[Callable[[Tensor], object], list[Tensor]]]) -> list[float]:
+    """Seconds that each product takes with one of its weights, which are too many for the cache.
+
+    They run in turns, so that what else the machine does meets all of them.
+    """
     rounds: list[list[float]] = []
     is_steady = False  # the shortest time of each is no accident
     while len(rounds) < _ROUNDS or (len(rounds) < _MAX_ROUNDS and not is_steady):
         rounds.append([_seconds(*product) for product in products])
         is_steady = all(sorted(times)[:2][-1] <= _STEADY * min(times) for times in zip(*rounds, strict=True))
-    scale = outputs / some
-    seconds = [min(times) * scale for times in zip(*rounds, strict=True)]
-    return Costs(seconds[0], seconds[1], packing * scale, *seconds[2:])
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
-def _seconds(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """Seconds per product."""
+def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
     start = time.perf_counter()
     for weight in weights:
         product(weight)
@@ -173,4 +177,3 @@ _library.define("pack_linear(Tensor weight) -> Tensor")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("streamed_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
-_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")

@@ -269,34 +269,3 @@ def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
     linear.costs(2, 32, 16, False)
     assert len(_timings.all(linear._KERNEL)) == 2 and not cache.exists()
-
-
-@pytest.mark.parametrize("name", ["default", "avx2", "avx512"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("inputs, outputs", [(1, 1), (7, 5), (16, 8), (33, 70), (600, 129), (64, 1000)])
-def test_dot_products(name, rows, inputs, outputs):
-    """Rows and lines of a weight that are not next to each other, with and without a bias; nothing else is written."""
-    x, weight = torch.randn(rows, inputs + 3)[:, :inputs], torch.randn(outputs, inputs + 2)[:, :inputs]
-    for bias in (None, torch.randn(outputs)):
-        around = torch.full((rows + 2, outputs), 7.0)
-        with instruction_set(name):
-            torch.ops.fastgen.dot_linear_out(around[1:-1], x, weight, bias)
-        wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        torch.testing.assert_close(around[1:-1].double(), wanted, rtol=1e-5, atol=1e-4)
-        assert around[0].eq(7).all() and around[-1].eq(7).all()
-
-
-@pytest.mark.parametrize(
-    "out, x, weight",
-    [
-        (torch.zeros(5, 3), torch.zeros(5, 4), torch.zeros(3, 4)),
-        (torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(4, 3).t()),
-        (torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(3, 4)),
-        (torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(3, 4)),
-        (torch.zeros(3, 2).t(), torch.zeros(2, 4), torch.zeros(3, 4)),
-        (torch.zeros(2, 3).double(), torch.zeros(2, 4), torch.zeros(3, 4)),
-    ],
-)
-def test_dot_products_refuse_what_they_do_not_take(out, x, weight):
-    with pytest.raises(RuntimeError, match="linear"):
-        torch.ops.fastgen.dot_linear_out(out, x, weight, None)

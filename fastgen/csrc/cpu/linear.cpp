@@ -5,9 +5,7 @@
 // arrived (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008, with the packing
 // of the weight done once: `packed_linear`). Where the weight is left as it is, a piece of a panel at a time is laid out
 // in the cache and multiplied from there, while the next piece is asked for (`streamed_linear`): the result is the same
-// to the last bit, and the work of laying it out mostly takes place while memory is waited for. For up to four rows it
-// need not be laid out: an output is the dot product of a row with a line of the weight (`dot_linear_out`), which adds up in
-// another order.
+// to the last bit, and the work of laying it out mostly takes place while memory is waited for.
 #include "instruction_set.h"
 #include "transpose.h"
 
@@ -59,7 +57,6 @@ namespace portable {
 #define FASTGEN_ROWS 4
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/tiles.h"
-#include "linear/dots.h"
 }  // namespace portable
 
 #ifdef FASTGEN_X86
@@ -70,7 +67,6 @@ namespace avx2 {
 #define FASTGEN_ROWS 6
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/tiles.h"
-#include "linear/dots.h"
 }  // namespace avx2
 
 namespace avx512 {
@@ -80,7 +76,6 @@ namespace avx512 {
 #define FASTGEN_ROWS 8
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/tiles.h"
-#include "linear/dots.h"
 }  // namespace avx512
 #endif
 
@@ -88,31 +83,21 @@ using Multiply = void (*)(const float*, int64_t, int64_t, const float*, int64_t,
                           const Piece&);
 using LayOut = void (*)(const Piece&, int64_t, int64_t, float*);
 
-using Dots = void (*)(const float*, int64_t, const float*, int64_t, int64_t, int64_t, const float*, float*, int64_t);
-
 struct Kernel {
   int64_t panel;  // outputs of a panel
   Multiply multiply;
   LayOut lay_out;
-  std::array<Dots, 4> dots;  // by the number of rows, less one
 };
-
-#define FASTGEN_KERNEL(SET)                        \
-  Kernel {                                         \
-    SET::kPanel, &SET::multiply, &SET::lay_out, {  \
-      &SET::all_dots<1>, &SET::all_dots<2>, &SET::all_dots<3>, &SET::all_dots<4> \
-    }                                              \
-  }
 
 Kernel kernel() {
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return FASTGEN_KERNEL(avx512);
-    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
+    case fastgen::InstructionSet::kAvx512: return {avx512::kPanel, &avx512::multiply, &avx512::lay_out};
+    case fastgen::InstructionSet::kAvx2: return {avx2::kPanel, &avx2::multiply, &avx2::lay_out};
     case fastgen::InstructionSet::kPortable: break;
   }
 #endif
-  return FASTGEN_KERNEL(portable);
+  return {portable::kPanel, &portable::multiply, &portable::lay_out};
 }
 
 int64_t panels_of(int64_t outputs) { return (outputs + kernel().panel - 1) / kernel().panel; }
@@ -203,12 +188,6 @@ void check_input(const Tensor& x, const std::optional<Tensor>& bias, int64_t out
                   "a linear layer: the bias must be [outputs] of float32");
 }
 
-void check_result(const char* name, const Tensor& result, int64_t rows, int64_t outputs) {
-  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == rows && result.size(1) == outputs && result.is_contiguous() &&
-                      result.scalar_type() == ScalarType::Float,
-                  name, ": the result must be [rows, outputs] of float32");
-}
-
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
@@ -246,7 +225,9 @@ void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<T
   const int64_t outputs = weight.size(0);
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(weight.size(1) == x.size(1), "streamed_linear: x must have as many inputs as the weight");
-  check_result("streamed_linear", result, x.size(0), outputs);
+  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == x.size(0) && result.size(1) == outputs &&
+                      result.is_contiguous() && result.scalar_type() == ScalarType::Float,
+                  "streamed_linear: the result must be [rows, outputs] of float32");
   const Product product(x, bias, outputs, result);
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
   const int64_t blocks = (rows + kBlock - 1) / kBlock, output_stride = weight.stride(0), input_stride = weight.stride(1);
@@ -277,30 +258,6 @@ void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<T
   });
 }
 
-// For up to four rows and a weight whose inputs are next to each other. It adds up in another order than the others.
-void dot_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  check_weight(weight);
-  const int64_t rows = x.size(0), outputs = weight.size(0), inputs = weight.size(1), stride = weight.stride(0);
-  check_input(x, bias, outputs);
-  STD_TORCH_CHECK(inputs == x.size(1) && weight.stride(1) == 1 && rows <= 4,
-                  "dot_linear: takes up to 4 rows, and a weight with the inputs next to each other");
-  check_result("dot_linear", result, rows, outputs);
-  if (rows == 0) return;
-  const float* values = static_cast<const float*>(x.const_data_ptr());
-  const float* weights = static_cast<const float*>(weight.const_data_ptr());
-  const float* added = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-  float* to = static_cast<float*>(result.mutable_data_ptr());
-  const Dots dots = kernel().dots[rows - 1];
-  const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1), x_stride = x.stride(0);
-  // In pieces of whole groups of outputs, one for each thread: it reads its part of the weight as one stream.
-  const int64_t piece = std::max<int64_t>((outputs + threads * 8 - 1) / (threads * 8) * 8, 32);
-  torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * piece, some = std::min(end * piece, outputs) - first;
-    dots(values, x_stride, weights + first * stride, stride, inputs, some, added ? added + first : nullptr, to + first,
-         outputs);
-  });
-}
-
 Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   check_weight(weight);
   STD_TORCH_CHECK(x.dim() == 2, "a linear layer: x must be [rows, inputs]");
@@ -316,7 +273,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
   library.impl("streamed_linear_out", TORCH_BOX(&streamed_linear_out));
-  library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out));
 }
 
 #endif

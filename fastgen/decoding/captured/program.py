@@ -9,6 +9,7 @@ Products with a weight become FastGen's where that is measured to be faster (`fa
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 
 from fastgen import settings
 from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
-from fastgen.ops import linear
+from fastgen.ops import dot_linear, linear
 
 _aten = torch.ops.aten
 # Results begin at a multiple of this in memory: a cache line.
@@ -123,25 +124,36 @@ def _with_out(function: Any) -> tuple[Any, str] | None:
 
 
 def _product(function: Any, args: tuple[Any, ...], result: Tensor) -> Callable[[], object] | None:
-    """A product with a weight, where FastGen's own takes less time; None for anything else."""
+    """A product with a weight, where one of FastGen's own takes less time; None for anything else."""
     if function not in (_aten.mm.default, _aten.addmm.default):
         return None
-    bias = args[0] if function is _aten.addmm.default else None
-    x, weight = args[-2:]
     if settings.current().packed_weights == "never":  # which says that products are torch's own
         return None
+    bias = args[0] if function is _aten.addmm.default else None
+    x, weight = args[-2], args[-1].t()
+    if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
+        return None
+    # Each as a share of the time that torch's takes.
+    shares = {
+        torch.ops.fastgen.dot_linear_out.default: _share_by_dots(x, weight, bias),
+        torch.ops.fastgen.streamed_linear_out.default: _share_streamed(x, weight),
+    }
+    product, share = min(shares.items(), key=lambda item: item[1])
+    return partial(product, result, x, weight, bias) if share < 1.0 else None
+
+
+def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    if x.shape[0] > dot_linear.MAX_ROWS or not dot_linear.serves(x, weight, bias):
+        return math.inf
+    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype)
+    return costs.dots / costs.plain
+
+
+def _share_streamed(x: Tensor, weight: Tensor) -> float:
     if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
-        return None
-    if not weight.numel() or (bias is not None and (bias.shape != weight.shape[1:] or not bias.is_contiguous())):
-        return None
-    rows, (inputs, outputs) = x.shape[0], weight.shape
-    costs = linear.costs(rows, inputs, outputs, transposed=weight.stride(1) == 1)
-    if costs is None or costs.streamed >= costs.plain:
-        return None
-    # With very few rows, laying the weight out takes longer than it saves.
-    by_dots = rows <= linear.MAX_DOT_ROWS and weight.stride(0) == 1
-    product = torch.ops.fastgen.dot_linear_out if by_dots else torch.ops.fastgen.streamed_linear_out
-    return partial(product.default, result, x, weight.t(), bias)
+        return math.inf
+    costs = linear.costs(*x.shape, weight.shape[0], transposed=weight.stride(0) == 1)
+    return math.inf if costs is None else costs.streamed / costs.plain
 
 
 def _planned(recording: Recording, operations: list[Operation]) -> tuple[dict[int, int], int]:

@@ -20,7 +20,7 @@ from fastgen import settings
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import Place, record
-from fastgen.ops import linear
+from fastgen.ops import dot_linear, linear
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
 
@@ -177,6 +177,7 @@ class TestProducts:
     @pytest.fixture(autouse=True)
     def streamed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: linear.Costs(2.0, 2.0, 2.0, 1.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *args: dot_linear.Costs(1.0, 2.0))
 
     @staticmethod
     def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:
@@ -266,15 +267,31 @@ class TestProducts:
         assert asked == [(4, 6, 7, True), (4, 6, 7, False)]
 
     @needs_kernel
-    @pytest.mark.parametrize("rows", [1, 4, 5])
-    def test_few_rows_are_dot_products(self, rows: int) -> None:
-        """Where the inputs of the weight are next to each other; otherwise it is laid out."""
+    @pytest.mark.parametrize(
+        ("rows", "dots", "wanted"),
+        [(1, 1.9, "dot"), (16, 1.9, "dot"), (16, 2.1, "streamed"), (16, 5.0, "streamed"), (17, 0.1, "streamed")],
+    )
+    def test_the_fastest_product(self, rows: int, dots: float, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By its share of the time of torch's product. Dot products are for few rows, and lines of inputs."""
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, dots))
         x, weight = torch.randn(rows, 20), torch.randn(30, 20)
-        for stored, by_dots in ((weight, rows <= 4), (weight.t().contiguous().t(), False)):
+        for stored, kind in ((weight, wanted), (weight.t().contiguous().t(), "streamed")):
             recorded = Replayed()
             recorded.capture(partial(F.linear, x, stored))
-            wanted = torch.ops.fastgen.dot_linear_out if by_dots else torch.ops.fastgen.streamed_linear_out
-            assert wanted.default in recorded.functions
+            assert getattr(torch.ops.fastgen, f"{kind}_linear_out").default in recorded.functions
+
+    @needs_kernel
+    @pytest.mark.parametrize("biased", [True, False])
+    def test_bfloat16(self, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 2, 24), (70, 24), (70,)))
+        layer = partial(F.linear, x, weight, bias if biased else None)
+        assert self.captured(layer)[0] == 0
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(2.0, 1.0))
+        count, replay = self.captured(layer)
+        assert count == 1
+        for _ in range(2):
+            torch.testing.assert_close(replay(), layer())
+            x.normal_(), weight.normal_(), bias.normal_()
 
     @needs_kernel
     def test_products_that_must_be_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:

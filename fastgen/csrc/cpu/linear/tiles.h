@@ -115,3 +115,9 @@ FASTGEN_TARGET void lay_out(const Piece& piece, int64_t valid, int64_t depth, fl
     for (int64_t j = k; j < last; ++j) std::fill(to + j * kPanel + std::max(n, valid), to + (j + 1) * kPanel, 0.0f);
   }
 }
+
+#undef FASTGEN_TARGET
+#undef FASTGEN_WIDTH
+#undef FASTGEN_VECTORS
+#undef FASTGEN_ROWS
+#undef FASTGEN_TRANSPOSE

@@ -48,6 +48,7 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
+_TYPES_ON_CPU = (torch.float32, torch.bfloat16)
 # Beyond this many rows products with a packed weight are faster than those with the weight as it is.
 _MAX_ROWS_ON_CPU = 16
 # A call that may end at any token is taken to make no more steps than these.
@@ -148,9 +149,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
 
 def _check_on_cpu(model: Any, tokens: Tensor, config: Any) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or draws other samples."""
-    if model.dtype is not torch.float32 or settings.current().weight_dtype != "fp32":
+    if model.dtype not in _TYPES_ON_CPU or settings.current().weight_dtype != "fp32":
         graph_cache.drop(model)
-        raise CannotBeCaptured("a model or weights in other numbers than float32, on the CPU")
+        raise CannotBeCaptured("a model in float16, or weights in other numbers than the model's, on the CPU")
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, on the CPU")

@@ -1,0 +1,165 @@
+// Linear layers for the few rows of a decoding step, on the weight as it is, in float32 and bfloat16. The schema is
+// defined in fastgen/ops/dot_linear.py.
+//
+// An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
+// weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
+// been multiplied with them. Sums are in float32.
+#include "instruction_set.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#ifdef __GNUC__  // vectors as a language extension: gcc and clang
+
+#ifdef FASTGEN_X86
+#include <immintrin.h>
+#endif
+
+namespace fastgen {
+
+inline float to_float(uint16_t number) {
+  const uint32_t bits = static_cast<uint32_t>(number) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// To the nearest, and of two that are as near to the even one. What is not a number stays so.
+inline uint16_t to_bfloat16(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  if (number != number) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace fastgen
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Of whatever type the kernel computes with; strides and sizes are in numbers.
+struct Arguments {
+  const void *x, *weight, *bias;
+  void* y;
+  int64_t x_stride, weight_stride, rows, inputs, outputs;
+};
+
+namespace portable {
+#define FASTGEN_TARGET
+#define FASTGEN_WIDTH 4
+#include "dot_linear/kernels.h"
+}  // namespace portable
+
+#ifdef FASTGEN_X86
+namespace avx2 {
+#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
+#define FASTGEN_WIDTH 8
+#include "dot_linear/kernels.h"
+}  // namespace avx2
+
+namespace avx512 {
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define FASTGEN_WIDTH 16
+#include "dot_linear/kernels.h"
+}  // namespace avx512
+
+#if __has_include(<avx512bf16intrin.h>)
+#define FASTGEN_BF16_PAIRS 1
+namespace avx512bf16 {
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")))
+#define FASTGEN_WIDTH 16
+#define FASTGEN_ADD_PAIRS(sums, x, weight) \
+  (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))
+#include "dot_linear/kernels.h"
+}  // namespace avx512bf16
+#endif
+#endif
+
+using Multiply = void (*)(const Arguments&, int64_t, int64_t);
+using Prepare = void (*)(const uint16_t*, int64_t, float*);
+
+// `prepare` is null where x is read as it is.
+struct Kernel {
+  Multiply multiply;
+  Prepare prepare;
+};
+
+Kernel kernel(ScalarType type) {
+  const bool is_float32 = type == ScalarType::Float;
+#define FASTGEN_KERNEL(SET)                            \
+  is_float32 ? Kernel{&SET::multiply<SET::Float32>, nullptr} \
+             : Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>}
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512:
+#ifdef FASTGEN_BF16_PAIRS
+      if (!is_float32 && __builtin_cpu_supports("avx512bf16")) {
+        return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
+      }
+#endif
+      return FASTGEN_KERNEL(avx512);
+    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
+    case fastgen::InstructionSet::kPortable: break;
+  }
+#endif
+  return FASTGEN_KERNEL(portable);
+#undef FASTGEN_KERNEL
+}
+
+void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
+                  "dot_linear: x must be float32 or bfloat16");
+  STD_TORCH_CHECK(weight.scalar_type() == type && y.scalar_type() == type && (!bias || bias->scalar_type() == type),
+                  "dot_linear: all must be of one type");
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0 && x.size(1) == weight.size(1),
+                  "dot_linear: x must be [rows, inputs] and the weight [outputs, inputs]");
+  STD_TORCH_CHECK(x.size(1) == 1 || (x.stride(1) == 1 && weight.stride(1) == 1),
+                  "dot_linear: the inputs must be next to each other");
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->is_contiguous()),
+                  "dot_linear: the bias must be [outputs]");
+  STD_TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0) && y.size(1) == weight.size(0) && y.is_contiguous(),
+                  "dot_linear: the result must be [rows, outputs]");
+}
+
+void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  check(y, x, weight, bias);
+  const int64_t rows = x.size(0), inputs = x.size(1), outputs = weight.size(0);
+  if (rows == 0 || outputs == 0) return;
+  const Kernel kernel = ::kernel(x.scalar_type());
+  Arguments arguments{x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
+                      y.mutable_data_ptr(), x.stride(0), weight.stride(0), rows, inputs, outputs};
+  std::vector<float> prepared;
+  if (kernel.prepare != nullptr) {
+    prepared.resize(rows * inputs);
+    const uint16_t* from = static_cast<const uint16_t*>(arguments.x);
+    for (int64_t row = 0; row < rows; ++row) {
+      kernel.prepare(from + row * arguments.x_stride, inputs, prepared.data() + row * inputs);
+    }
+    arguments.x = prepared.data();
+    arguments.x_stride = inputs;
+  }
+  const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
+  // In pieces of whole groups of outputs, one for each thread.
+  const int64_t piece = std::max<int64_t>((outputs + threads * 8 - 1) / (threads * 8) * 8, 32);
+  torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    kernel.multiply(arguments, begin * piece, std::min(end * piece, outputs) - begin * piece);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out)); }
+
+#endif

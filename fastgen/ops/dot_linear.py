@@ -1,0 +1,86 @@
+"""Linear layers for the few rows of a decoding step, as dot products with the lines of a weight as it is, on the CPU.
+
+The weight is neither packed nor laid out: it is read once, in float32 or bfloat16, and sums are in float32 (see
+csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape (`costs`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import _library, _timings
+from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, shortest_times
+
+# Timings are those of this kernel: to be renamed when it changes.
+_KERNEL = "dot linear 1"
+# Of more rows nothing is measured: the lines of a weight are read from the cache once for every four of them.
+MAX_ROWS = 16
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Costs(NamedTuple):
+    """Seconds that a product takes."""
+
+    plain: float  # torch's own
+    dots: float
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is a kernel for these: [rows, inputs], [outputs, inputs] and [outputs], all of one type."""
+    others = (weight,) if bias is None else (weight, bias)
+    return (
+        all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
+        and x.dtype in _TYPES
+        and x.dim() == weight.dim() == 2
+        and x.shape[1] == weight.shape[1] > 0
+        and x.stride(1) == weight.stride(1) == 1
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and is_available()
+    )
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there are kernels in this process."""
+    return _library.has_kernel("fastgen::dot_linear_out")
+
+
+def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
+    """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
+
+    Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
+    (`fastgen.ops._timings`).
+    """
+    bucket = 1 << (rows - 1).bit_length()
+    key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}"
+    known = _timings.get(_KERNEL, key, len(Costs._fields), lambda: _measure(bucket, inputs, outputs, dtype))
+    assert known is not None
+    return Costs(*known)
+
+
+@torch.no_grad()
+def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
+    size = inputs * dtype.itemsize
+    some = min(outputs, max(MAX_BYTES // size, 1))
+    count = max(1, min(16, COLD_BYTES // (size * some)))
+    # Whatever the user has made the default of new tensors.
+    full = functools.partial(torch.full, dtype=dtype, device="cpu")
+    x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
+    weights = [full((some, inputs), 0.25) for _ in range(count)]
+    copies = [weight.clone() for weight in weights]  # what torch's product has just read would be in the cache
+    plain, dots = shortest_times(
+        [
+            (lambda weight: F.linear(x, weight), weights),
+            (lambda weight: torch.ops.fastgen.dot_linear_out.default(y, x, weight, None), copies),
+        ]
+    )
+    return Costs(plain * outputs / some, dots * outputs / some)
+
+
+backend = functools.partial(_library.backend, "fastgen::dot_linear_out")
+_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")

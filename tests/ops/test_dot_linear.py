@@ -1,0 +1,109 @@
+"""Products as dot products with the lines of a weight, against float64, and what is measured of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastgen.ops import _timings, dot_linear
+from tests.ops.instructions import instruction_set
+
+pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="the extension was not built")
+
+INSTRUCTION_SETS = ["avx512", "avx2", "default"]
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@given(
+    rows=st.integers(0, 18),
+    inputs=st.integers(1, 90),
+    outputs=st.integers(0, 70),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+@example(rows=1, inputs=600, outputs=129, biased=True, seed=0)
+@example(rows=7, inputs=64, outputs=1000, biased=False, seed=0)
+def test_is_a_linear_layer(
+    name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    """With rows and lines of a weight that are not next to each other. Nothing else is written."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, weight = random(rows, inputs + 3)[:, :inputs], random(outputs, inputs + 2)[:, :inputs]
+    bias = random(outputs) if biased else None
+    around = torch.full((rows + 2, outputs), torch.nan, dtype=dtype)
+    with instruction_set(name):
+        torch.ops.fastgen.dot_linear_out(around[1:-1], x, weight, bias)
+    exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
+    # In bfloat16 too, sums are in float32: what is rounded is the result.
+    rounding = 2**-8 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(around[1:-1].double(), exact, atol=2e-6 * (inputs + 1), rtol=rounding)
+    assert around[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_so(name: str, dtype: torch.dtype, odd: float) -> None:
+    x, weight = torch.ones(2, 70, dtype=dtype), torch.ones(9, 70, dtype=dtype)
+    x[1, 3] = odd
+    out = torch.zeros(2, 9, dtype=dtype)
+    with instruction_set(name):
+        torch.ops.fastgen.dot_linear_out(out, x, weight, None)
+    torch.testing.assert_close(out, x @ weight.t(), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.zeros(2, 5)},
+        {"x": torch.zeros(2, 2, 4)},
+        {"x": torch.zeros(2, 0), "weight": torch.zeros(3, 0)},
+        {"x": torch.zeros(4, 2).t()},
+        {"x": torch.zeros(2, 4, dtype=torch.float16)},
+        {"x": torch.zeros(2, 4, dtype=torch.bfloat16)},
+        {"weight": torch.zeros(4, 3).t()},
+        {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},
+        {"out": torch.zeros(2, 4)},
+        {"out": torch.zeros(3, 2).t()},
+        {"out": torch.zeros(2, 3).double()},
+        {"bias": torch.zeros(4)},
+        {"bias": torch.zeros(6)[::2]},
+        {"bias": torch.zeros(3, dtype=torch.bfloat16)},
+    ],
+    ids=str,
+)
+def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None:
+    given = {"out": torch.zeros(2, 3), "x": torch.zeros(2, 4), "weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
+    torch.ops.fastgen.dot_linear_out(**given)
+    given |= changes
+    with pytest.raises(RuntimeError, match="dot_linear"):
+        torch.ops.fastgen.dot_linear_out(**given)
+    if "out" not in changes:
+        served = dot_linear.serves(given["x"], given["weight"], given["bias"])
+        assert not served
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(*shape: object) -> dot_linear.Costs:
+        measured.append(shape)
+        return dot_linear.Costs(2.0, 1.0)
+
+    measure_truly = dot_linear._measure
+    monkeypatch.setattr(dot_linear, "_measure", measure)
+    monkeypatch.setattr(_timings, "_known", {})
+    monkeypatch.setenv("FASTGEN_CACHE", "")
+    for rows in (3, 4, 5):
+        assert dot_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
+    assert measured == [(4, 16, 24, dtype), (8, 16, 24, dtype)]
+    assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype))
