@@ -26,9 +26,9 @@ from torch.nn.utils import parametrize
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
-from fastgen.decoding.products import FixedProducts, MeasuredProducts
+from fastgen.decoding.products import DotProducts, FixedProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
-from fastgen.ops import linear, quantized_linear
+from fastgen.ops import dot_linear, linear, quantized_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -37,9 +37,9 @@ LINEAR: Kinds = {nn.Linear: False}
 # What layers compute that spell it out.
 Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 
-# Smaller weights stay with torch: they are in the processor's caches, and calling FastGen's product takes as long as it
-# saves.
-MIN_WEIGHT_BYTES = 2**20
+# Weights of fewer numbers stay with torch: they are in the processor's caches, and calling FastGen's product takes as
+# long as it saves.
+MIN_WEIGHT = 2**18
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
@@ -69,10 +69,10 @@ class _PackingBudget:
         return True
 
 
-def _serves(x: Any) -> bool:
+def _serves(x: Any, dtype: torch.dtype = torch.float32) -> bool:
     return (
         type(x) is Tensor
-        and x.dtype is torch.float32
+        and x.dtype is dtype
         and x.device.type == "cpu"
         and x.numel() > 0
         and not torch.is_grad_enabled()
@@ -122,6 +122,26 @@ class _Function(Replacement):
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         x = self._input(arguments, named)  # a norm with a gate beside its input, say, is more than the function
         return self._function(x) if self._serves(x) else self._plain(*arguments, **named)
+
+
+class _DotLinear(Replacement):
+    """A linear layer in bfloat16 that multiplies few rows with its weight as it is, where that is faster."""
+
+    __slots__ = ("_products", "_weight")
+
+    def __init__(self, module: nn.Module, products: DotProducts) -> None:
+        super().__init__(module)
+        self._products = products
+        self._weight = module._parameters["weight"]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        x, parameters = self._input(arguments, named), self._module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None or weight is not self._weight or _as_they_are.get() or not _serves(x, torch.bfloat16):
+            return self._plain(*arguments, **named)
+        if not dot_linear.serves(x, weight, bias) or not self._products.are_faster(x.numel() // x.shape[-1]):
+            return self._plain(x)
+        return dot_linear.dot_linear(x, weight, bias)
 
 
 class _Weight:
@@ -243,8 +263,8 @@ class _Linear(Replacement):
             )
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a layer is its weight and bias and nothing else, in float32 on the CPU."""
+def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a layer is its weight and bias and nothing else, of this type on the CPU."""
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)
         if parameter is None:
@@ -254,7 +274,7 @@ def is_plain(module: nn.Module) -> bool:
             continue
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
             return False
-        if parameter.dtype is not torch.float32 or parameter.device.type != "cpu" or parameter.layout != torch.strided:
+        if parameter.dtype is not dtype or parameter.device.type != "cpu" or parameter.layout != torch.strided:
             return False
         if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
             return False
@@ -274,6 +294,7 @@ class FastLayers:
     _freed = threading.Condition(_lock)
     _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
     _shapes: dict[tuple[int, int, int, bool], MeasuredProducts] = {}
+    _dot_shapes: dict[tuple[int, int, int], DotProducts] = {}
 
     def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions) -> None:
         self._model = weakref.ref(model)
@@ -369,7 +390,11 @@ class FastLayers:
         if transposed is None or settings.current().packed_weights == "never":
             return None
         weight = module._parameters.get("weight")
-        if weight is None or weight.nbytes < MIN_WEIGHT_BYTES or not is_plain(module):
+        if weight is None or weight.numel() < MIN_WEIGHT:
+            return None
+        if weight.dtype is torch.bfloat16 and not transposed and is_plain(module, torch.bfloat16):
+            return _DotLinear(module, self._dots(weight)) if settings.current().linear_products == "measured" else None
+        if not is_plain(module):
             return None
         if precision() != "fp32":
             return _Linear(module, transposed, FixedProducts(precision()), self._budget)
@@ -385,6 +410,12 @@ class FastLayers:
             products = self._shapes[key] = MeasuredProducts(inputs, outputs, transposed)
         return _Linear(module, transposed, products, self._budget)
 
+    def _dots(self, weight: Tensor) -> DotProducts:
+        outputs, inputs = weight.shape
+        return self._dot_shapes.setdefault(
+            (torch.get_num_threads(), inputs, outputs), DotProducts(inputs, outputs, weight.dtype)
+        )
+
     def _remove(self) -> None:
         layers = self._linear_layers()
         for precision in {layer.precision for layer in layers if layer.used} - {"fp32"}:
@@ -396,7 +427,7 @@ class FastLayers:
             if vars(module).get("forward") is replacement:
                 del module.forward
         if settings.current().packed_weights == "keep":
-            self._kept = self._installed
+            self._kept = {layer: used for layer, used in self._installed.items() if type(used) is _Linear}
         self._installed = {}
 
 

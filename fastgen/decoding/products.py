@@ -1,16 +1,17 @@
-"""The products of a linear layer: FastGen's own or torch's, in float32 or with a weight of another type.
+"""The products of a linear layer: FastGen's own or torch's, in float32, bfloat16 or with a weight of another type.
 
-Which is chosen in float32 is a matter of `Settings.linear_products`.
+Which is chosen for a model's own type is a matter of `Settings.linear_products`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.ops import linear, quantized_linear
+from fastgen.ops import dot_linear, linear, quantized_linear
 
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
@@ -64,13 +65,45 @@ class FixedProducts:
         return linear.packed_linear(x, panels, bias, outputs)
 
 
+class _Uses:
+    """How often a shape has been used with how many rows."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, int] = {}
+
+    def are_enough(self, rows: int) -> bool:
+        """Counts another use. Whether the shape may be measured now."""
+        # The rows get fewer when inputs are finished; what is about as many is one case.
+        about = rows.bit_length()
+        uses = self._uses[about] = self._uses.get(about, 0) + 1
+        return uses >= MEASURED_FROM
+
+
+class DotProducts:
+    """Whether layers of one shape multiply few rows faster as dot products than with torch's product."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        self._shape = inputs, outputs, dtype
+        self._uses = _Uses()
+        self._are_faster: dict[int, bool] = {}
+
+    def are_faster(self, rows: int) -> bool:
+        """False as long as it is not known."""
+        if rows not in self._are_faster:
+            costs = dot_linear.costs(rows, *self._shape, measure=self._uses.are_enough(rows))
+            if costs is None:
+                return False
+            self._are_faster[rows] = costs.dots < costs.plain
+        return self._are_faster[rows]
+
+
 class MeasuredProducts(FixedProducts):
     """The fastest product in float32 for the layers of one shape, by the number of rows."""
 
     def __init__(self, inputs: int, outputs: int, transposed: bool) -> None:
         super().__init__("fp32")
         self._shape = inputs, outputs, transposed
-        self._uses: dict[int, int] = {}
+        self._uses = _Uses()
         self._gains: dict[int, Gain] = {}
         self.packing = float("inf")
 
@@ -79,10 +112,7 @@ class MeasuredProducts(FixedProducts):
         known = self._gains.get(rows)
         if known is not None:
             return known
-        # The rows get fewer when inputs are finished; what is about as many is one case.
-        about = rows.bit_length()
-        uses = self._uses[about] = self._uses.get(about, 0) + 1
-        costs = linear.costs(rows, *self._shape, measure=uses >= MEASURED_FROM)
+        costs = linear.costs(rows, *self._shape, measure=self._uses.are_enough(rows))
         if costs is None:
             return _NO_GAIN
         self.packing = costs.packing

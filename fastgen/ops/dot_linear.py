@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, _timings
-from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, shortest_times
+from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
 _KERNEL = "dot linear 1"
@@ -31,14 +31,15 @@ class Costs(NamedTuple):
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a kernel for these: [rows, inputs], [outputs, inputs] and [outputs], all of one type."""
+    """Whether there is a kernel for these: few rows [..., inputs], [outputs, inputs] and [outputs], all of one type."""
     others = (weight,) if bias is None else (weight, bias)
     return (
         all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
         and x.dtype in _TYPES
-        and x.dim() == weight.dim() == 2
-        and x.shape[1] == weight.shape[1] > 0
-        and x.stride(1) == weight.stride(1) == 1
+        and weight.dim() == 2
+        and x.shape[-1:] == weight.shape[1:]
+        and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and weight.stride(1) == 1
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and is_available()
     )
@@ -50,17 +51,31 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::dot_linear_out")
 
 
-def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
+def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
+
+    x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32 or bfloat16.
+
+    Raises:
+        RuntimeError: shapes, strides or dtypes do not fit together.
+    """
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    torch.ops.fastgen.dot_linear_out.default(y, rows, weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
     Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
-    (`fastgen.ops._timings`).
+    (`fastgen.ops._timings`). None if it is not known, and not to be measured.
     """
     bucket = 1 << (rows - 1).bit_length()
     key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}"
-    known = _timings.get(_KERNEL, key, len(Costs._fields), lambda: _measure(bucket, inputs, outputs, dtype))
-    assert known is not None
-    return Costs(*known)
+    measuring = (lambda: _measure(bucket, inputs, outputs, dtype)) if measure else None
+    known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
+    return None if known is None else Costs(*known)
 
 
 @torch.no_grad()

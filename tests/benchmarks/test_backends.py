@@ -174,7 +174,7 @@ def test_settings_of_a_backend_hold_while_it_runs(monkeypatch):
 def test_other_weights_in_one_record(monkeypatch, precision):
     if quantized_linear._missing(precision):
         pytest.skip(quantized_linear._missing(precision))
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
     backend, before = f"fastgen-{precision}", settings.current()
     record = run_workload(work(bart_base, _BART, further_backends=(backend,)), Context(threads=1))

@@ -25,7 +25,7 @@ def call(*words: Any) -> int:
 @pytest.fixture(autouse=True)
 def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny layers count as well, and the processor as fast."""
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *asked: quantized_linear._missing(precision))
 
 

@@ -23,7 +23,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every layer is large enough and every processor fast; the precisions of what is packed, in order."""
     found: list[str] = []
     pack, pack_quantized = linear.pack, quantized_linear.pack
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))

@@ -55,7 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kv, "MIN_TABLE_BYTES", 0)
     monkeypatch.setattr(kv, "MAX_WHOLE_BYTES", 2**10)  # both ways to reorder are taken, as a suffix grows
     monkeypatch.setattr(scores, "MIN_SCORES", 0)
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))

@@ -23,7 +23,7 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     model, sample = models.encoder_decoder().eval(), models.sources(4)
 
     def make() -> SequenceGenerator:

@@ -86,9 +86,12 @@ def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None
     given |= changes
     with pytest.raises(RuntimeError, match="dot_linear"):
         torch.ops.fastgen.dot_linear_out(**given)
-    if "out" not in changes:
-        served = dot_linear.serves(given["x"], given["weight"], given["bias"])
-        assert not served
+    given.pop("out")
+    if dot_linear.serves(**given):
+        torch.testing.assert_close(dot_linear.dot_linear(**given), torch.nn.functional.linear(**given))
+    elif "out" not in changes:
+        with pytest.raises(RuntimeError):
+            dot_linear.dot_linear(**given)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -143,10 +143,10 @@ def _product(function: Any, args: tuple[Any, ...], result: Tensor) -> Callable[[
 
 
 def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
-    if x.shape[0] > dot_linear.MAX_ROWS or not dot_linear.serves(x, weight, bias):
+    if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
         return math.inf
     costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype)
-    return costs.dots / costs.plain
+    return math.inf if costs is None else costs.dots / costs.plain
 
 
 def _share_streamed(x: Tensor, weight: Tensor) -> float:

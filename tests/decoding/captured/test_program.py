@@ -51,6 +51,7 @@ def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of the simulated graph run with programs; products are torch's, so results have the same bits."""
     monkeypatch.setattr(cases, "RecordedGraph", Replayed)
     monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dot_linear, "costs", lambda *args: None)
 
 
 grad_mode = cases.grad_mode

@@ -18,7 +18,7 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
     """Packing pays for every shape from the first product on; the weights that are packed, in order."""
     packed: list[torch.Tensor] = []
     pack = linear.pack
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
     monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))

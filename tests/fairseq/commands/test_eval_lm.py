@@ -50,7 +50,7 @@ def test_eval_lm_on_packed_weights(language, evaluated, monkeypatch):
     if not linear.has_vectors():
         pytest.skip("the commands leave products to torch on this processor")
     products = []
-    monkeypatch.setattr(layers, "MIN_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     # A weight that is used a few times only is not packed.
     for name in ("packed_linear", "streamed_linear"):
         own = getattr(linear, name)
