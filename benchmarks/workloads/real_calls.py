@@ -68,20 +68,20 @@ class RealCalls(Workload):
     Attributes:
         dtype: of the models, by its name in torch.
         calls: what is measured.
-        seconds: one measured time is that of so many runs of a call that they take so long: a single one of a tiny
-            model is too short to be timed.
+        repeated_for: seconds. One measured time is that of so many runs of a call that they take so long: a single one
+            of a tiny model is too short to be timed.
     """
 
     dtype: str
     calls: tuple[Call, ...] = field(default=tuple(_CALLS))
-    seconds: float = 0.5
+    repeated_for: float = 0.5
     repetitions: int = 5
     targets: tuple[Target, ...] = (Target("no call slower", "slowest", at_least=0.97),)
 
     group = "small calls"
 
     def run(self, context: Context, record: Record) -> None:
-        record.parameters = {"dtype": self.dtype, "seconds": self.seconds}
+        record.parameters = {"dtype": self.dtype, "repeated_for": self.repeated_for}
         totals: dict[str, list[float]] = {}
         ratios: dict[str, float] = {}
         different = 0
@@ -133,7 +133,7 @@ class RealCalls(Workload):
 
         alternate(backends(1), 1)  # warms up
         once = min(seconds for (seconds, _), *_ in alternate(backends(1), 1).values())
-        results = alternate(backends(max(math.ceil(self.seconds / once), 1)), self.repetitions_in(context))
+        results = alternate(backends(max(math.ceil(self.repeated_for / once), 1)), self.repetitions_in(context))
         seconds = {name: [each for each, _ in runs] for name, runs in results.items()}
         context.log(f"{call}: {statistics.median(seconds[BASELINE]) / statistics.median(seconds[SUBJECT]):.2f}")
         return seconds, torch.equal(results[BASELINE][0][1], results[SUBJECT][0][1])

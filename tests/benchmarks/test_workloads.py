@@ -310,6 +310,10 @@ def test_real_calls_are_measured_one_by_one(dtype, monkeypatch):
     json.dumps(record.to_json())
 
 
+def test_real_calls_have_the_time_that_they_need():
+    assert [w.seconds for name, w in _ALL.items() if name.startswith("real-calls")] == [None] * 3
+
+
 def test_real_calls_see_other_tokens(monkeypatch):
     call = real_calls.Call("kjv-gpt2", 1, 3, {})
     repeat = real_calls.RealCalls._repeat
