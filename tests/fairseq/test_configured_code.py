@@ -480,6 +480,20 @@ def test_a_repository_that_data_name_is_not_run_unasked(folder, monkeypatch):
     assert hub_interface.torch.Tensor is torch.Tensor
 
 
+def test_examples_of_a_checkout(folder, trap, monkeypatch):
+    """They are beside the package there, and maybe linked to from it."""
+    (folder / "fairseq").mkdir()
+    (folder / "setup.py").touch()
+    (folder / "examples" / "linked").mkdir(parents=True)
+    (folder / "examples" / "linked" / "__init__.py").write_text("def read(text):\n    return eval(text)\n")
+    monkeypatch.setattr(fairseq, "__file__", str(folder / "fairseq" / "__init__.py"))
+    monkeypatch.syspath_prepend(str(folder / "examples"))
+    utils.import_user_module(Namespace(user_dir=str(folder / "examples" / "linked")))
+    with pytest.raises(RefusedValue):
+        sys.modules["linked"].read(trap.code)
+    monkeypatch.delitem(sys.modules, "linked")
+
+
 def test_models_among_the_examples(folder, trap, monkeypatch):
     """Of FairSeq's own, which are imported with --user-dir; a directory of the user's own is as it is."""
     (folder / "fairseq" / "examples" / "theirs").mkdir(parents=True)

@@ -8,13 +8,14 @@ machine of everyone who uses it. Every module of FairSeq that calls `eval` gets 
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -123,11 +124,15 @@ class _Finder(MetaPathFinder):
     """Finds the examples where they are found anyway."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or not spec.has_location or not _is_example(spec.origin):
+        if not any(_leads_to_examples(entry) for entry in (sys.path if path is None else path)):
             return None
-        spec.loader = _Loader(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target) if finder is not self else None
+            if spec is not None:
+                if spec.has_location and spec.loader is not None and _is_example(spec.origin):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
 
 
 class _Loader(wrapt.ObjectProxy):
@@ -139,10 +144,32 @@ class _Loader(wrapt.ObjectProxy):
 
 
 def _is_example(file: str | None) -> bool:
-    fairseq = getattr(sys.modules.get("fairseq"), "__file__", None)
-    if file is None or fairseq is None:
-        return False
-    return os.path.realpath(file).startswith(os.path.join(os.path.dirname(os.path.realpath(fairseq)), "examples", ""))
+    return file is not None and any(_is_inside(os.path.abspath(file), folder) for folder in _examples())
+
+
+def _leads_to_examples(entry: str) -> bool:
+    """Whether modules that are looked for here may be examples: asked for every import."""
+    here = os.path.abspath(entry)
+    return any(_is_inside(here, folder) or _is_inside(here, os.path.dirname(folder)) for folder in _examples())
+
+
+def _examples() -> list[str]:
+    """Where FairSeq looks for its examples: beside its modules, and in a checkout beside their folder."""
+    file = getattr(sys.modules.get("fairseq"), "__file__", None)
+    return [] if file is None else _examples_of(os.path.dirname(file))
+
+
+@functools.cache
+def _examples_of(package: str) -> list[str]:
+    above = os.path.join(package, "..")
+    is_checkout = os.path.exists(os.path.join(above, "setup.py"))
+    return [os.path.realpath(os.path.join(each, "examples")) for each in (package, *([above] if is_checkout else []))]
+
+
+@functools.cache
+def _is_inside(path: str, folder: str) -> bool:
+    real = os.path.realpath(path)
+    return real == folder or real.startswith(os.path.join(folder, ""))
 
 
 _finder = _Finder()
