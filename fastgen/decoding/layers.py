@@ -127,21 +127,36 @@ class _Function(Replacement):
 class _DotLinear(Replacement):
     """A linear layer in bfloat16 that multiplies few rows with its weight as it is, where that is faster."""
 
-    __slots__ = ("_products", "_weight")
+    __slots__ = ("_bias", "_failed", "_products", "_weight")
 
     def __init__(self, module: nn.Module, products: DotProducts) -> None:
         super().__init__(module)
         self._products = products
-        self._weight = module._parameters["weight"]
+        self._weight, self._bias = module._parameters["weight"], module._parameters.get("bias")
+        self._failed = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        x, parameters = self._input(arguments, named), self._module._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None or weight is not self._weight or _as_they_are.get() or not _serves(x, torch.bfloat16):
+        x = self._input(arguments, named)
+        if self._failed or _as_they_are.get() or not _serves(x, torch.bfloat16) or not self._is_as_it_was():
             return self._plain(*arguments, **named)
-        if not dot_linear.serves(x, weight, bias) or not self._products.are_faster(x.numel() // x.shape[-1]):
-            return self._plain(x)
-        return dot_linear.dot_linear(x, weight, bias)
+        try:
+            y = self._product(x)
+        except Exception as error:  # whatever it is, the layer can do what it always did
+            self._failed, y = True, None
+            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
+        return self._plain(x) if y is None else y
+
+    def _is_as_it_was(self) -> bool:
+        """Whether weight and bias are those that have been looked at."""
+        parameters = self._module._parameters
+        return parameters.get("weight") is self._weight and parameters.get("bias") is self._bias
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The result, or None where torch's product is as good."""
+        if self._weight is None or not dot_linear.serves(x, self._weight, self._bias):
+            return None
+        is_faster = self._products.are_faster(x.numel() // x.shape[-1])
+        return dot_linear.dot_linear(x, self._weight, self._bias) if is_faster else None
 
 
 class _Weight:

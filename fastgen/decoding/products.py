@@ -15,7 +15,8 @@ from fastgen.ops import dot_linear, linear, quantized_linear
 
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
-# A packed weight must take less time by this part to be packed for: less is not worth a copy of it.
+# A packed weight must take less time by this part to be packed for: less is not worth a copy of it. Dot products must,
+# too, to be used: calling them takes a little longer than what is measured.
 _MARGIN = 0.05
 
 
@@ -93,7 +94,7 @@ class DotProducts:
             costs = dot_linear.costs(rows, *self._shape, measure=self._uses.are_enough(rows))
             if costs is None:
                 return False
-            self._are_faster[rows] = costs.dots < costs.plain
+            self._are_faster[rows] = costs.dots < (1 - _MARGIN) * costs.plain
         return self._are_faster[rows]
 
 

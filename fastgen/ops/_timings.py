@@ -52,7 +52,8 @@ def all(operator: str) -> dict[str, Timing]:
 def _section(operator: str) -> str:
     # What the processor can do may be limited for this process (ATEN_CPU_CAPABILITY).
     machine = f"{processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
-    return f"{operator} | {machine} | torch {torch.__version__}"
+    without = "" if torch.backends.mkldnn.enabled else " without oneDNN"
+    return f"{operator} | {machine} | torch {torch.__version__}{without}"
 
 
 def path() -> Path | None:

@@ -71,7 +71,7 @@ def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: boo
     Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
     (`fastgen.ops._timings`). None if it is not known, and not to be measured.
     """
-    bucket = 1 << (rows - 1).bit_length()
+    bucket = rows if rows <= 4 else -(-rows // 4) * 4  # the lines of the weight are gone through for every four
     key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}"
     measuring = (lambda: _measure(bucket, inputs, outputs, dtype)) if measure else None
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
@@ -82,7 +82,7 @@ def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: boo
 def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
     size = inputs * dtype.itemsize
     some = min(outputs, max(MAX_BYTES // size, 1))
-    count = max(1, min(16, COLD_BYTES // (size * some)))
+    count = max(1, min(64, COLD_BYTES // (size * some)))
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
