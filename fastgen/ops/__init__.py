@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from importlib import import_module
 
-OPERATORS = ("attention", "best_candidates", "linear", "no_repeat_ngram", "quantized_linear", "rms_norm")
+OPERATORS = (
+    "attention",
+    "best_candidates",
+    "dot_linear",
+    "elementwise",
+    "linear",
+    "no_repeat_ngram",
+    "quantized_linear",
+    "rms_norm",
+)
 """The operators by name, which is also the name of their module in this package."""
 
 

@@ -4,6 +4,7 @@
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
 // been multiplied with them. Sums are in float32.
+#include "bfloat16.h"
 #include "instruction_set.h"
 
 #include <torch/csrc/stable/library.h>
@@ -18,30 +19,12 @@
 #include <optional>
 #include <vector>
 
-#ifdef __GNUC__  // vectors as a language extension: gcc and clang
+// Vectors as a language extension: gcc and clang. Of two numbers in the place of one, the first must be the lower.
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 
 #ifdef FASTGEN_X86
 #include <immintrin.h>
 #endif
-
-namespace fastgen {
-
-inline float to_float(uint16_t number) {
-  const uint32_t bits = static_cast<uint32_t>(number) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
-// To the nearest, and of two that are as near to the even one. What is not a number stays so.
-inline uint16_t to_bfloat16(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
-  if (number != number) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-}  // namespace fastgen
 
 namespace {
 
@@ -104,7 +87,8 @@ Kernel kernel(ScalarType type) {
   switch (fastgen::instruction_set()) {
     case fastgen::InstructionSet::kAvx512:
 #ifdef FASTGEN_BF16_PAIRS
-      if (!is_float32 && __builtin_cpu_supports("avx512bf16")) {
+      // ATEN_CPU_CAPABILITY names vectors without this.
+      if (!is_float32 && !fastgen::instruction_set_is_given() && __builtin_cpu_supports("avx512bf16")) {
         return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
       }
 #endif

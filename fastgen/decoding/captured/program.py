@@ -3,12 +3,14 @@
 The recorded operators are executed one after the other, with their results in memory that was planned ahead. Between
 two of them there is one call from Python and nothing else: no module, no view, no allocation.
 
-Products with a weight become FastGen's where that is measured to be faster (`fastgen.ops.linear`).
+Products with a weight become FastGen's where that is measured to be faster (`fastgen.ops.linear`,
+`fastgen.ops.dot_linear`), and small elementwise operators one call (`fastgen.ops.elementwise`).
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 
 from fastgen import settings
 from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import dot_linear, elementwise, linear
 
 _aten = torch.ops.aten
 # Results begin at a multiple of this in memory: a cache line.
@@ -61,11 +63,30 @@ class _Compiler:
         self._memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
 
     def calls(self) -> list[Callable[[], object]]:
-        return [self._call(operation) for operation in self._operations]
+        """Elementwise operators that follow one another, and are small, are one call."""
+        found: list[Callable[[], object]] = []
+        pairs = ((operation, self._instructions(operation)) for operation in self._operations)
+        for are_small, group in itertools.groupby(pairs, lambda pair: bool(pair[1])):
+            operations, instructions = zip(*group, strict=True)
+            if are_small and len(operations) > 1:
+                found.append(elementwise.bound(list(itertools.chain.from_iterable(instructions))))
+            else:
+                found += map(self._call, operations)
+        return found
+
+    def _instructions(self, operation: Operation) -> list[elementwise.Instruction]:
+        args, kwargs, results = self._arguments(operation)
+        if kwargs or len(results) != 1 or results[0] is None or not elementwise.is_available():
+            return []
+        return elementwise.instructions(operation.function, args, results[0]) or []
+
+    def _arguments(self, operation: Operation) -> tuple[list[Any], dict[str, Any], list[Tensor | None]]:
+        """The arguments of an operator, and its results where they are to be."""
+        args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
+        return args, kwargs, [None if place is None else self._value(place) for place in operation.fresh]
 
     def _call(self, operation: Operation) -> Callable[[], object]:
-        args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
-        results = [None if place is None else self._value(place) for place in operation.fresh]
+        args, kwargs, results = self._arguments(operation)
         if not any(result is not None for result in results):
             return partial(operation.function, *args, **kwargs)
         if len(results) == 1:

@@ -302,6 +302,52 @@ class TestProducts:
             assert self.captured(lambda: x @ weight)[0] == 0
 
 
+class TestElementwise:
+    """Small operators that follow one another are one call; the results have the same bits."""
+
+    @staticmethod
+    def counted(function: Callable[[], Tensor], inputs: list[Tensor]) -> list[int]:
+        """How many operators each of the calls has; replays are compared."""
+        recorded = Replayed()
+        result = recorded.capture(function)
+        for _ in range(3):
+            assert recorded.replay() or torch.equal(result, function())
+            for x in inputs:
+                x.normal_()
+        calls = [call for call in recorded._calls if call.func is torch.ops.fastgen.elementwise.default]
+        return [len(call.args[1]) for call in calls]
+
+    @needs_kernel
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_a_rotary_embedding(self, dtype: torch.dtype) -> None:
+        x, cos, sin = (torch.randn(2, heads, 1, 8).to(dtype) for heads in (3, 1, 1))
+
+        def rotated() -> Tensor:
+            return x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+
+        assert self.counted(rotated, [x, cos, sin]) == [6]
+        # Two, and what another operator makes of them, between two more.
+        assert self.counted(lambda: rotated().relu() * cos - sin, [x]) == [6, 2]
+        assert self.counted(lambda: (x * cos).relu() - x, [x]) == []
+
+    @needs_kernel
+    def test_memory_that_is_used_again(self) -> None:
+        x = torch.randn(50)
+
+        def chain() -> Tensor:
+            y = x
+            for _ in range(9):
+                y = torch.cat([(y * x)[:25], -(y + x)[25:]]) - x
+            return y
+
+        assert self.counted(chain, [x]) == [9 * 6]
+
+    @needs_kernel
+    def test_large_ones_are_torchs(self) -> None:
+        x = torch.randn(2**16)
+        assert self.counted(lambda: -(x * x), [x]) == []
+
+
 KINDS = st.sampled_from(["add", "cat", "sum", "view", "write", "topk", "empty"])
 SOME_STEPS = st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), max_size=25)
 
