@@ -10,6 +10,7 @@ import torch
 
 import fastgen
 from fastgen import settings
+from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import graph_cache, loop
 from tests import near_ties
 from tests.near_ties import assert_same  # noqa: F401  (for the tests)
@@ -32,9 +33,10 @@ def _for_a_captured_step(
 ) -> dict[str, Any] | Callable[[], dict[str, Any]]:
     """The options without the scores of each step, where a captured step may serve: it does not keep them.
 
-    Where tokens are drawn they stay: with a captured step, other ones would be drawn.
+    Where tokens are drawn they stay: with a captured step on a GPU, other ones would be drawn.
     """
-    if callable(options) or options.get("do_sample") or (model.device.type == "cpu" and graph_cache.PAYS_FROM):
+    draws_others = graph.waits(model.device) and not callable(options) and options.get("do_sample")
+    if callable(options) or draws_others or (model.device.type == "cpu" and graph_cache.PAYS_FROM):
         return options
     if settings.current().captured_step == "never" or any(options.get(name) for name in loop._RECORDS[1:]):
         return options

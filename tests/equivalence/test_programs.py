@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import gc
 import threading
@@ -35,7 +37,9 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda rows, *more: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5))
+    monkeypatch.setattr(
+        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
+    )
     graph_cache.drop_all()
 
 
@@ -46,6 +50,20 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     replay = Program.replay
     monkeypatch.setattr(Program, "replay", lambda self: (found.append(self), replay(self))[1])
     return found
+
+
+SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
+
+
+class Rotated(LogitsProcessor):
+    """Of the user's: favours a token by how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores.roll(self.calls, dims=-1)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
@@ -75,6 +93,43 @@ def test_padding_on_both_sides_and_one_input(family: Any) -> None:
 
 
 @every
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_return_sequences": 3},
+        {"temperature": 0.7, "top_k": 9},
+        {"top_p": 0.8, "num_return_sequences": 2},
+        {"top_k": 0, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"top_k": 0, "typical_p": 0.7, "no_repeat_ngram_size": 2},
+        {"logits_processor": LogitsProcessorList([Rotated()])},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_samples_are_the_librarys(family: Any, options: dict[str, Any]) -> None:
+    """For the same seed, call after call, also after a recording, and where sequences end at different steps."""
+    model, inputs = build(family, CPU)
+    for given in ({}, {"eos_token_id": list(range(3, 9))}):
+        for _ in range(2):
+            copied = copy.deepcopy(options)
+            check(model, inputs, lambda copied=copied, given=given: copy.deepcopy({**SAMPLED, **copied, **given}))
+    assert captures() == 4, reasons()
+
+
+def test_samples_go_on_from_call_to_call() -> None:
+    """The random state after a call is the library's, too."""
+    model, inputs = build(FAMILIES[2], CPU)
+    results = []
+    for is_ours in (True, False):
+        with contextlib.nullcontext() if is_ours else fastgen.disabled():
+            torch.manual_seed(3)
+            results.append([model.generate(**inputs, **SAMPLED) for _ in range(3)] + [torch.rand(4)])
+    assert captures() == 3
+    for ours, original in zip(*results, strict=True):
+        assert torch.equal(ours, original)
+
+
+@every
 def test_weights_that_change_between_calls(family: Any) -> None:
     """In place, which a program sees, and by other memory, for which it is recorded again."""
     model, inputs = build(family, CPU)
@@ -89,17 +144,6 @@ def test_weights_that_change_between_calls(family: Any) -> None:
                 head.weight = torch.nn.Parameter(torch.randn_like(head.weight))
         check(model, inputs, GREEDY)
     assert captures() == 4, reasons()
-
-
-class Rotated(LogitsProcessor):
-    """Of the user's: favours a token by how often it was called."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return scores.roll(self.calls, dims=-1)
 
 
 class After(StoppingCriteria):
@@ -175,16 +219,29 @@ def test_processors_of_the_library(family: Any) -> None:
     assert captures() == 2, reasons()
 
 
+@every
+def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are captured where the weights are small."""
+    model, inputs = build(family, CPU)
+    many = {**BEAMS, "num_beams": 12}
+    check(model, inputs, many)
+    assert captures() == 1, reasons()
+    largest = 36 * loop._mean_weight(model)
+    for bound, captured in ((largest, 1), (largest - 1, 0)):
+        fastgen.reset_stats()
+        monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", bound)
+        check(model, inputs, many)
+        assert (captures(), accelerated()) == (captured, 1), reasons()
+    assert "large weights" in next(iter(reasons()))
+    check(model, inputs, BEAMS)
+    assert captures() == 1, reasons()
+
+
 def test_what_is_left_to_the_librarys_loop() -> None:
     model, inputs = build(FAMILIES[0], CPU)
-    for options, reason in (
-        ({**GREEDY, "do_sample": True}, "sampling"),
-        ({**BEAMS, "num_beams": loop._MAX_ROWS_ON_CPU}, "packed weights are faster"),
-    ):
-        fastgen.reset_stats()
-        check(model, inputs, options)
-        assert captures() == 0 and accelerated() == 1
-        assert [reason in each for each in reasons()] == [True]
+    check(model, inputs, {**BEAMS, "do_sample": True})
+    assert captures() == 0 and accelerated() == 1
+    assert ["beam search with sampling" in each for each in reasons()] == [True]
     fastgen.enable(linear_products="fixed")
     fastgen.reset_stats()
     check(model, inputs, BEAMS)

@@ -158,7 +158,8 @@ class RowSearch(Search):
         """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
 
         With exponentially distributed e, the index with the largest p / e has the probabilities p: that is what
-        `torch.multinomial` does as well, after looking at the probabilities on the host.
+        `torch.multinomial` does as well, after looking at the probabilities on the host. So on the CPU, where there are
+        no rows but those of the call, the same seed gives the same samples.
         """
         if self._samples:
             probabilities = torch.softmax(scores.float(), dim=-1)
