@@ -25,8 +25,8 @@ _KINDS = {
     _aten.mul.Tensor: 4,
 }
 _TYPES = (torch.float32, torch.bfloat16)
-# Of more numbers, torch's operators use several threads.
-_MAX_NUMBERS = 2**15
+# With more numbers, the wider vectors of torch's operators gain more than starting them costs.
+_MAX_NUMBERS = 2**12
 _MAX_DIMS = 8
 _LENGTH = 3 + _MAX_DIMS + 3 * (2 + _MAX_DIMS)  # numbers of an instruction
 

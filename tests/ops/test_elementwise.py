@@ -106,7 +106,7 @@ X = torch.zeros(2, 3)
         (aten.add.Tensor, [X, X.bfloat16()], X),
         (aten.add.Tensor, [X.bfloat16(), torch.zeros(())], X.bfloat16()),
         (aten.neg.default, [X.half()], X.half()),
-        (aten.neg.default, [torch.zeros(2**15 + 1)], torch.zeros(2**15 + 1)),
+        (aten.neg.default, [torch.zeros(2**12 + 1)], torch.zeros(2**12 + 1)),
         (aten.neg.default, [X.view([1] * 7 + [2, 3])], X.view([1] * 7 + [2, 3])),
         (aten.cat.default, [[X, X.double()]], torch.zeros(4, 3).double()),
         (aten.cat.default, [[torch.zeros(0), X]], X),
