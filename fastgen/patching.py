@@ -101,6 +101,7 @@ class Patch:
     _attribute: str = field(default="", repr=False)
     _original: Any = field(default=_MISSING, repr=False)
     _installed: Any = field(default=None, repr=False)
+    _found: Wrapper | None = field(default=None, repr=False)  # by the first call, where it could not be found before
 
     @property
     def name(self) -> str:
@@ -150,12 +151,13 @@ class Patch:
         return getattr(importlib.import_module(module), function)
 
     def _find_at_call(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            wrapper = self._find()
-        except (ImportError, AttributeError) as error:
-            self.state = f"not applied: {error}"
-            return wrapped(*args, **kwargs)
-        return wrapper(wrapped, instance, args, kwargs)
+        if self._found is None:
+            try:
+                self._found = self._find()
+            except (ImportError, AttributeError) as error:
+                self.state = f"not applied: {error}"
+                return wrapped(*args, **kwargs)
+        return self._found(wrapped, instance, args, kwargs)
 
     def remove(self) -> None:
         """Puts the original object back. A target that somebody else has wrapped since keeps that wrapper."""

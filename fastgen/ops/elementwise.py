@@ -28,6 +28,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 # With more numbers, the wider vectors of torch's operators gain more than starting them costs.
 _MAX_NUMBERS = 2**12
 _MAX_DIMS = 8
+_MAX_STRIDE = 2**28
 _LENGTH = 3 + _MAX_DIMS + 3 * (2 + _MAX_DIMS)  # numbers of an instruction
 
 
@@ -70,7 +71,8 @@ def _concatenation(out: Tensor, parts: list[Tensor], dim: int = 0) -> list[Instr
 
 
 def _fits(operand: Any, out: Tensor) -> bool:
-    return isinstance(operand, Tensor) and operand.dtype is out.dtype and operand.device.type == "cpu"
+    is_alike = isinstance(operand, Tensor) and operand.dtype is out.dtype and operand.device.type == "cpu"
+    return is_alike and all(stride <= _MAX_STRIDE for stride in operand.stride())
 
 
 def bound(found: Sequence[Instruction]) -> functools.partial[None]:
@@ -78,7 +80,7 @@ def bound(found: Sequence[Instruction]) -> functools.partial[None]:
 
     Where everything is and how it is laid out is worked out here: at each call only memory and code are handed over.
     """
-    memory: dict[int, Tensor] = {}  # all of a storage, by its address
+    memory: dict[int, Tensor] = {}  # all of a storage, by the address of the storage object, which it holds
     code = [_encoded(each, memory) for each in found if each.out.numel()]
     lines = torch.tensor(code, dtype=torch.int64, device="cpu").view(len(code), _LENGTH)
     return functools.partial(torch.ops.fastgen.elementwise.default, list(memory.values()), lines)
@@ -90,9 +92,9 @@ def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
     line = [kind, out.itemsize, out.dim(), *_filled(out.shape)]
     for tensor in (out, *operands):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in memory:
-            memory[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        place = list(memory).index(storage.data_ptr())
+        if storage._cdata not in memory:
+            memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        place = list(memory).index(storage._cdata)
         line += [place, int(tensor.storage_offset()) * tensor.itemsize, *_filled(tensor.stride())]
     return line
 

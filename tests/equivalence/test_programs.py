@@ -129,6 +129,67 @@ def test_samples_go_on_from_call_to_call() -> None:
         assert torch.equal(ours, original)
 
 
+class Halved(LogitsProcessor):
+    """Of the user's: gives scores of another type."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.bfloat16()
+
+
+@every
+@pytest.mark.parametrize("case", ["longer", "fails", "host criterion", "host code", "many", "halved", "nothing left"])
+def test_samples_and_the_random_state(family: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every way that a call with a captured step can take, tokens and the state after it are the library's."""
+    model, inputs = build(family, CPU)
+    options: dict[str, Any] = {**SAMPLED, "num_return_sequences": 2}
+    wanted = 2
+    if case == "longer":
+        monkeypatch.setattr(loop, "_FIRST_CAPACITY", 4)
+        monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 4)
+    elif case == "fails":
+        monkeypatch.setattr(program, "record", lambda function: (function(), 1 / 0))
+        wanted = 0
+    elif case == "many":
+        options["num_return_sequences"] = 9
+    if case in ("host criterion", "host code"):
+        options["stopping_criteria"] = StoppingCriteriaList([After()])
+    if case in ("halved", "host code"):
+        options["logits_processor"] = LogitsProcessorList([Halved() if case == "halved" else Rotated()])
+        wanted = 0 if case == "halved" else wanted
+    if case == "nothing left":  # from the ninth step on, which the library says
+        options["logits_processor"] = LogitsProcessorList([NothingLeft()])
+        wanted = 0
+    for _ in range(2):
+        results = []
+        for is_ours in (True, False):
+            with contextlib.nullcontext() if is_ours else fastgen.disabled():
+                torch.manual_seed(5)
+                try:
+                    results.append(model.generate(**copy.deepcopy(inputs), **copy.deepcopy(options)))
+                except RuntimeError as error:
+                    results.append(str(error))
+                results.append(torch.get_rng_state())
+        ours, state, original, other = results
+        assert torch.equal(state, other)
+        assert ours == original if isinstance(original, str) else torch.equal(ours, original)
+        assert isinstance(original, str) == (case == "nothing left")
+    assert captures() == wanted, reasons()
+
+
+class NothingLeft(LogitsProcessor):
+    """Of the user's: after some steps there is nothing to choose from in one row."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        scores = scores.clone()
+        if self.steps > 8:
+            scores[-1] = -torch.inf
+        return scores
+
+
 @every
 def test_weights_that_change_between_calls(family: Any) -> None:
     """In place, which a program sees, and by other memory, for which it is recorded again."""
@@ -226,7 +287,7 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     many = {**BEAMS, "num_beams": 12}
     check(model, inputs, many)
     assert captures() == 1, reasons()
-    largest = 36 * loop._mean_weight(model)
+    largest = 36 * loop._size_of_weights(model)
     for bound, captured in ((largest, 1), (largest - 1, 0)):
         fastgen.reset_stats()
         monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", bound)

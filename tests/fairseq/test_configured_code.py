@@ -492,6 +492,11 @@ def test_examples_of_a_checkout(folder, trap, monkeypatch):
     with pytest.raises(RefusedValue):
         sys.modules["linked"].read(trap.code)
     monkeypatch.delitem(sys.modules, "linked")
+    # Entries of other types, and finders that know another way only, are none of its business.
+    monkeypatch.setattr(sys, "path", [None, b"bytes", *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_module=lambda name, path=None: None)])
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("a_module_that_is_nowhere")
 
 
 def test_models_among_the_examples(folder, trap, monkeypatch):

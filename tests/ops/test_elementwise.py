@@ -137,6 +137,8 @@ SECOND = 31  # where its second operand begins
         (BEGIN, -4),
         (BEGIN, 2),
         (BEGIN, 4),
+        (BEGIN, 2**63 - 4),
+        (SECOND + 1, 2**63 - 4),
         (STRIDE, -1),
         (STRIDE, 4),
         (STRIDE, 2**62),

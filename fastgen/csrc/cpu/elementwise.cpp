@@ -141,8 +141,9 @@ void check(const Instruction& instruction) {
 // Where an operand begins, if all of it is inside of its memory.
 Operand operand(const Instruction& instruction, int n, const std::vector<Memory>& memory) {
   const auto& given = instruction.operands[n];
-  int64_t end = given.begin + instruction.itemsize;
-  bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0;
+  bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
+              given.begin <= memory[given.memory].size;
+  int64_t end = fits ? given.begin + instruction.itemsize : 0;
   for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) {
     fits = given.strides[dim] >= 0 && instruction.sizes[dim] <= kLargest && given.strides[dim] <= kLargest;
     if (fits) end += (instruction.sizes[dim] - 1) * given.strides[dim] * instruction.itemsize;

@@ -3,8 +3,7 @@
 The recorded operators are executed one after the other, with their results in memory that was planned ahead. Between
 two of them there is one call from Python and nothing else: no module, no view, no allocation.
 
-Products with a weight become FastGen's where that is measured to be faster (`fastgen.ops.linear`,
-`fastgen.ops.dot_linear`), and small elementwise operators one call (`fastgen.ops.elementwise`).
+Products with a weight become FastGen's where that is measured to be faster, and small elementwise operators one call.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from fastgen.decoding.captured.recording import Constant, Operation, Place, Reco
 from fastgen.ops import dot_linear, elementwise, linear
 
 _aten = torch.ops.aten
-# Results begin at a multiple of this in memory: a cache line.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # results begin at a multiple of this in memory: a cache line
 
 
 class Program:

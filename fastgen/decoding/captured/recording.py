@@ -150,6 +150,7 @@ class _Recorder(TorchDispatchMode):
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._host: set[int] = set()  # storages of tensors made from host values
         self._generators: dict[torch.Generator, Tensor] = {}
+        self._draws = False
         self._remember(torch.default_generator)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -168,6 +169,7 @@ class _Recorder(TorchDispatchMode):
 
         for written in _written(func, args, kwargs):
             self._save(written)
+        self._draws |= torch.Tag.nondeterministic_seeded in func.tags
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._remember(generator)
@@ -185,7 +187,9 @@ class _Recorder(TorchDispatchMode):
         """A capture executes nothing: restores what was written."""
         for storage, before in self._saved.values():
             storage.copy_(before)
-        for generator, state in self._generators.items():
+        for generator, state in (
+            self._generators.items() if self._draws else ()
+        ):  # or another thread's draws would repeat
             generator.set_state(state)
 
     def _check(self, func: Any, args: tuple, kwargs: dict) -> None:

@@ -157,14 +157,14 @@ class RowSearch(Search):
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
         """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
 
-        With exponentially distributed e, the index with the largest p / e has the probabilities p: that is what
-        `torch.multinomial` does as well, after looking at the probabilities on the host. So on the CPU, where there are
-        no rows but those of the call, the same seed gives the same samples.
+        With exponentially distributed e, the index with the largest p / e has the probabilities p, as in
+        `torch.multinomial`. So on the CPU, where no row is added, the same seed gives the same samples.
         """
         if self._samples:
             probabilities = torch.softmax(scores.float(), dim=-1)
-            # One score that is not a number spoils its whole row.
-            self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & self.unfinished).any())
+            # One score that is not a number spoils its whole row. On a GPU there may be rows that no input has.
+            spoilt = probabilities[:, 0].isnan()
+            self._is_spoilt.logical_or_((spoilt & self.unfinished if spoilt.is_cuda else spoilt).any())
             scores = probabilities / torch.empty_like(probabilities).exponential_()
         return (self._filled(scores.argmax(dim=-1)),)
 
@@ -181,7 +181,7 @@ class RowSearch(Search):
         written = torch.where(is_next, tokens.view(self._batch, -1, 1), self.running_sequences)
         unfinished = self.unfinished & ~self._ends(tokens, stops)
         self._change(
-            ~unfinished.any() | (self.length + 1 >= self.limit),
+            ~unfinished.any() | (self.length + 1 >= self.limit) | self._is_spoilt,
             (self.running_sequences, written),
             (self.unfinished, unfinished),
             (self.tokens, tokens),

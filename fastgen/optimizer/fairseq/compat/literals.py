@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -121,18 +121,16 @@ class Examples(Patch):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the examples where they are found anyway."""
+    """Finds the examples, and nothing else, where Python looks for modules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not any(_leads_to_examples(entry) for entry in (sys.path if path is None else path)):
             return None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target) if finder is not self else None
-            if spec is not None:
-                if spec.has_location and spec.loader is not None and _is_example(spec.origin):
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None or not spec.has_location or not _is_example(spec.origin):
+            return None
+        spec.loader = _Loader(spec.loader)
+        return spec
 
 
 class _Loader(wrapt.ObjectProxy):
@@ -147,8 +145,10 @@ def _is_example(file: str | None) -> bool:
     return file is not None and any(_is_inside(os.path.abspath(file), folder) for folder in _examples())
 
 
-def _leads_to_examples(entry: str) -> bool:
+def _leads_to_examples(entry: Any) -> bool:
     """Whether modules that are looked for here may be examples: asked for every import."""
+    if not isinstance(entry, str):  # Python passes over such entries as well
+        return False
     here = os.path.abspath(entry)
     return any(_is_inside(here, folder) or _is_inside(here, os.path.dirname(folder)) for folder in _examples())
 

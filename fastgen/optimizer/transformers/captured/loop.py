@@ -48,10 +48,9 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
-_TYPES_ON_CPU = (torch.float32, torch.bfloat16)
-# Beyond this many rows products with a packed weight, which tier 1 has, save more time than a program does, if the
-# weights are large: the rows times the mean size of a weight, in numbers, exceed the second.
-_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 16, 2**25
+# Beyond this many rows tier 1 saves more than a program if the rows times the size of the weights exceed the second:
+# there weights are packed, and finished inputs leave the batch.
+_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 16, 2**24
 # A call that may end at any token is taken to make no more steps than these.
 _STEPS_OF_A_CALL = 64
 
@@ -78,7 +77,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     model_kwargs = arguments.pop("model_kwargs", {})
     call.runs_user_code = user_code.wrap(arguments, call.users_errors)
     call.scores_are_private &= not call.runs_user_code
-    if settings.current().captured_step == "never" or not _is_for(model.device):
+    if settings.current().captured_step == "never" or model.device.type not in ("cpu", "cuda"):
         return wrapped(**arguments, **model_kwargs)
     config = arguments["generation_config"]
     try:
@@ -99,11 +98,6 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call.prefilled = None
     counters.count_accelerated(ENTRY_POINT)
     return result
-
-
-def _is_for(device: torch.device) -> bool:
-    """Whether a step on this device is asked for at all; what else is missing is a reason that is counted."""
-    return device.type in ("cpu", "cuda")
 
 
 def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
@@ -150,21 +144,20 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or where a run must be repeatable."""
-    if model.dtype not in _TYPES_ON_CPU or settings.current().weight_dtype != "fp32":
+    if model.dtype not in (torch.float32, torch.bfloat16) or settings.current().weight_dtype != "fp32":
         graph_cache.drop(model)
         raise CannotBeCaptured("a model in float16, or weights in other numbers than the model's, on the CPU")
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, on the CPU")
-    rows = tokens.shape[0]
-    if rows > _ROWS_ON_CPU and rows * _mean_weight(model) > _MAX_WORK_ON_CPU:
+    if (rows := tokens.shape[0]) > _ROWS_ON_CPU and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
         raise CannotBeCaptured(f"more than {_ROWS_ON_CPU} sequences in a model with large weights, on the CPU")
 
 
-def _mean_weight(model: Any) -> float:
-    """Numbers of a matrix of the model, on the average."""
+def _size_of_weights(model: Any) -> float:
+    """Numbers of the matrix that one of the model's numbers is in, on the average: small ones hardly count."""
     sizes = [weight.numel() for weight in model.parameters() if weight.dim() == 2]
-    return sum(sizes) / max(len(sizes), 1)
+    return sum(size * size for size in sizes) / max(sum(sizes), 1)
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -213,18 +206,21 @@ class _Decoding:
             steps = min(self._prompt.new_tokens, _STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
         random_state = RandomState(self._model.device)
         state = user_code.SavedState((*self._processors, *self._criteria))
+        step = None
         try:
-            step = self._decode(self._step(steps))
+            step = self._step(steps)
+            step = self._decode(step)
+            result = self._result(step)
         except Exception as error:
             if error is self._raised or self._has_released:
                 raise
-            random_state.restore()
-            state.restore()
+            if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
+                random_state.restore()
+                state.restore()
             if isinstance(error, torch.OutOfMemoryError):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             raise CannotBeCaptured(_describe(error)) from error
-        result = self._result(step)
         if step.is_captured:
             graph_cache.give_back(self._model, step)
         return result
@@ -243,7 +239,10 @@ class _Decoding:
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         with self._users():
-            return self._processors(tokens, scores)
+            processed = self._processors(tokens, scores)
+        if self._config.do_sample and processed.dtype is not torch.float32:
+            raise CannotBeCaptured(f"scores in {processed.dtype} to draw from")  # the library draws in that type
+        return processed
 
     def _stops(self, tokens: Tensor) -> Tensor:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
