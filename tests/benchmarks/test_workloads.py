@@ -301,7 +301,7 @@ def test_real_calls_are_measured_one_by_one(dtype, monkeypatch):
         real_calls.Call("kjv-bart", 1, 3, {"do_sample": True}),
         real_calls.Call("smollm2", 1, 3, {}),
     )
-    workload = replace(_ALL[f"real-calls-{dtype}"], calls=calls, seconds=0.0, repetitions=1)
+    workload = replace(_ALL[f"real-calls-{dtype}"], calls=calls, repeated_for=0.0, repetitions=1)
     record = run_workload(workload, Context(threads=1))
     assert record.errors == [] and list(record.skipped) == ["smollm2"]
     assert set(record.parameters["ratios"]) == {str(call) for call in calls[:2]}
@@ -322,6 +322,6 @@ def test_real_calls_see_other_tokens(monkeypatch):
         real_calls.RealCalls, "_repeat", lambda *given: repeat(*given) if fastgen.patching.is_active() else other
     )
     record = run_workload(
-        replace(_ALL["real-calls-float32"], calls=(call,), seconds=0.0, repetitions=1), Context(threads=1)
+        replace(_ALL["real-calls-float32"], calls=(call,), repeated_for=0.0, repetitions=1), Context(threads=1)
     )
     assert record.identical is False and record.status == "different"

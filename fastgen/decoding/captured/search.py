@@ -162,9 +162,9 @@ class RowSearch(Search):
         """
         if self._samples:
             probabilities = torch.softmax(scores.float(), dim=-1)
-            # One score that is not a number spoils its whole row. On a GPU there may be rows that no input has.
-            spoilt = probabilities[:, 0].isnan()
-            self._is_spoilt.logical_or_((spoilt & self.unfinished if spoilt.is_cuda else spoilt).any())
+            # One score that is not a number spoils its whole row, be the sequence finished or not.
+            is_real = self._is_real.expand(-1, self._per_input).reshape(-1)
+            self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real).any())
             scores = probabilities / torch.empty_like(probabilities).exponential_()
         return (self._filled(scores.argmax(dim=-1)),)
 
