@@ -316,10 +316,10 @@ def test_real_calls_have_the_time_that_they_need():
 
 def test_real_calls_see_other_tokens(monkeypatch):
     call = real_calls.Call("kjv-gpt2", 1, 3, {})
-    repeat = real_calls.RealCalls._repeat
+    run = real_calls.RealCalls._run
     other = torch.zeros(1, 1)
     monkeypatch.setattr(
-        real_calls.RealCalls, "_repeat", lambda *given: repeat(*given) if fastgen.patching.is_active() else other
+        real_calls.RealCalls, "_run", lambda *given: run(*given) if fastgen.patching.is_active() else other
     )
     record = run_workload(
         replace(_ALL["real-calls-float32"], calls=(call,), repeated_for=0.0, repetitions=1), Context(threads=1)
