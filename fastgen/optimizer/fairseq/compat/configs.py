@@ -20,33 +20,29 @@ from typing import Any
 
 import wrapt
 
-from fastgen.patching import Patch
+from fastgen.optimizer.fairseq.compat.finders import FinderPatch
 
 _MODULE = "fairseq.dataclass.configs"
 _BASE = "FairseqDataclass"
 
 
 @dataclass(eq=False)
-class HashableConfigs(Patch):
-    """Makes FairSeq's dataclasses hashable, from the import of the module that defines the first of them."""
+class HashableConfigs(FinderPatch):
+    """Makes FairSeq's dataclasses hashable, from the import of the module that defines the first of them.
+
+    Classes that exist when it is removed keep their hash.
+    """
 
     module: str = _MODULE
     target: str = _BASE
-    wrapper: str = ""
 
     def prepare(self) -> None:
-        if self.module not in sys.modules and _finder not in sys.meta_path:
-            sys.meta_path.insert(0, _finder)
+        if self.module not in sys.modules:
+            self.insert()
 
     def apply(self) -> None:
         made_here = "__init_subclass__" in vars(getattr(sys.modules[self.module], _BASE, object))
         self.state = "applied" if made_here else "not applied: fairseq was imported before"
-
-    def remove(self) -> None:
-        """From now on FairSeq is imported as it is. Classes that exist already keep their hash."""
-        if _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
-        self.state = "not enabled"
 
 
 class _Finder(MetaPathFinder):
@@ -101,4 +97,4 @@ def _hash_by_identity(cls: type) -> None:
 
 _for_configs = ModuleType("dataclasses")
 vars(_for_configs).update({**vars(dataclasses), "dataclass": _dataclass})
-_finder = _Finder()
+HashableConfigs.finder = _Finder()

@@ -21,7 +21,7 @@ from typing import Any
 
 import wrapt
 
-from fastgen.patching import Patch
+from fastgen.optimizer.fairseq.compat.finders import FinderPatch
 
 # The modules of FairSeq 0.12 that call `eval`.
 MODULES = (
@@ -95,7 +95,7 @@ def evaluator(missing: None) -> Callable[[Any], Any]:
 
 
 @dataclass(eq=False)
-class Examples(Patch):
+class Examples(FinderPatch):
     """What FairSeq ships as examples, and imports with --user-dir, gets `evaluate` before it runs.
 
     That includes modules that an example imports later. The user's own code is left as it is.
@@ -103,21 +103,13 @@ class Examples(Patch):
 
     module: str = "fairseq"
     target: str = "examples"
-    wrapper: str = ""
 
     def apply(self) -> None:
-        if _finder not in sys.meta_path:
-            sys.meta_path.insert(0, _finder)
+        if self.insert():
             for module in list(sys.modules.values()):
                 if _is_example(getattr(module, "__file__", None)):
                     vars(module).setdefault("eval", evaluate)
         self.state = "applied"
-
-    def remove(self) -> None:
-        """Examples that are imported already keep what they have been given."""
-        if _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
-        self.state = "not enabled"
 
 
 class _Finder(MetaPathFinder):
@@ -172,7 +164,7 @@ def _is_inside(path: str, folder: str) -> bool:
     return real == folder or real.startswith(os.path.join(folder, ""))
 
 
-_finder = _Finder()
+Examples.finder = _Finder()
 
 
 def _value(node: ast.expr) -> tuple[Any, int]:
