@@ -124,27 +124,48 @@ class _Function(Replacement):
         return self._function(x) if self._serves(x) else self._plain(*arguments, **named)
 
 
-class _DotLinear(Replacement):
+class _OwnProduct(Replacement):
+    """A linear layer with a product of FastGen's, where `_product` has one."""
+
+    __slots__ = ("_failed",)
+    _dtype = torch.float32
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._failed = False
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        x = self._input(arguments, named)
+        if self._failed or _as_they_are.get() or not _serves(x, self._dtype):
+            return self._plain(*arguments, **named)
+        try:
+            y = self._product(x)
+        except Exception as error:
+            if not self._can_do_without():
+                raise
+            self._failed, y = True, None
+            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
+        return self._plain(x) if y is None else y
+
+    def _product(self, x: Tensor) -> Tensor | None:
+        """The result, or None where torch's product is as good."""
+        raise NotImplementedError
+
+    def _can_do_without(self) -> bool:
+        """Called where `_product` fails. Whatever it is, the layer can do what it always did."""
+        return True
+
+
+class _DotLinear(_OwnProduct):
     """A linear layer in bfloat16 that multiplies few rows with its weight as it is, where that is faster."""
 
-    __slots__ = ("_bias", "_failed", "_products", "_weight")
+    __slots__ = ("_bias", "_products", "_weight")
+    _dtype = torch.bfloat16
 
     def __init__(self, module: nn.Module, products: DotProducts) -> None:
         super().__init__(module)
         self._products = products
         self._weight, self._bias = module._parameters["weight"], module._parameters.get("bias")
-        self._failed = False
-
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        x = self._input(arguments, named)
-        if self._failed or _as_they_are.get() or not _serves(x, torch.bfloat16) or not self._is_as_it_was():
-            return self._plain(*arguments, **named)
-        try:
-            y = self._product(x)
-        except Exception as error:  # whatever it is, the layer can do what it always did
-            self._failed, y = True, None
-            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
-        return self._plain(x) if y is None else y
 
     def _is_as_it_was(self) -> bool:
         """Whether weight and bias are those that have been looked at."""
@@ -152,8 +173,7 @@ class _DotLinear(Replacement):
         return parameters.get("weight") is self._weight and parameters.get("bias") is self._bias
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """The result, or None where torch's product is as good."""
-        if self._weight is None or not dot_linear.serves(x, self._weight, self._bias):
+        if self._weight is None or not self._is_as_it_was() or not dot_linear.serves(x, self._weight, self._bias):
             return None
         is_faster = self._products.are_faster(x.numel() // x.shape[-1])
         return dot_linear.dot_linear(x, self._weight, self._bias) if is_faster else None
@@ -185,14 +205,14 @@ class _Weight:
         )
 
 
-class _Linear(Replacement):
+class _Linear(_OwnProduct):
     """A linear layer with a packed weight, once there is one, and with the weight as it is where that is faster.
 
     The weight is packed when the time that it would have saved so far comes to what packing costs, or certainly will.
     `used` says that something was multiplied with a packed weight.
     """
 
-    __slots__ = ("_failed", "_missed", "_transposed", "_weight", "budget", "products", "used")
+    __slots__ = ("_missed", "_transposed", "_weight", "budget", "products", "used")
 
     def __init__(self, module: nn.Module, transposed: bool, products: FixedProducts, budget: _PackingBudget) -> None:
         super().__init__(module)
@@ -201,7 +221,6 @@ class _Linear(Replacement):
         self._transposed = transposed
         self.budget = budget
         self._missed = 0.0
-        self._failed = False
         self._weight: _Weight | None = None
 
     @property
@@ -218,22 +237,13 @@ class _Linear(Replacement):
         if self._weight is not None and self._weight.panels is None:
             self._weight = None
 
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        x = self._input(arguments, named)
-        if self._failed or _as_they_are.get() or not _serves(x):
-            return self._plain(*arguments, **named)
-        try:
-            y = self._product(x)
-        except Exception as error:  # whatever it is, the layer can do what it always did
-            if self.products.must_pack:
-                raise
-            self._failed, self._weight = True, None
-            counters.count_fallback("linear layer", f"{type(error).__name__}: {error}")
-            y = None
-        return self._plain(x) if y is None else y
+    def _can_do_without(self) -> bool:
+        if self.products.must_pack:
+            return False
+        self._weight = None
+        return True
 
     def _product(self, x: Tensor) -> Tensor | None:
-        """The result, or None where torch's product is as good."""
         parameters = self._module._parameters
         parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
         if parameter is None or not (gain.is_faster or gain.streams):
