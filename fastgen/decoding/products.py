@@ -5,6 +5,9 @@ Which is chosen for a model's own type is a matter of `Settings.linear_products`
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,3 +125,35 @@ class MeasuredProducts(FixedProducts):
         seconds = saved if saved > _MARGIN * unpacked else 0.0
         self._gains[rows] = Gain(saved > 0.0, seconds, streams=costs.streamed < costs.plain)
         return self._gains[rows]
+
+
+def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], object] | None:
+    """A product that writes to `result` and takes less time than torch's, with the weight as it is, if there is one.
+
+    x is [rows, inputs], the weight [outputs, inputs], the result [rows, outputs]. The shape is measured if need be.
+    """
+    if settings.current().packed_weights == "never":  # which says that products are torch's own
+        return None
+    if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
+        return None
+    # Each as a share of the time that torch's takes.
+    shares = {
+        torch.ops.fastgen.dot_linear_out.default: _share_by_dots(x, weight, bias),
+        torch.ops.fastgen.streamed_linear_out.default: _share_streamed(x, weight),
+    }
+    product, share = min(shares.items(), key=lambda item: item[1])
+    return partial(product, result, x, weight, bias) if share < 1.0 else None
+
+
+def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
+        return math.inf
+    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype)
+    return math.inf if costs is None else costs.dots / costs.plain
+
+
+def _share_streamed(x: Tensor, weight: Tensor) -> float:
+    if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
+        return math.inf
+    costs = linear.costs(*x.shape, weight.shape[0], transposed=weight.stride(0) == 1)
+    return math.inf if costs is None else costs.streamed / costs.plain

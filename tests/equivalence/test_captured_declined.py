@@ -32,7 +32,6 @@ from tests.equivalence.models import BY_NAME, Family
 
 DECLINED = {
     "output_scores": {"return_dict_in_generate": True, "output_scores": True},
-    "beam search with sampling": {"do_sample": True},
     "only a few tokens to generate": {"max_new_tokens": 4},
 }
 
@@ -174,5 +173,6 @@ def test_samples_of_what_is_no_probability(device: torch.device) -> None:
     message = "probability tensor contains either"
     if device.type == "cuda":
         pytest.skip("there, the original code's error ends the process")
-    with pytest.raises(RuntimeError, match=message):
-        run(model, inputs, {**NEW, "do_sample": True})
+    for beams in (1, 3):
+        with pytest.raises(RuntimeError, match=message):
+            run(model, inputs, {**NEW, "do_sample": True, "num_beams": beams})

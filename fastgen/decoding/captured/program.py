@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen import settings
+from fastgen.decoding import products
 from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
-from fastgen.ops import dot_linear, elementwise, linear
+from fastgen.ops import elementwise
 
 _aten = torch.ops.aten
 _ALIGNMENT = 64  # results begin at a multiple of this in memory: a cache line
@@ -50,6 +49,35 @@ class Program:
                 call()
 
 
+class _Bound(NamedTuple):
+    """An operator with its arguments, and its results where they are to be; None for one that lies in an argument."""
+
+    function: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: list[Tensor | None]
+
+    def instructions(self) -> list[elementwise.Instruction]:
+        """What a small elementwise operator does; of any other nothing."""
+        if self.kwargs or len(self.results) != 1 or self.results[0] is None or not elementwise.is_available():
+            return []
+        return elementwise.instructions(self.function, self.args, self.results[0]) or []
+
+    def call(self) -> Callable[[], object]:
+        if not any(result is not None for result in self.results):
+            return partial(self.function, *self.args, **self.kwargs)
+        if len(self.results) == 1:
+            # With factors, which are the only named arguments, it is none of a layer.
+            product = None if self.kwargs else _product(self.function, self.args, self.results[0])
+            if product is not None:
+                return product
+            found = _with_out(self.function)
+            if found is not None:
+                function, name = found
+                return partial(function, *self.args, **self.kwargs, **{name: self.results[0]})
+        return partial(_execute, partial(self.function, *self.args, **self.kwargs), self.results)
+
+
 class _Compiler:
     """From a recording to calls."""
 
@@ -63,40 +91,20 @@ class _Compiler:
     def calls(self) -> list[Callable[[], object]]:
         """Elementwise operators that follow one another, and are small, are one call."""
         found: list[Callable[[], object]] = []
-        pairs = ((operation, self._instructions(operation)) for operation in self._operations)
+        bound = map(self._bound, self._operations)
+        pairs = ((each, each.instructions()) for each in bound)
         for are_small, group in itertools.groupby(pairs, lambda pair: bool(pair[1])):
             operations, instructions = zip(*group, strict=True)
             if are_small and len(operations) > 1:
                 found.append(elementwise.bound(list(itertools.chain.from_iterable(instructions))))
             else:
-                found += map(self._call, operations)
+                found += [operation.call() for operation in operations]
         return found
 
-    def _instructions(self, operation: Operation) -> list[elementwise.Instruction]:
-        args, kwargs, results = self._arguments(operation)
-        if kwargs or len(results) != 1 or results[0] is None or not elementwise.is_available():
-            return []
-        return elementwise.instructions(operation.function, args, results[0]) or []
-
-    def _arguments(self, operation: Operation) -> tuple[list[Any], dict[str, Any], list[Tensor | None]]:
-        """The arguments of an operator, and its results where they are to be."""
+    def _bound(self, operation: Operation) -> _Bound:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
-        return args, kwargs, [None if place is None else self._value(place) for place in operation.fresh]
-
-    def _call(self, operation: Operation) -> Callable[[], object]:
-        args, kwargs, results = self._arguments(operation)
-        if not any(result is not None for result in results):
-            return partial(operation.function, *args, **kwargs)
-        if len(results) == 1:
-            # With factors, which are the only named arguments, it is none of a layer.
-            product = None if kwargs else _product(operation.function, args, results[0])
-            if product is not None:
-                return product
-            found = _with_out(operation.function)
-            if found is not None:
-                function, name = found
-                return partial(function, *args, **kwargs, **{name: results[0]})
-        return partial(_execute, partial(operation.function, *args, **kwargs), results)
+        results = [None if place is None else self._value(place) for place in operation.fresh]
+        return _Bound(operation.function, args, kwargs, results)
 
     def _value(self, leaf: Place | Constant) -> Any:
         if isinstance(leaf, Constant):
@@ -142,37 +150,11 @@ def _with_out(function: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _product(function: Any, args: tuple[Any, ...], result: Tensor) -> Callable[[], object] | None:
+def _product(function: Any, args: list[Any], result: Tensor) -> Callable[[], object] | None:
     """A product with a weight, where one of FastGen's own takes less time; None for anything else."""
     if function not in (_aten.mm.default, _aten.addmm.default):
         return None
-    if settings.current().packed_weights == "never":  # which says that products are torch's own
-        return None
-    bias = args[0] if function is _aten.addmm.default else None
-    x, weight = args[-2], args[-1].t()
-    if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
-        return None
-    # Each as a share of the time that torch's takes.
-    shares = {
-        torch.ops.fastgen.dot_linear_out.default: _share_by_dots(x, weight, bias),
-        torch.ops.fastgen.streamed_linear_out.default: _share_streamed(x, weight),
-    }
-    product, share = min(shares.items(), key=lambda item: item[1])
-    return partial(product, result, x, weight, bias) if share < 1.0 else None
-
-
-def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
-    if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
-        return math.inf
-    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype)
-    return math.inf if costs is None else costs.dots / costs.plain
-
-
-def _share_streamed(x: Tensor, weight: Tensor) -> float:
-    if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
-        return math.inf
-    costs = linear.costs(*x.shape, weight.shape[0], transposed=weight.stride(0) == 1)
-    return math.inf if costs is None else costs.streamed / costs.plain
+    return products.faster(result, args[-2], args[-1].t(), args[0] if function is _aten.addmm.default else None)
 
 
 def _planned(recording: Recording, operations: list[Operation]) -> tuple[dict[int, int], int]:

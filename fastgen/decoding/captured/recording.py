@@ -187,10 +187,9 @@ class _Recorder(TorchDispatchMode):
         """A capture executes nothing: restores what was written."""
         for storage, before in self._saved.values():
             storage.copy_(before)
-        for generator, state in (
-            self._generators.items() if self._draws else ()
-        ):  # or another thread's draws would repeat
-            generator.set_state(state)
+        for generator, state in self._generators.items():
+            if self._draws:  # or another thread's draws would repeat
+                generator.set_state(state)
 
     def _check(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Refuses operators that could not be captured on a GPU."""

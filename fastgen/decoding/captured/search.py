@@ -35,6 +35,7 @@ class Search:
         start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
             prompt ends, up to where they are filled, and how far they may go.
         done: one bool: the search is over.
+        is_spoilt: one bool: tokens were to be drawn from what is no probabilities.
     """
 
     parents: Tensor | None = None
@@ -47,8 +48,10 @@ class Search:
         new_capacity: int,
         device: torch.device,
         eos: Sequence[int] = (),
+        *,
+        samples: bool = False,
     ) -> None:
-        self._batch, self._per_input = batch, per_input
+        self._batch, self._per_input, self._samples = batch, per_input, samples
         self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
         self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
         self._positions = torch.arange(prompt_capacity + new_capacity, device=device)
@@ -57,6 +60,7 @@ class Search:
         self.prompt = torch.full((), prompt_capacity, dtype=torch.int64, device=device)
         self.start, self.length, self.limit = (torch.zeros_like(self.prompt) for _ in range(3))
         self.done = torch.zeros((), dtype=torch.bool, device=device)
+        self.is_spoilt = torch.zeros_like(self.done)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
 
@@ -88,6 +92,7 @@ class Search:
         self.length.fill_(self.prompt_capacity)
         self.limit.fill_(self.prompt_capacity + new_tokens)
         self.done.fill_(False)
+        self.is_spoilt.fill_(False)
         self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
@@ -110,9 +115,6 @@ class Search:
         """The `count` best sequences of each of the first inputs, [inputs * count, length of the longest], filled up.
 
         Waits for the device.
-
-        Raises:
-            ValueError: tokens were to be drawn from what is no probabilities.
         """
         raise NotImplementedError
 
@@ -127,45 +129,45 @@ class Search:
         ends = (tokens.unsqueeze(-1) == self._eos).any(dim=-1)
         return ends if stops is None else ends | stops.view_as(ends)
 
+    def _races(self, scores: Tensor) -> Tensor:
+        """From log-probabilities, some rows for each input: the largest of a row are drawn from it, each once.
+
+        With exponentially distributed e, the index with the largest p / e has the probabilities p, as in
+        `torch.multinomial`. So on the CPU, where no row is added, the same seed gives the same samples.
+        """
+        probabilities = torch.softmax(scores.float(), dim=-1)
+        # One score that is not a number spoils its whole row, be the sequence finished or not.
+        is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
+        self.is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real).any())
+        return probabilities / torch.empty_like(probabilities).exponential_()
+
     def _change(self, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:
         """The end of a step: new contents of buffers. After the end of the search all stay what they are."""
         for old, new in (*changes, (self.length, self.length + 1)):
             old.copy_(torch.where(self.done, old, new))
-        self.done.logical_or_(over)
+        self.done.logical_or_(over | self.is_spoilt if self._samples else over)
 
 
 class RowSearch(Search):
-    """Every row is continued for itself: with the most probable token, or with one that is drawn (`samples`).
+    """Every row is continued for itself: with the most probable token, or with one that is drawn.
 
     Attributes:
         unfinished: [rows], bool: sequences that go on.
     """
 
-    def __init__(self, *sizes: Any, samples: bool = False) -> None:
-        super().__init__(*sizes)
-        self._samples = samples
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
         self.unfinished = torch.ones_like(self.tokens, dtype=torch.bool)
         self._fill = torch.zeros_like(self.length)
-        self._is_spoilt = torch.zeros_like(self.done)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
         super().begin(prompt, new_tokens, fill=fill)
         self.unfinished.copy_(self._is_real.expand(-1, self._per_input).reshape(-1))
         self._fill.fill_(fill)
-        self._is_spoilt.fill_(False)
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
-        """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up.
-
-        With exponentially distributed e, the index with the largest p / e has the probabilities p, as in
-        `torch.multinomial`. So on the CPU, where no row is added, the same seed gives the same samples.
-        """
-        if self._samples:
-            probabilities = torch.softmax(scores.float(), dim=-1)
-            # One score that is not a number spoils its whole row, be the sequence finished or not.
-            is_real = self._is_real.expand(-1, self._per_input).reshape(-1)
-            self._is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real).any())
-            scores = probabilities / torch.empty_like(probabilities).exponential_()
+        """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up."""
+        scores = self._races(scores) if self._samples else scores
         return (self._filled(scores.argmax(dim=-1)),)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
@@ -181,20 +183,18 @@ class RowSearch(Search):
         written = torch.where(is_next, tokens.view(self._batch, -1, 1), self.running_sequences)
         unfinished = self.unfinished & ~self._ends(tokens, stops)
         self._change(
-            ~unfinished.any() | (self.length + 1 >= self.limit) | self._is_spoilt,
+            ~unfinished.any() | (self.length + 1 >= self.limit),
             (self.running_sequences, written),
             (self.unfinished, unfinished),
             (self.tokens, tokens),
         )
 
     def results(self, inputs: int, count: int) -> Tensor:
-        if bool(self._is_spoilt):
-            raise ValueError("probabilities to draw from are not numbers")
         return self.running_sequences[:inputs, :count, int(self.start) : int(self.length)].flatten(0, 1).clone()
 
 
 class BeamSearch(Search):
-    """Beam search; `early_stopping` as in `generate`.
+    """Beam search; `early_stopping` as in `generate`. Candidates are the best ones, or they are drawn.
 
     Attributes:
         running_scores: [batch, beams], float32: what `best_continuations` takes as `running`.
@@ -206,8 +206,8 @@ class BeamSearch(Search):
 
     parents: Tensor
 
-    def __init__(self, *sizes: Any, early_stopping: bool | str = False) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *sizes: Any, early_stopping: bool | str = False, **options: Any) -> None:
+        super().__init__(*sizes, **options)
         batch, beams, device = self._batch, self._per_input, self.tokens.device
         self._early_stopping = early_stopping
         self.candidates = max(2, 1 + len(self._eos)) * beams
@@ -247,7 +247,13 @@ class BeamSearch(Search):
         self._favours_length.fill_(length_penalty > 0.0)
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
-        return best_continuations(scores, self.running_scores, self.candidates, normalise=normalise)
+        if not self._samples:
+            return best_continuations(scores, self.running_scores, self.candidates, normalise=normalise)
+        scores = torch.log_softmax(scores, dim=-1, dtype=torch.float32) if normalise else scores
+        scores = (scores.view(*self.running_scores.shape, -1) + self.running_scores.unsqueeze(2)).flatten(1)
+        drawn = self._races(scores).topk(self.candidates, dim=1).indices
+        vocabulary = scores.shape[1] // self._per_input
+        return Candidates(scores.gather(1, drawn), drawn // vocabulary, drawn % vocabulary)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
         candidates = Candidates(*(part[:inputs] for part in proposal))

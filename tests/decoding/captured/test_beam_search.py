@@ -164,3 +164,38 @@ def test_replays_in_a_graph(device):
         graph.replay()
     assert isinstance(reference(logits, plain.running_scores, 2), Candidates)
     assert torch.equal(plain.sequences, captured.sequences) and torch.equal(plain.scores, captured.scores)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_drawn_beams(device, spare):
+    """Each candidate as often as its probability among those of all beams says; each once; nothing impossible."""
+    inputs = 3000
+    prompt = torch.zeros(inputs, 1, dtype=torch.int64, device=device)
+    state = BeamSearch(inputs + spare, 2, 1, 4, device, samples=True)
+    state.begin(prompt, 4)
+    state.running_scores[:, 1] = -0.5  # as if the beams had gone on already
+    probabilities = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.3, 0.1, 0.1]], device=device)
+    scores, beams, tokens = (
+        part[:inputs] for part in state.propose(probabilities.log().repeat(inputs + spare, 1), True)
+    )
+    joint = torch.cat([probabilities[0], probabilities[1] * torch.tensor(-0.5).exp().to(device)])
+    joint = joint / joint.sum()
+    drawn = 5 * beams + tokens
+    first = torch.bincount(drawn[:, 0], minlength=10) / inputs
+    assert ((first - joint).abs() < 5 * (joint * (1 - joint) / inputs).sqrt() + 1e-9).all()
+    assert (drawn.sort(dim=1).values.diff(dim=1) > 0).all()
+    torch.testing.assert_close(
+        scores, (probabilities.log() + torch.tensor([[0.0], [-0.5]], device=device)).flatten()[drawn]
+    )
+    assert not state.is_spoilt
+
+
+def test_drawn_beams_of_what_is_no_probability(device):
+    state = BeamSearch(2, 2, 1, 4, device, samples=True)
+    state.begin(torch.zeros(1, 1, dtype=torch.int64, device=device), 4)
+    scores = torch.zeros(4, VOCABULARY, device=device)
+    scores[3, 3] = torch.nan  # of an input that only fills the batch up
+    state.choose(scores, normalise=True)
+    assert not state.is_spoilt and not state.done
+    state.choose(scores.flip(0), normalise=True)
+    assert state.is_spoilt and state.done

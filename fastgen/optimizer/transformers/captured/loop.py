@@ -124,8 +124,6 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a cache that is passed in")
     if config.num_beams < 1:
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
-    if config.num_beams > 1 and config.do_sample:
-        raise CannotBeCaptured("beam search with sampling")
     if call.model.device.type == "cpu":
         _check_on_cpu(call.model, arguments["input_ids"])
     for criterion in criteria:
@@ -227,6 +225,8 @@ class _Decoding:
 
     def _result(self, step: CapturedStep) -> Any:
         config, search = self._config, step.search
+        if bool(search.is_spoilt):
+            raise ValueError("probabilities to draw from are not numbers")
         count = self._prompt.inputs, config.num_return_sequences if config.num_beams > 1 else self._per_input
         sequences = search.results(*count)
         if not config.return_dict_in_generate:
@@ -240,8 +240,9 @@ class _Decoding:
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         with self._users():
             processed = self._processors(tokens, scores)
-        if self._config.do_sample and processed.dtype is not torch.float32:
-            raise CannotBeCaptured(f"scores in {processed.dtype} to draw from")  # the library draws in that type
+        # The library draws in that type. Scores of beams are added up in float32.
+        if self._key.samples and self._key.early_stopping is None and processed.dtype is not torch.float32:
+            raise CannotBeCaptured(f"scores in {processed.dtype} to draw from")
         return processed
 
     def _stops(self, tokens: Tensor) -> Tensor:
@@ -415,7 +416,8 @@ class _Decoding:
             width=positions_of_step(self._model),
             encoder=None if encoded is None else (type(encoded), source, width),
             source_in_front=source_in_front,
-            search=("beams", config.early_stopping) if config.num_beams > 1 else ("rows", bool(config.do_sample)),
+            early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
+            samples=bool(config.do_sample),
             eos=self._eos,
             processors=None if None in captured else tuple(captured),
             has_criteria=bool(self._criteria),

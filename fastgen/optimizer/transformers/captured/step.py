@@ -59,7 +59,8 @@ class Key:
     width: int  # positions that a step stores
     encoder: tuple[type, int, int] | None  # the class that its output comes in, its positions and width
     source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
-    search: tuple[str, Hashable]  # its class and options
+    early_stopping: bool | str | None  # of beam search; None for sequences that are continued for themselves
+    samples: bool  # tokens are drawn
     eos: tuple[int, ...]
     processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
     has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
@@ -113,10 +114,11 @@ class CapturedStep:
             for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
         self._cross = [StaticKV(*kv, self._state, key.encoder_capacity, has_suffix=False) for kv in prompt.cross]
-        kind, option = key.search
         sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
         self.search: BeamSearch | RowSearch = (
-            BeamSearch(*sizes, early_stopping=option) if kind == "beams" else RowSearch(*sizes, samples=bool(option))
+            RowSearch(*sizes, samples=key.samples)
+            if key.early_stopping is None
+            else BeamSearch(*sizes, early_stopping=key.early_stopping, samples=key.samples)
         )
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         seen = SymbolicLength.of(self._seen, key.stored_capacity, key.stored_capacity + key.capacity)
