@@ -29,6 +29,7 @@ TYPES = [torch.float32, torch.bfloat16]
 )
 @example(rows=1, inputs=600, outputs=129, biased=True, seed=0)
 @example(rows=7, inputs=64, outputs=1000, biased=False, seed=0)
+@example(rows=18, inputs=1700, outputs=53, biased=True, seed=0)  # more rows and inputs than are taken at once
 def test_is_a_linear_layer(
     name: str | None, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
 ) -> None:

@@ -3,7 +3,8 @@
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
-// been multiplied with them. Sums are in float32.
+// been multiplied with them. What comes next is asked for meanwhile, a share of it with every four rows, so that memory
+// and the multiplications are busy at the same time. Sums are in float32, in one order whatever the number of rows.
 #include "bfloat16.h"
 #include "instruction_set.h"
 
@@ -41,6 +42,7 @@ struct Arguments {
 namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
+#define FASTGEN_OUTPUTS 3
 #include "dot_linear/kernels.h"
 }  // namespace portable
 
@@ -48,12 +50,14 @@ namespace portable {
 namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma")))
 #define FASTGEN_WIDTH 8
+#define FASTGEN_OUTPUTS 3
 #include "dot_linear/kernels.h"
 }  // namespace avx2
 
 namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define FASTGEN_WIDTH 16
+#define FASTGEN_OUTPUTS 4
 #include "dot_linear/kernels.h"
 }  // namespace avx512
 
@@ -62,6 +66,7 @@ namespace avx512 {
 namespace avx512bf16 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")))
 #define FASTGEN_WIDTH 16
+#define FASTGEN_OUTPUTS 4
 #define FASTGEN_ADD_PAIRS(sums, x, weight) \
   (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))
 #include "dot_linear/kernels.h"
@@ -136,7 +141,8 @@ void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bia
   }
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   // In pieces of whole groups of outputs, one for each thread.
-  const int64_t piece = std::max<int64_t>((outputs + threads * 8 - 1) / (threads * 8) * 8, 32);
+  constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
+  const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
   torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     kernel.multiply(arguments, begin * piece, std::min(end * piece, outputs) - begin * piece);
   });

@@ -2,6 +2,7 @@
 // cpu/dot_linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET    the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH     floats of a vector
+//   FASTGEN_OUTPUTS   outputs that are summed up at the same time for four rows: as many as there are registers for
 //   FASTGEN_ADD_PAIRS (sums, x, weight): sums of two products of bfloat16 each, where there is an instruction for it
 // No include guard: it is meant to be included several times.
 
@@ -104,50 +105,116 @@ struct Product {
   int64_t x_stride, weight_stride, y_stride, inputs;
 };
 
-// y[r][o] for kRows rows and kOutputs outputs. Meanwhile what lies `ahead` of each line of the weight is asked for: the
-// weight is one stream, too short in one output for the machine to run ahead by itself.
+// The inputs that are multiplied before the next ones: their part of the lines stays in the first-level cache.
+struct Part {
+  int64_t begin, end;
+};
+
+// A part of the inputs of kRows rows and kOutputs outputs, added to `sums`. Meanwhile every `turns`-th line of what comes
+// `next` is asked for, from number `turn` on: the weight is one stream, but the machine cannot know that by itself.
 template <class Type, int kRows, int kOutputs>
-FASTGEN_TARGET void dots(const Product<Type>& product, int64_t row, int64_t output, int64_t ahead) {
+FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t output, Part part, Vector* sums,
+                             const typename Type::Number* next, int64_t turn, int64_t turns) {
   const typename Type::Input* x = product.x + row * product.x_stride;
   const typename Type::Number* weight = product.weight + output * product.weight_stride;
-  const int64_t inputs = product.inputs, whole = inputs / Type::kStep * Type::kStep;
-  Vector sums[kOutputs][kRows] = {};
-  for (int64_t k = 0; k < whole; k += Type::kStep) {
+  Vector kept[kOutputs * kRows];
+#pragma GCC unroll 32
+  for (int i = 0; i < kOutputs * kRows; ++i) kept[i] = part.begin == 0 ? Vector{} : sums[i];
+  for (int64_t k = part.begin; k < part.end; k += Type::kStep) {
+    const typename Type::Number* asked = next + turn * product.weight_stride + k - part.begin;
+    if (turns == 1) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(asked + o * product.weight_stride, 0, 3);
+    } else {
+      for (int64_t o = turn; o < kOutputs; o += turns, asked += turns * product.weight_stride) {
+        __builtin_prefetch(asked, 0, 3);
+      }
+    }
     typename Type::Values values[kRows], w;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) Type::load(values[r], x + r * product.x_stride + k);
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; ++o) {
-      const typename Type::Number* line = weight + o * product.weight_stride + k;
-      __builtin_prefetch(line + ahead, 0, 3);
-      Type::load_weight(w, line);
+      Type::load_weight(w, weight + o * product.weight_stride + k);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) Type::add(sums[o][r], values[r], w);
+      for (int r = 0; r < kRows; ++r) Type::add(kept[o * kRows + r], values[r], w);
     }
   }
+#pragma GCC unroll 32
+  for (int i = 0; i < kOutputs * kRows; ++i) sums[i] = kept[i];
+}
+
+// y[r][o] from the sums of all whole steps.
+template <class Type, int kRows, int kOutputs>
+FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t output, int64_t whole,
+                           const Vector* sums) {
+  const typename Type::Input* x = product.x + row * product.x_stride;
 #pragma GCC unroll 8
   for (int o = 0; o < kOutputs; ++o) {
-    const typename Type::Number* line = weight + o * product.weight_stride;
+    const typename Type::Number* line = product.weight + (output + o) * product.weight_stride;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      float sum = total(sums[o][r]);
-      for (int64_t k = whole; k < inputs; ++k) sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
+      float sum = whole == 0 ? 0.0f : total(sums[o * kRows + r]);
+      for (int64_t k = whole; k < product.inputs; ++k) {
+        sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
+      }
       if (product.bias != nullptr) sum += Type::widen(product.bias[output + o]);
       product.y[(row + r) * product.y_stride + output + o] = Type::narrow(sum);
     }
   }
 }
 
-// All rows times kOutputs outputs, whose lines stay in the cache from the first rows on.
+// Both for up to four rows.
 template <class Type, int kOutputs>
-FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output, int64_t ahead) {
-  for (int64_t row = 0; row < rows; row += 4) {
-    const int64_t asked = row == 0 ? ahead : 0;
-    switch (std::min<int64_t>(rows - row, 4)) {
-      case 4: dots<Type, 4, kOutputs>(product, row, output, asked); break;
-      case 3: dots<Type, 3, kOutputs>(product, row, output, asked); break;
-      case 2: dots<Type, 2, kOutputs>(product, row, output, asked); break;
-      default: dots<Type, 1, kOutputs>(product, row, output, asked);
+struct Rows {
+  static FASTGEN_TARGET void add(const Product<Type>& product, int64_t row, int64_t some, int64_t output, Part part,
+                                 Vector* sums, const typename Type::Number* next, int64_t turn, int64_t turns) {
+    switch (some) {
+      case 4: return add_part<Type, 4, kOutputs>(product, row, output, part, sums, next, turn, turns);
+      case 3: return add_part<Type, 3, kOutputs>(product, row, output, part, sums, next, turn, turns);
+      case 2: return add_part<Type, 2, kOutputs>(product, row, output, part, sums, next, turn, turns);
+      default: return add_part<Type, 1, kOutputs>(product, row, output, part, sums, next, turn, turns);
+    }
+  }
+  static FASTGEN_TARGET void end(const Product<Type>& product, int64_t row, int64_t some, int64_t output,
+                                 int64_t whole, const Vector* sums) {
+    switch (some) {
+      case 4: return finish<Type, 4, kOutputs>(product, row, output, whole, sums);
+      case 3: return finish<Type, 3, kOutputs>(product, row, output, whole, sums);
+      case 2: return finish<Type, 2, kOutputs>(product, row, output, whole, sums);
+      default: return finish<Type, 1, kOutputs>(product, row, output, whole, sums);
+    }
+  }
+};
+
+// Rows whose sums are kept from one part of the inputs to the next, and bytes of a line in such a part: the parts of all
+// kOutputs lines, and of the lines that are asked for meanwhile, take half of a small first-level cache.
+constexpr int64_t kRowsAtOnce = 16;
+constexpr int64_t kPartBytes = 3072;
+
+// All rows times kOutputs outputs.
+template <class Type, int kOutputs>
+FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output, bool is_last) {
+  const int64_t steps = product.inputs / Type::kStep, whole = steps * Type::kStep;
+  const int64_t bytes = whole * static_cast<int64_t>(sizeof(typename Type::Number));
+  const int64_t parts = std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
+  const int64_t depth = (steps + parts - 1) / parts * Type::kStep;
+  const typename Type::Number* lines = product.weight + output * product.weight_stride;
+  const typename Type::Number* following = is_last ? lines : lines + kOutputs * product.weight_stride;
+  Vector sums[kRowsAtOnce / 4][4 * kOutputs];
+  for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
+    const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + 3) / 4;
+    for (int64_t begin = 0; begin < whole; begin += depth) {
+      const Part part{begin, std::min(begin + depth, whole)};
+      const typename Type::Number* next = part.end < whole ? lines + part.end : following;
+      for (int64_t turn = 0; turn < turns; ++turn) {
+        const int64_t row = first + 4 * turn, some = std::min<int64_t>(last - row, 4);
+        Rows<Type, kOutputs>::add(product, row, some, output, part, sums[turn], next, turn, turns);
+      }
+    }
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t row = first + 4 * turn, some = std::min<int64_t>(last - row, 4);
+      Rows<Type, kOutputs>::end(product, row, some, output, whole, sums[turn]);
     }
   }
 }
@@ -163,15 +230,25 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
                               given.weight_stride,
                               given.outputs,
                               given.inputs};
+  constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
   int64_t output = 0;
-  if (given.rows == 1) {
-    for (; output + 8 <= some; output += 8) dots<Type, 1, 8>(product, 0, output, 8 * given.weight_stride);
+  if (given.rows == 1) {  // there are registers for more outputs, and nothing that comes twice
+    const int64_t whole = product.inputs / Type::kStep * Type::kStep;
+    for (; output + 8 <= some; output += 8) {
+      Vector sums[8];
+      const Number* next = product.weight + (output + 8) * given.weight_stride;
+      add_part<Type, 1, 8>(product, 0, output, {0, whole}, sums, next, 0, 1);
+      finish<Type, 1, 8>(product, 0, output, whole, sums);
+    }
   }
-  for (; output + 4 <= some; output += 4) group<Type, 4>(product, given.rows, output, 4 * given.weight_stride);
-  for (; output < some; ++output) group<Type, 1>(product, given.rows, output, 0);
+  for (; output + kOutputs <= some; output += kOutputs) {
+    group<Type, kOutputs>(product, given.rows, output, output + 2 * kOutputs > some);
+  }
+  for (; output < some; ++output) group<Type, 1>(product, given.rows, output, true);
 }
 
 #undef FASTGEN_INLINE
 #undef FASTGEN_TARGET
 #undef FASTGEN_WIDTH
+#undef FASTGEN_OUTPUTS
 #undef FASTGEN_ADD_PAIRS
