@@ -17,12 +17,11 @@ from torch import Tensor
 import fastgen
 from benchmarks import backends, memory
 from benchmarks.backends import BASELINE, SUBJECT, Backend, Job, Unsupported
+from benchmarks.backends.generate import CAPTURED_STEP
 from benchmarks.budget import UNLIMITED, Budget
 from benchmarks.measure import alternate, format_seconds, summary, timed
 from benchmarks.profile import profile
 from benchmarks.record import Record, Target
-
-CAPTURED_STEP = "transformers.captured_step"  # as `fastgen.stats()` calls it
 
 NEVER_SLOWER = Target(
     "not slower, where a run takes over a second", "ratio", at_least=0.95, when=("baseline_seconds", 1.0)

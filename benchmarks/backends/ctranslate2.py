@@ -123,11 +123,14 @@ class _Vocabulary:
         self.eos_token = str(end)
         self.bos_token = str(end if config.bos_token_id is None else config.bos_token_id)
         self.pad_token = str(end if config.pad_token_id is None else config.pad_token_id)
+        # Of Marian's models its converter drops the last token, if that has the name of padding.
+        is_marian = type(model.config).__name__ == "MarianConfig"
+        self._names = {config.pad_token_id: "<pad>"} if is_marian else {}
         # Every token of the inputs is in the vocabulary, so this is never used; it has to be one of them.
         self.unk_token = str(self._size - 1)
 
     def get_vocab(self) -> dict[str, int]:
-        return {str(number): number for number in range(self._size)}
+        return {self._names.get(number, str(number)): number for number in range(self._size)}
 
     @staticmethod
     def convert_ids_to_tokens(number: int) -> str:

@@ -14,6 +14,8 @@ _MODULES = (
     "attention",
     "small_cases",
     "real_calls",
+    "smollm2_chat",
+    "opus_mt",
     "bart_base",
     "t5_base",
     "gpt2",

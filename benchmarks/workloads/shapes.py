@@ -56,6 +56,30 @@ def prophetnet_large(**changes: Any) -> Any:
     return ProphetNetForConditionalGeneration(ProphetNetConfig(**changes))
 
 
+def opus_mt(**changes: Any) -> Any:
+    """The opus-mt translation models: 6 + 6 layers of width 512, vocabulary of 58,101."""
+    from transformers import MarianConfig, MarianMTModel
+
+    config: dict[str, Any] = {
+        "vocab_size": 58101,
+        "d_model": 512,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "encoder_ffn_dim": 2048,
+        "decoder_ffn_dim": 2048,
+        "max_position_embeddings": 512,
+        "activation_function": "swish",
+        "scale_embedding": True,
+    }
+    config |= changes
+    # The last token is the padding, which the decoder starts from.
+    padding = config["vocab_size"] - 1
+    tokens = {"pad_token_id": padding, "decoder_start_token_id": padding, "eos_token_id": 0, "bos_token_id": 0}
+    return MarianMTModel(MarianConfig(forced_eos_token_id=None, **tokens, **config))
+
+
 def t5_base(**changes: Any) -> Any:
     """T5-base: 12 + 12 layers of width 768, vocabulary of 32,128, relative positions."""
     from transformers import T5Config, T5ForConditionalGeneration

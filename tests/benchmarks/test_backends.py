@@ -9,16 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fastgen
 from benchmarks import backends
 from benchmarks.__main__ import USAGE, main, run_workload
 from benchmarks.backends import Job, Unsupported, generate
 from benchmarks.backends.ctranslate2 import CTranslate2
 from benchmarks.backends.fairseq import FairSeq, FastFairSeq
 from benchmarks.workload import Context, Generation
-from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, t5_small
+from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt, t5_small
 from fastgen import settings
 from fastgen.decoding import layers
 from fastgen.ops import quantized_linear
+from fastgen.ops import triton as operators
 from tests.benchmarks.tiny_configs import CONFIGS
 
 needs_ctranslate2 = pytest.mark.skipif(
@@ -57,6 +59,7 @@ def job(workload: Generation) -> Job:
         (bart_base, _BART, {"options": {"num_beams": 2, "no_repeat_ngram_size": 2, "num_return_sequences": 2}}),
         (bart_base, _BART, {"shortest": 4}),
         (t5_small, _T5, {"options": {}}),
+        (opus_mt, CONFIGS["opus"], {"shortest": 4}),
         (gpt2, _GPT2, {"shortest": 4}),
         (llama_small, _LLAMA, {"options": {"do_sample": False}}),
     ],
@@ -248,3 +251,15 @@ def test_chosen_backends():
     with pytest.raises(SystemExit) as ended:
         main(["--backends", "nothing"])
     assert ended.value.code == USAGE
+
+
+@pytest.mark.parametrize(("new_tokens", "batch", "captured"), [(64, 1, True), (6, 1, False)])
+def test_a_step_is_recorded_before_the_timing(new_tokens, batch, captured, monkeypatch):
+    """Where calls wait for one, the warm-up makes as many as it takes; where there will be none, it does not wait."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    backend = backends.make("fastgen")
+    backend.setup(job(work(gpt2, _GPT2, batch=batch, new_tokens=new_tokens)))
+    backend.warm_up()
+    fastgen.reset_stats()
+    backend.run(new_tokens)
+    assert bool(fastgen.stats().get(generate.CAPTURED_STEP, {}).get("accelerated")) is captured

@@ -9,21 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import fastgen
 from benchmarks import smollm2
 from benchmarks import workload as workload_module
 from benchmarks.__main__ import DONE, FAILED, USAGE, main, run_workload, select
 from benchmarks.backends.generate import Unpatched
+from benchmarks.machine import ROOT
 from benchmarks.profile import OTHERS
 from benchmarks.record import Target
 from benchmarks.workload import CAPTURED_STEP, Context, Generation, Workload
-from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls
+from benchmarks.workloads import all_workloads, no_repeat_ngram, real_calls, smollm2_chat
+from benchmarks.workloads.shapes import llama_small
 from fastgen.decoding import kv
 from tests.benchmarks.tiny_configs import CONFIGS
 
 _ALL = {workload.name: workload for workload in all_workloads()}
-_GENERATION = [name for name, w in _ALL.items() if isinstance(w, Generation) and not w.needs_gpu]
+_GENERATION = [
+    name
+    for name, w in _ALL.items()
+    if isinstance(w, Generation) and not isinstance(w, smollm2_chat.Chat) and not w.needs_gpu
+]
 
 
 @pytest.fixture(autouse=True)
@@ -325,3 +332,33 @@ def test_real_calls_see_other_tokens(monkeypatch):
         replace(_ALL["real-calls-float32"], calls=(call,), repeated_for=0.0, repetitions=1), Context(threads=1)
     )
     assert record.identical is False and record.status == "different"
+
+
+_CHATS = [
+    workload for workload in smollm2_chat.WORKLOADS if workload.name in ("smollm2-b4", "smollm2-b4-beam4-bfloat16")
+]
+
+
+@pytest.mark.parametrize("workload", _CHATS, ids=lambda workload: workload.name)
+def test_chat(workload, tmp_path, monkeypatch):
+    """On a tiny model with a tokenizer that has a template."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "models" / "kjv-gpt2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    llama_small(**CONFIGS["llama"] | {"vocab_size": len(tokenizer)}).save_pretrained(tmp_path)
+    monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
+    record = run_workload(
+        replace(workload, new_tokens=5, repetitions=1, further_backends=(), targets=()), Context(threads=1)
+    )
+    assert record.errors == [] and record.accelerated is True
+    assert record.identical is True or workload.dtype != "float32"
+    model, inputs = workload.build(torch.device("cpu"))
+    assert model.dtype is getattr(torch, workload.dtype)
+    lengths = inputs["attention_mask"].sum(dim=1)
+    assert lengths.shape == (4,) and lengths.min() < lengths.max() == inputs["input_ids"].shape[1]
+
+
+def test_a_chat_without_its_model(monkeypatch):
+    monkeypatch.delenv(smollm2.VARIABLE, raising=False)
+    record = run_workload(_CHATS[0], Context())
+    assert record.errors == [] and "python -m benchmarks.smollm2" in record.skipped["the model"]

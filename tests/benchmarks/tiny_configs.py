@@ -23,6 +23,16 @@ CONFIGS: dict[str, dict[str, int]] = {
         "num_encoder_attention_heads": 2,
         "num_decoder_attention_heads": 2,
     },
+    "opus": {
+        "vocab_size": 97,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    },
     "t5": {
         "vocab_size": 97,
         "d_model": 16,

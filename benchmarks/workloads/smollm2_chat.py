@@ -1,0 +1,95 @@
+"""SmolLM2-135M-Instruct, a trained language model, on prompts of a chat: what one user or a few get.
+
+The model comes from `python -m benchmarks.smollm2 FOLDER`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import smollm2
+from benchmarks.record import Record
+from benchmarks.workload import NEVER_SLOWER, Context, Generation, faster_on_cpu
+
+_QUESTIONS = (
+    "Explain in simple words why the sky is blue.",
+    "Write a short story about a fox who learns to swim.",
+    "What are three good ways to save water at home?",
+    "Give me a recipe for a simple vegetable soup.",
+    "How does a bicycle stay upright when it moves?",
+    "Describe the city of Lisbon to a child.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a polite letter that asks a neighbour to be quiet.",
+    "Name some books for someone who likes the sea.",
+    "How do I plant tomatoes on a balcony?",
+    "Why do leaves change their colour in autumn?",
+    "Tell me what to pack for a week in the mountains.",
+    "What did people eat in the Middle Ages?",
+    "Explain to me what a prime number is.",
+    "How can I learn to play the guitar alone?",
+    "Write four lines about the first snow of the year.",
+)
+
+
+def smollm2_instruct() -> Any:
+    """The model in float32, from the folder that the environment variable names."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2.folder(), dtype=torch.get_default_dtype())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Generation):
+    """Prompts of 30 to 40 tokens, padded on the left, from a chat's template."""
+
+    def run(self, context: Context, record: Record) -> None:
+        if smollm2.folder() is None:
+            reason = f"set {smollm2.VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
+            record.skipped["the model"] = reason
+            context.log(f"{self.name} is not measured: {reason}")
+            return
+        super().run(context, record)
+
+    def make_inputs(self, model: Any) -> dict[str, Tensor]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2.folder(), padding_side="left")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        chats = [[{"role": "user", "content": question}] for question in _QUESTIONS[: self.batch]]
+        prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+        encoded = tokenizer(prompts, return_tensors="pt", padding=True)
+        return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
+
+
+def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
+    how = "greedy" if beams == 1 else f"{beams} beams"
+    return Chat(
+        name=f"smollm2-b{batch}{'' if beams == 1 else f'-beam{beams}'}{'' if dtype == 'float32' else f'-{dtype}'}",
+        title=f"SmolLM2-135M, batch {batch}, {how}, chat{'' if dtype == 'float32' else f', {dtype}'}",
+        shape=smollm2_instruct,
+        batch=batch,
+        length=40,
+        new_tokens=96,
+        options={"do_sample": False, **({"num_beams": beams} if beams > 1 else {})},
+        dtype=dtype,
+        memory=False,
+        further_backends=("fastgen-tier1",),
+        targets=(NEVER_SLOWER, faster_on_cpu(times)),
+    )
+
+
+WORKLOADS = [
+    _workload(1, 1, "float32", 3.0),
+    _workload(4, 1, "float32", 4.2),
+    _workload(16, 1, "float32", 3.4),
+    _workload(4, 4, "float32", 5.5),
+    _workload(1, 1, "bfloat16", 2.2),
+    _workload(16, 1, "bfloat16", 1.5),
+    _workload(4, 4, "bfloat16", 2.5),
+]
