@@ -127,7 +127,7 @@ class _Vocabulary:
         is_marian = type(model.config).__name__ == "MarianConfig"
         self._names = {config.pad_token_id: "<pad>"} if is_marian else {}
         # Every token of the inputs is in the vocabulary, so this is never used; it has to be one of them.
-        self.unk_token = str(self._size - 1)
+        self.unk_token = str(self._size - 2)
 
     def get_vocab(self) -> dict[str, int]:
         return {self._names.get(number, str(number)): number for number in range(self._size)}

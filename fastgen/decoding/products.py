@@ -6,7 +6,7 @@ Which is chosen for a model's own type is a matter of `Settings.linear_products`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,10 @@ from torch import Tensor
 from fastgen import settings
 from fastgen.ops import dot_linear, linear, quantized_linear
 
+# Those of torch that layers multiply with.
+OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_DOTS = torch.ops.fastgen.dot_linear_out.default
+_STREAMED = torch.ops.fastgen.streamed_linear_out.default
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: less is not worth a copy of it. Dot products must,
@@ -127,8 +131,35 @@ class MeasuredProducts(FixedProducts):
         return self._gains[rows]
 
 
-def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], object] | None:
-    """A product that writes to `result` and takes less time than torch's, with the weight as it is, if there is one.
+class Product(NamedTuple):
+    """A product of FastGen's that writes to memory that is there: `operator(result, x, weight, bias)`."""
+
+    operator: Any
+    result: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def together(works: Sequence[Any]) -> list[Any]:
+    """What executes products with one input, of which none reads what another one writes; anything else as it is."""
+    dots = [work for work in works if isinstance(work, Product) and work.operator is _DOTS]
+    if len(dots) < 2:
+        return [partial(work[0], *work[1:]) if isinstance(work, Product) else work for work in works]
+    _, results, (x, *_), weights, biases = map(list, zip(*dots, strict=True))
+    call = partial(torch.ops.fastgen.dot_linears_out.default, results, x, weights, biases)
+    return [call, *together([work for work in works if not any(work is each for each in dots)])]
+
+
+def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | None:
+    """`faster`, for an operator of torch that writes its result there; None for one that is no product."""
+    if operator not in OPERATORS:
+        return None
+    return faster(result, args[-2], args[-1].t(), args[0] if len(args) == 3 else None)
+
+
+def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
+    """A product that takes less time than torch's, with the weight as it is, if there is one.
 
     x is [rows, inputs], the weight [outputs, inputs], the result [rows, outputs]. The shape is measured if need be.
     """
@@ -137,12 +168,9 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ca
     if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
         return None
     # Each as a share of the time that torch's takes.
-    shares = {
-        torch.ops.fastgen.dot_linear_out.default: _share_by_dots(x, weight, bias),
-        torch.ops.fastgen.streamed_linear_out.default: _share_streamed(x, weight),
-    }
-    product, share = min(shares.items(), key=lambda item: item[1])
-    return partial(product, result, x, weight, bias) if share < 1.0 else None
+    shares = {_DOTS: _share_by_dots(x, weight, bias), _STREAMED: _share_streamed(x, weight)}
+    operator, share = min(shares.items(), key=lambda item: item[1])
+    return Product(operator, result, x, weight, bias) if share < 1.0 else None
 
 
 def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:

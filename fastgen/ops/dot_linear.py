@@ -99,3 +99,5 @@ def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
 
 backend = functools.partial(_library.backend, "fastgen::dot_linear_out")
 _library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+# Several of them with the same x.
+_library.define("dot_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

@@ -25,8 +25,8 @@ _KINDS = {
     _aten.mul.Tensor: 4,
 }
 _TYPES = (torch.float32, torch.bfloat16)
-# With more numbers, the wider vectors of torch's operators gain more than starting them costs.
-_MAX_NUMBERS = 2**12
+# With more numbers, torch's operators gain more by their loops than starting them costs.
+_MAX_NUMBERS = 2**14
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
 _LENGTH = 3 + _MAX_DIMS + 3 * (2 + _MAX_DIMS)  # numbers of an instruction
@@ -48,8 +48,8 @@ def is_available() -> bool:
 
 
 def instructions(function: Any, args: Sequence[Any], out: Tensor) -> list[Instruction] | None:
-    """What writes the result of `function(*args)`, an operator of torch, to `out`; None if that is no such operator."""
-    if out.dtype not in _TYPES or out.numel() > _MAX_NUMBERS or out.dim() > _MAX_DIMS:
+    """What writes the result of `function(*args)`, an operator of torch, to `out`; None if it is no such operator."""
+    if not is_available() or out.dtype not in _TYPES or out.numel() > _MAX_NUMBERS or out.dim() > _MAX_DIMS:
         return None
     if function is _aten.cat.default:
         return _concatenation(out, *args)

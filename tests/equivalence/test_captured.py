@@ -296,9 +296,10 @@ def test_samples_have_the_distribution(device: torch.device) -> None:
     assert deviation.max() < 4.5
 
 
-def test_samples_follow_the_seed(device: torch.device) -> None:
+@pytest.mark.parametrize("beams", [1, 3])
+def test_samples_follow_the_seed(beams: int, device: torch.device) -> None:
     model, inputs = build(BY_NAME["llama"], device)
-    options = {"do_sample": True, "max_new_tokens": 16, "min_new_tokens": 16}
+    options = {"do_sample": True, "num_beams": beams, "max_new_tokens": 16, "min_new_tokens": 16}
     results = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)

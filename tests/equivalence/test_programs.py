@@ -154,16 +154,21 @@ def test_samples_go_on_from_call_to_call() -> None:
         assert torch.equal(ours, original)
 
 
-class Halved(LogitsProcessor):
+class InType(LogitsProcessor):
     """Of the user's: gives scores of another type."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.bfloat16()
+        return scores.to(self.dtype)
 
 
 @every
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("case", ["longer", "fails", "host criterion", "host code", "many", "halved", "nothing left"])
+@pytest.mark.parametrize(
+    "case", ["longer", "fails", "host criterion", "host code", "many", "halved", "doubled", "nothing left"]
+)
 def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every way that a call with a captured step can take, tokens and the state after it are the library's."""
     model, inputs = build(family, CPU)
@@ -179,10 +184,11 @@ def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkey
         options.update(num_return_sequences=9, num_beams=9 if beams > 1 else 1)
     if case in ("host criterion", "host code"):
         options["stopping_criteria"] = StoppingCriteriaList([After()])
-    if case in ("halved", "host code"):
-        options["logits_processor"] = LogitsProcessorList([Halved() if case == "halved" else Rotated()])
-        # Added to the scores of the beams, those become float32.
-        wanted = 0 if case == "halved" and beams == 1 else wanted
+    if case in ("halved", "doubled", "host code"):
+        types = {"halved": InType(torch.bfloat16), "doubled": InType(torch.float64)}
+        options["logits_processor"] = LogitsProcessorList([types.get(case, Rotated())])
+        # Added to the scores of the beams, 16 bits become float32.
+        wanted = 0 if case == "doubled" or (case == "halved" and beams == 1) else wanted
     if case == "nothing left":  # from the ninth step on, which the library says
         options["logits_processor"] = LogitsProcessorList([NothingLeft(beams)])
         wanted = 0

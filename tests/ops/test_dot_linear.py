@@ -63,6 +63,43 @@ def test_what_is_no_number_stays_so(name: str | None, dtype: torch.dtype, odd: f
     torch.testing.assert_close(out, x @ weight.t(), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(name: str | None, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(18, 1700).to(dtype), torch.randn(53, 1700).to(dtype)
+    with instruction_set(name):
+        alone = torch.cat([dot_linear.dot_linear(row[None], weight, None) for row in x[:16]])
+        for rows in (2, 3, 5, 16):
+            assert torch.equal(dot_linear.dot_linear(x[:rows], weight, None), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@given(rows=st.integers(0, 6), outputs=st.lists(st.integers(0, 120), max_size=4), seed=st.integers(0, 2**30))
+def test_several_with_one_input(dtype: torch.dtype, rows: int, outputs: list[int], seed: int) -> None:
+    """The bits of each alone, and nothing is written besides."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 33, generator=generator).to(dtype)
+    weights = [torch.randn(each, 33, generator=generator).to(dtype) for each in outputs]
+    biases = [weight[:, 0].contiguous() if each % 2 else None for each, weight in zip(outputs, weights, strict=True)]
+    around = torch.full((sum(outputs) * rows + len(outputs) + 1,), torch.nan, dtype=dtype)
+    results, end = [], 1
+    for each in outputs:
+        results.append(around[end : end + rows * each].view(rows, each))
+        end += rows * each + 1
+    torch.ops.fastgen.dot_linears_out(results, x, weights, biases)
+    for result, weight, bias in zip(results, weights, biases, strict=True):
+        assert torch.equal(result, dot_linear.dot_linear(x, weight, bias))
+    assert around.isnan().sum() == len(outputs) + 1
+
+
+def test_several_that_do_not_fit_together() -> None:
+    x, weight = torch.rand(2, 4), torch.rand(3, 4)
+    with pytest.raises(RuntimeError, match="as many"):
+        torch.ops.fastgen.dot_linears_out([torch.zeros(2, 3)], x, [weight, weight], [None, None])
+    with pytest.raises(RuntimeError, match="result"):
+        torch.ops.fastgen.dot_linears_out([torch.zeros(2, 3), torch.zeros(2, 4)], x, [weight, weight], [None, None])
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import elementwise
+from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(not elementwise.is_available(), reason="the extension was not built")
 
@@ -46,22 +47,30 @@ def some(shape: list[int], dtype: torch.dtype, layout: str, generator: torch.Gen
 
 
 LAYOUTS = st.sampled_from(["whole", "part", "columns"])
-SHAPES = st.lists(st.integers(0, 6), max_size=5)
+SHAPES = st.builds(
+    lambda outer, inner: [*outer, *inner],
+    st.lists(st.integers(0, 4), max_size=3),
+    st.lists(st.integers(0, 60), max_size=1),  # longer than a vector
+)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", ["avx512", "avx2", "default"])
 @given(shape=SHAPES, layouts=st.tuples(LAYOUTS, LAYOUTS), data=st.data(), seed=st.integers(0, 2**30))
-def test_operators(dtype: torch.dtype, shape: list[int], layouts: tuple[str, str], data: Any, seed: int) -> None:
+def test_operators(
+    name: str, dtype: torch.dtype, shape: list[int], layouts: tuple[str, str], data: Any, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     first = some(shape, dtype, layouts[0], generator)
-    check(aten.neg.default, [first])
     # Of the second, dimensions may be one, or be missing in front.
     missing = data.draw(st.integers(0, len(shape)))
     sizes = [data.draw(st.sampled_from([1, size])) for size in shape[missing:]]
     second = some(sizes, dtype, layouts[1], generator)
-    for function in BINARY:
-        check(function, [first, second])
-        check(function, [second, first])
+    with instruction_set(name):
+        check(aten.neg.default, [first])
+        for function in BINARY:
+            check(function, [first, second])
+            check(function, [second, first])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -106,7 +115,7 @@ X = torch.zeros(2, 3)
         (aten.add.Tensor, [X, X.bfloat16()], X),
         (aten.add.Tensor, [X.bfloat16(), torch.zeros(())], X.bfloat16()),
         (aten.neg.default, [X.half()], X.half()),
-        (aten.neg.default, [torch.zeros(2**12 + 1)], torch.zeros(2**12 + 1)),
+        (aten.neg.default, [torch.zeros(2**14 + 1)], torch.zeros(2**14 + 1)),
         (aten.neg.default, [X.view([1] * 7 + [2, 3])], X.view([1] * 7 + [2, 3])),
         (aten.cat.default, [[X, X.double()]], torch.zeros(4, 3).double()),
         (aten.cat.default, [[torch.zeros(0), X]], X),

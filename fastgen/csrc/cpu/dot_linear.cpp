@@ -122,34 +122,59 @@ void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::op
                   "dot_linear: the result must be [rows, outputs]");
 }
 
-void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  check(y, x, weight, bias);
-  const int64_t rows = x.size(0), inputs = x.size(1), outputs = weight.size(0);
-  if (rows == 0 || outputs == 0) return;
-  const Kernel kernel = ::kernel(x.scalar_type());
-  Arguments arguments{x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
-                      y.mutable_data_ptr(), x.stride(0), weight.stride(0), rows, inputs, outputs};
+// Products with the same x. The outputs of all together are shared out among the threads.
+void multiply(const Kernel& kernel, const Tensor& x, std::vector<Arguments>& products) {
   std::vector<float> prepared;
   if (kernel.prepare != nullptr) {
+    const int64_t rows = x.size(0), inputs = x.size(1);
     prepared.resize(rows * inputs);
-    const uint16_t* from = static_cast<const uint16_t*>(arguments.x);
+    const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
     for (int64_t row = 0; row < rows; ++row) {
-      kernel.prepare(from + row * arguments.x_stride, inputs, prepared.data() + row * inputs);
+      kernel.prepare(from + row * x.stride(0), inputs, prepared.data() + row * inputs);
     }
-    arguments.x = prepared.data();
-    arguments.x_stride = inputs;
+    for (Arguments& product : products) product.x = prepared.data(), product.x_stride = inputs;
   }
+  int64_t outputs = 0;
+  for (const Arguments& product : products) outputs += product.outputs;
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
-  // In pieces of whole groups of outputs, one for each thread.
+  // In pieces of whole groups of outputs (of the first product), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
   const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
   torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
-    kernel.multiply(arguments, begin * piece, std::min(end * piece, outputs) - begin * piece);
+    int64_t first = 0;  // output of this product, among those of all
+    for (const Arguments& product : products) {
+      const int64_t from = std::max(begin * piece - first, int64_t{0});
+      const int64_t to = std::min(end * piece - first, product.outputs);
+      if (from < to) kernel.multiply(product, from, to - from);
+      first += product.outputs;
+    }
   });
+}
+
+void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
+                     std::vector<std::optional<Tensor>> biases) {
+  STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
+                  "dot_linear: as many results and biases as weights");
+  std::vector<Arguments> products;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor &y = results[i], &weight = weights[i];
+    const std::optional<Tensor>& bias = biases[i];
+    check(y, x, weight, bias);
+    products.push_back({x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
+                        y.mutable_data_ptr(), x.stride(0), weight.stride(0), x.size(0), x.size(1), weight.size(0)});
+  }
+  if (!products.empty() && x.size(0) > 0) multiply(kernel(x.scalar_type()), x, products);
+}
+
+void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  dot_linears_out({y}, x, {weight}, {bias});
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out));
+  library.impl("dot_linears_out", TORCH_BOX(&dot_linears_out));
+}
 
 #endif

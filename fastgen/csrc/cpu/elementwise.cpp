@@ -1,6 +1,7 @@
 // Several elementwise operators in one call, for tensors so small that starting an operator takes longer than computing
 // it. The schema is defined in fastgen/ops/elementwise.py. Each gives the bits that torch's operator gives.
 #include "bfloat16.h"
+#include "instruction_set.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -46,52 +47,38 @@ struct Sizes {
   std::array<int64_t, kMaxDims> of{};
 };
 
-inline float widen(float number) { return number; }
-inline float widen(uint16_t number) { return fastgen::to_float(number); }
-inline void write(float* to, float value) { *to = value; }
-inline void write(uint16_t* to, float value) { *to = fastgen::to_bfloat16(value); }
+using Run = void (*)(const Operands&, const Sizes&, int64_t, std::array<int64_t, 3>);
 
-template <int64_t kind, typename Number>
-inline void compute(Number* out, Number a, Number b) {
-  switch (kind) {
-    case kNegate: write(out, -widen(a)); break;
-    case kAdd: write(out, widen(a) + widen(b)); break;
-    case kSubtract: write(out, widen(a) - widen(b)); break;
-    case kMultiply: write(out, widen(a) * widen(b)); break;
-    default: *out = a;
-  }
-}
+namespace portable {
+#define FASTGEN_TARGET
+#include "elementwise/loops.h"
+}  // namespace portable
 
-// The usual strides have loops of their own, in which the compiler uses vectors.
-template <int64_t kind, typename Number>
-void line(Number* out, int64_t out_stride, const Number* a, int64_t a_stride, const Number* b, int64_t b_stride,
-          int64_t count) {
-  if (out_stride == 1 && a_stride == 1 && b_stride == 1) {
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, a[i], b[i]);
-  } else if (out_stride == 1 && a_stride == 1 && b_stride == 0) {
-    const Number same = *b;
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, a[i], same);
-  } else if (out_stride == 1 && a_stride == 0 && b_stride == 1) {
-    const Number same = *a;
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, same, b[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i * out_stride, a[i * a_stride], b[i * b_stride]);
-  }
-}
+#ifdef FASTGEN_X86
+namespace avx2 {
+#define FASTGEN_TARGET __attribute__((target("avx2")))
+#include "elementwise/loops.h"
+}  // namespace avx2
 
-// The last dimension in a loop of its own, the others one after the other.
-template <typename Number, int64_t kind>
-void all(const Operands& operands, const Sizes& sizes, int64_t dim, std::array<int64_t, 3> offsets) {
-  if (dim + 1 < sizes.dims) {
-    for (int64_t i = 0; i < sizes.of[dim]; ++i) {
-      all<Number, kind>(operands, sizes, dim + 1, offsets);
-      for (int n = 0; n < 3; ++n) offsets[n] += operands[n].strides[dim];
-    }
-    return;
+namespace avx512 {
+#ifdef __clang__
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+#include "elementwise/loops.h"
+}  // namespace avx512
+#endif
+
+Run run_of(const Instruction& instruction) {
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512: return avx512::run_of(instruction.kind, instruction.itemsize);
+    case fastgen::InstructionSet::kAvx2: return avx2::run_of(instruction.kind, instruction.itemsize);
+    case fastgen::InstructionSet::kPortable: break;
   }
-  const auto first = [&](int n) { return static_cast<Number*>(operands[n].data) + offsets[n]; };
-  line<kind, Number>(first(0), operands[0].strides[dim], first(1), operands[1].strides[dim], first(2),
-                     operands[2].strides[dim], sizes.of[dim]);
+#endif
+  return portable::run_of(instruction.kind, instruction.itemsize);
 }
 
 // Dimensions of one are left out, and those that can be gone through as one become one.
@@ -111,19 +98,6 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
     for (Operand& each : operands) each.strides[0] = 1;
   }
   return sizes;
-}
-
-using Run = void (*)(const Operands&, const Sizes&, int64_t, std::array<int64_t, 3>);
-
-template <typename Number>
-Run run_of(int64_t kind) {
-  switch (kind) {
-    case kNegate: return &all<Number, kNegate>;
-    case kAdd: return &all<Number, kAdd>;
-    case kSubtract: return &all<Number, kSubtract>;
-    case kMultiply: return &all<Number, kMultiply>;
-    default: return &all<Number, kCopy>;
-  }
 }
 
 struct Memory {
@@ -169,8 +143,7 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
     check(instruction);
     Operands operands{operand(instruction, 0, memory), operand(instruction, 1, memory), operand(instruction, 2, memory)};
     const Sizes sizes = merged(operands, instruction);
-    const Run run = instruction.itemsize == 4 ? run_of<float>(instruction.kind) : run_of<uint16_t>(instruction.kind);
-    run(operands, sizes, 0, {});
+    run_of(instruction)(operands, sizes, 0, {});
   }
 }
 

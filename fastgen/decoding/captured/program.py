@@ -12,7 +12,7 @@ import bisect
 import itertools
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from fastgen.decoding import products
 from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
 from fastgen.ops import elementwise
 
-_aten = torch.ops.aten
 _ALIGNMENT = 64  # results begin at a multiple of this in memory: a cache line
 
 
@@ -49,62 +48,47 @@ class Program:
                 call()
 
 
-class _Bound(NamedTuple):
-    """An operator with its arguments, and its results where they are to be; None for one that lies in an argument."""
-
-    function: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-    results: list[Tensor | None]
-
-    def instructions(self) -> list[elementwise.Instruction]:
-        """What a small elementwise operator does; of any other nothing."""
-        if self.kwargs or len(self.results) != 1 or self.results[0] is None or not elementwise.is_available():
-            return []
-        return elementwise.instructions(self.function, self.args, self.results[0]) or []
-
-    def call(self) -> Callable[[], object]:
-        if not any(result is not None for result in self.results):
-            return partial(self.function, *self.args, **self.kwargs)
-        if len(self.results) == 1:
-            # With factors, which are the only named arguments, it is none of a layer.
-            product = None if self.kwargs else _product(self.function, self.args, self.results[0])
-            if product is not None:
-                return product
-            found = _with_out(self.function)
-            if found is not None:
-                function, name = found
-                return partial(function, *self.args, **self.kwargs, **{name: self.results[0]})
-        return partial(_execute, partial(self.function, *self.args, **self.kwargs), self.results)
+# What an operator becomes: what it does to small tensors, a product, or a call.
+_Work = list[elementwise.Instruction] | products.Product | Callable[[], object]
 
 
 class _Compiler:
     """From a recording to calls."""
 
     def __init__(self, recording: Recording) -> None:
-        self._operations = [each for each in recording.operations if not each.is_allocation]
-        _check_that_all_is_written(recording, self._operations)
+        operations = [each for each in recording.operations if not each.is_allocation]
+        _check_that_all_is_written(recording, operations)
+        self._groups = _grouped(operations)
         self._storages = recording.storages
-        self._begins, size = _planned(recording, self._operations)
+        self._begins, size = _planned(recording, self._groups)
         self._memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
 
     def calls(self) -> list[Callable[[], object]]:
-        """Elementwise operators that follow one another, and are small, are one call."""
+        """Small elementwise operators that follow one another are one call, and so are the products of a group."""
         found: list[Callable[[], object]] = []
-        bound = map(self._bound, self._operations)
-        pairs = ((each, each.instructions()) for each in bound)
-        for are_small, group in itertools.groupby(pairs, lambda pair: bool(pair[1])):
-            operations, instructions = zip(*group, strict=True)
-            if are_small and len(operations) > 1:
-                found.append(elementwise.bound(list(itertools.chain.from_iterable(instructions))))
+        works = (work for group in self._groups for work in products.together([self._work(each) for each in group]))
+        for are_small, some in itertools.groupby(works, lambda work: isinstance(work, list)):
+            if are_small:
+                found.append(elementwise.bound(list(itertools.chain.from_iterable(some))))
             else:
-                found += [operation.call() for operation in operations]
+                found += some
         return found
 
-    def _bound(self, operation: Operation) -> _Bound:
+    def _work(self, operation: Operation) -> _Work:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
         results = [None if place is None else self._value(place) for place in operation.fresh]
-        return _Bound(operation.function, args, kwargs, results)
+        if not any(result is not None for result in results):
+            return partial(operation.function, *args, **kwargs)
+        if len(results) == 1:
+            call = operation.function, args, results[0]
+            # A product with alpha or beta, the only named arguments, is none of a linear layer.
+            work = None if kwargs else elementwise.instructions(*call) or products.of(*call)
+            if work:
+                return work
+            found = _with_out(operation.function)
+            if found is not None:
+                return partial(found[0], *args, **kwargs, **{found[1]: results[0]})
+        return partial(_execute, partial(operation.function, *args, **kwargs), results)
 
     def _value(self, leaf: Place | Constant) -> Any:
         if isinstance(leaf, Constant):
@@ -122,10 +106,10 @@ def _check_that_all_is_written(recording: Recording, operations: list[Operation]
     """
     written: set[int] = set()
     for operation in operations:
-        used = {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)} & recording.made
+        used = _storages(operation) & recording.made
         if not operation.function._schema.is_mutable and not used <= written:
             raise RuntimeError(f"{operation.function} reads what no operator of torch's has written")
-        written |= used | {place.storage for place in operation.fresh if place is not None}
+        written |= used | _fresh(operation)
 
 
 def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
@@ -150,23 +134,44 @@ def _with_out(function: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _product(function: Any, args: list[Any], result: Tensor) -> Callable[[], object] | None:
-    """A product with a weight, where one of FastGen's own takes less time; None for anything else."""
-    if function not in (_aten.mm.default, _aten.addmm.default):
-        return None
-    return products.faster(result, args[-2], args[-1].t(), args[0] if function is _aten.addmm.default else None)
+def _grouped(operations: list[Operation]) -> list[list[Operation]]:
+    """The operators in an order in which products with one input are a group: none reads what another one writes."""
+    found, left = [], list(operations)
+    while left:
+        group, written, others = left[:1], _fresh(left[0]), 0
+        for other in left[1:] if left[0].function in products.OPERATORS else []:
+            is_alike = other.function in products.OPERATORS and other.leaves[-2] == left[0].leaves[-2]
+            if is_alike and not written & _storages(other):
+                group.append(other)
+            else:
+                others += 1
+                if others > 2 or other.function._schema.is_mutable:  # between a gate and the rest is an activation
+                    break
+            written |= _fresh(other)
+        found.append(group)
+        left = [each for each in left if not any(each is one for one in group)]
+    return found
 
 
-def _planned(recording: Recording, operations: list[Operation]) -> tuple[dict[int, int], int]:
+def _fresh(operation: Operation) -> set[int]:
+    return {place.storage for place in operation.fresh if place is not None}
+
+
+def _storages(operation: Operation) -> set[int]:
+    return {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)}
+
+
+def _planned(recording: Recording, groups: list[list[Operation]]) -> tuple[dict[int, int], int]:
     """Where the storages that a recording makes itself begin in one piece of memory, and how large that is, in bytes.
 
-    Each has its place from the operation that first uses it to the last one. The largest are placed first, each in the
-    first gap that is free for so long (TurboTransformers, Fang et al., PPoPP 2021, Algorithm 1, with one chunk).
+    Each has its place from the group that first uses it to the last one: what is in a group is executed at once. The
+    largest are placed first, each in the first gap that is free for so long (TurboTransformers, Fang et al., PPoPP
+    2021, Algorithm 1, with one chunk).
     """
     uses: dict[int, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
-    for number, operation in enumerate(operations):
-        for place in (*operation.leaves, *operation.fresh):
+    for number, group in enumerate(groups):
+        for place in itertools.chain.from_iterable((*operation.leaves, *operation.fresh) for operation in group):
             if isinstance(place, Place) and place.storage in recording.made:
                 uses[place.storage] = uses.get(place.storage, (number,))[0], number
                 sizes[place.storage] = max(sizes.get(place.storage, 0), place.end)

@@ -109,10 +109,9 @@ def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
     recorder = _Recorder()
     try:
         with _captures(), _HostAccess(), recorder:
-            result = function()
+            return recorder.recording, function()
     finally:
         recorder.put_back()
-    return recorder.recording, result
 
 
 _one_capture = threading.Lock()

@@ -35,7 +35,7 @@ class Search:
         start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
             prompt ends, up to where they are filled, and how far they may go.
         done: one bool: the search is over.
-        is_spoilt: one bool: tokens were to be drawn from what is no probabilities.
+        is_spoilt: one bool: probabilities to draw from were NaN.
     """
 
     parents: Tensor | None = None
@@ -130,15 +130,15 @@ class Search:
         return ends if stops is None else ends | stops.view_as(ends)
 
     def _races(self, scores: Tensor) -> Tensor:
-        """From log-probabilities, some rows for each input: the largest of a row are drawn from it, each once.
+        """p / e for the probabilities p of each row, some rows for each input, and exponentially distributed e.
 
-        With exponentially distributed e, the index with the largest p / e has the probabilities p, as in
-        `torch.multinomial`. So on the CPU, where no row is added, the same seed gives the same samples.
+        The k largest of a row are k draws without replacement, as in `torch.multinomial`. So on the CPU, where no row
+        is added, the same seed gives the same samples.
         """
         probabilities = torch.softmax(scores.float(), dim=-1)
         # One score that is not a number spoils its whole row, be the sequence finished or not.
         is_real = self._is_real.expand(-1, scores.shape[0] // self._batch).reshape(-1)
-        self.is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real).any())
+        self.is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
         return probabilities / torch.empty_like(probabilities).exponential_()
 
     def _change(self, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -103,9 +104,9 @@ def test_results_go_where_they_were_planned() -> None:
     """Operators of one result write there themselves; others, and those that make a tensor of numbers, are copied."""
     x, out = torch.randn(2, 9), torch.zeros(2, 3)
     recorded = Replayed()
-    recorded.capture(lambda: out.copy_(((x * 2).exp() + x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
+    recorded.capture(lambda: out.copy_(((x * 2).exp() / x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
     aten = torch.ops.aten
-    outs = [aten.mul.out, aten.exp.out, aten.sum.IntList_out, aten.add.out, aten.neg.out]
+    outs = [aten.mul.out, aten.exp.out, aten.sum.IntList_out, aten.div.out, aten.neg.out]
     assert [function for function in recorded.functions if function in outs] == outs
     assert recorded.functions.count(program._execute) == 2
 
@@ -295,6 +296,79 @@ class TestProducts:
             x.normal_(), weight.normal_(), bias.normal_()
 
     @needs_kernel
+    @pytest.mark.parametrize("rows", [1, 5])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_products_with_one_input_are_one_call(
+        self, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Q, K and V; also a gate and what it lets through, with an activation between them."""
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        x, bias = torch.randn(rows, 24).to(dtype), torch.randn(70).to(dtype)
+        weights = [torch.randn(outputs, 24).to(dtype) for outputs in (70, 30, 31, 90, 90)]
+
+        def layer() -> Tensor:
+            query, key, value = (F.linear(x, *given) for given in ((weights[0], bias), weights[1:2], weights[2:3]))
+            y = query.flatten()[:24] + x
+            gated = F.silu(F.linear(y, weights[3])) * F.linear(y, weights[4])
+            return torch.cat([query, key, value, gated], dim=1)
+
+        recorded = Replayed()
+        result = recorded.capture(layer)
+        together = [call for call in recorded._calls if call.func is torch.ops.fastgen.dot_linears_out.default]
+        assert [len(call.args[0]) for call in together] == [3, 2]
+        for _ in range(2):
+            recorded.replay()
+            tolerance = {"atol": 1e-3, "rtol": 1e-4} if dtype is torch.float32 else {}
+            torch.testing.assert_close(result, layer(), **tolerance)
+            x.normal_(), weights[4].normal_(), bias.normal_()
+
+    @needs_kernel
+    @pytest.mark.parametrize("between", ["input", "weight", "bias", "result", "another input", "far away"])
+    def test_products_that_stay_apart(self, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        x, weight = torch.randn(1, 24), torch.randn(24, 24)
+
+        def steps() -> Tensor:
+            x.copy_(x.roll(1, 1))
+            first, other = F.linear(x, weight), weight
+            if between in ("bias", "result"):  # what the first gives is the bias, or the weight, of the second
+                return F.linear(x, weight, first.flatten()) if between == "bias" else F.linear(x, first)
+            if between == "input":
+                x.copy_(-x)
+            elif between == "weight":
+                other = first.new_ones(24, 24) * first[0]
+            elif between == "far away":
+                first = first.relu().relu().relu().relu()
+            return first + F.linear(x[:, :] if between != "another input" else x + 1, other)
+
+        recorded = Replayed()
+        result = recorded.capture(steps)
+        assert torch.ops.fastgen.dot_linears_out.default not in recorded.functions
+        before = x.clone()
+        recorded.replay()
+        x.copy_(before)
+        torch.testing.assert_close(result, steps())
+
+    @needs_kernel
+    @pytest.mark.parametrize("case", ["weights that are made", "a result that is not used"])
+    def test_products_of_one_call_share_no_memory(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Threads execute them at the same time: nothing that one reads or writes lies where another one writes."""
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        x, weights = torch.randn(1, 24), [torch.randn(24, 24) for _ in range(3)]
+
+        def steps() -> Tensor:
+            made = [weight * 2 for weight in weights] if case == "weights that are made" else weights
+            results = [F.linear(x, weight) for weight in made]
+            return results[0] + results[2] if case == "weights that are made" else results[2] + 1
+
+        recorded = Replayed()
+        recorded.capture(steps)
+        (call,) = (call for call in recorded._calls if call.func is torch.ops.fastgen.dot_linears_out.default)
+        results, _, used, _ = call.args
+        places = sorted((each.data_ptr(), each.numel() * each.itemsize) for each in (*results, *used))
+        assert all(place + size <= after for (place, size), (after, _) in itertools.pairwise(places))
+
+    @needs_kernel
     def test_products_that_must_be_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight = torch.randn(4, 20), torch.randn(20, 30)
         assert self.captured(lambda: x @ weight)[0] == 1
@@ -328,7 +402,7 @@ class TestElementwise:
         assert self.counted(rotated, [x, cos, sin]) == [6]
         # Two, and what another operator makes of them, between two more.
         assert self.counted(lambda: rotated().relu() * cos - sin, [x]) == [6, 2]
-        assert self.counted(lambda: (x * cos).relu() - x, [x]) == []
+        assert self.counted(lambda: (x * cos).relu() - x, [x]) == [1, 1]
 
     @needs_kernel
     def test_memory_that_is_used_again(self) -> None:
@@ -399,7 +473,7 @@ def test_memory_is_planned(steps: list[tuple[str, int, int]]) -> None:
     x = torch.randn(40)
     recording, _ = record(lambda: run(steps, x))
     operations = [each for each in recording.operations if not each.is_allocation]
-    begins, size = program._planned(recording, operations)
+    begins, size = program._planned(recording, [[each] for each in operations])
 
     used = [
         {place.storage for place in (*each.leaves, *each.fresh) if isinstance(place, Place)} & recording.made
@@ -427,7 +501,7 @@ def test_memory_is_used_again() -> None:
         return x
 
     recording, _ = record(chain)
-    assert program._planned(recording, recording.operations)[1] == 2 * 4032
+    assert program._planned(recording, [[each] for each in recording.operations])[1] == 2 * 4032
 
 
 @pytest.fixture(autouse=True)

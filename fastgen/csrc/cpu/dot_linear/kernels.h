@@ -164,7 +164,7 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// Both for up to four rows.
+// `add_part` and `finish` for one to four rows.
 template <class Type, int kOutputs>
 struct Rows {
   static FASTGEN_TARGET void add(const Product<Type>& product, int64_t row, int64_t some, int64_t output, Part part,
@@ -188,7 +188,7 @@ struct Rows {
 };
 
 // Rows whose sums are kept from one part of the inputs to the next, and bytes of a line in such a part: the parts of all
-// kOutputs lines, and of the lines that are asked for meanwhile, take half of a small first-level cache.
+// kOutputs lines, and of the lines that are asked for meanwhile, fit into the first-level cache.
 constexpr int64_t kRowsAtOnce = 16;
 constexpr int64_t kPartBytes = 3072;
 
@@ -232,7 +232,7 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
                               given.inputs};
   constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
   int64_t output = 0;
-  if (given.rows == 1) {  // there are registers for more outputs, and nothing that comes twice
+  if (given.rows == 1) {  // there are registers for more outputs, and each line is read once
     const int64_t whole = product.inputs / Type::kStep * Type::kStep;
     for (; output + 8 <= some; output += 8) {
       Vector sums[8];

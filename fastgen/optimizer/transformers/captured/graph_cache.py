@@ -98,9 +98,8 @@ caches.register(drop_all, captured_steps=True)
 
 
 def _most_bytes(device: torch.device) -> float:
-    on_gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else free_host_memory()
-    return MOST_OF_MEMORY * memory
+    is_gpu = device.type == "cuda"
+    return MOST_OF_MEMORY * (torch.cuda.get_device_properties(device).total_memory if is_gpu else free_host_memory())
 
 
 def _of(model: Any) -> _OfModel:

@@ -240,9 +240,11 @@ class _Decoding:
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         with self._users():
             processed = self._processors(tokens, scores)
-        # The library draws in that type. Scores of beams are added up in float32.
-        if self._key.samples and self._key.early_stopping is None and processed.dtype is not torch.float32:
-            raise CannotBeCaptured(f"scores in {processed.dtype} to draw from")
+        # The library draws and compares in that type. Scores of beams are added to others in float32 first.
+        is_drawn = self._config.do_sample and self._config.num_beams == 1
+        dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
+        if dtype is not torch.float32:
+            raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
         return processed
 
     def _stops(self, tokens: Tensor) -> Tensor:

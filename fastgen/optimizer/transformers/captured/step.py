@@ -352,8 +352,9 @@ class CapturedStep:
             return logits(), True
         search = self.search
         scores = self._normalised(logits())
-        limit = search.limit - search.start
-        tokens = StepTokens(search.running_tokens, search.start, search.length, search.prompt, limit)
+        tokens = StepTokens(
+            search.running_tokens, search.start, search.length, search.prompt, search.limit - search.start
+        )
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores, False
