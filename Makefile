@@ -7,6 +7,7 @@ TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 FAIRSEQ ?= fairseq==0.12.2
+OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
@@ -14,7 +15,7 @@ BIN := .venv/bin
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick bench-openvino gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +50,8 @@ bench: setup ## all benchmarks; the results go to benchmarks/results
 
 bench-quick: setup ## small benchmarks, in under five minutes
 	$(BIN)/python -m benchmarks --quick
+
+bench-openvino: .venvs/openvino/.dependencies ## the environment in which the benchmarks compare OpenVINO
 
 gpu-check: ## check and measure all that needs an NVIDIA GPU, in nine minutes, with the Python that has torch
 	$(PYTHON) tools/gpu_check.py $(GPU_CHECK_ARGS)
@@ -128,6 +131,12 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools $(patsubst installed,torch,$(TORCH))
 	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' \
 		transformers==$* $(HUB)
+	touch $@
+
+# optimum-intel asks for an older Transformers, and for torchvision, which the export of a language model does not use.
+.venvs/openvino/.dependencies: constraints.txt
+	$(PYTHON) -m venv --clear .venvs/openvino
+	.venvs/openvino/bin/pip install -q $(filter torch==%,$(shell cat constraints.txt)) $(OPENVINO)
 	touch $@
 
 .PRECIOUS: .venvs/%/.dependencies

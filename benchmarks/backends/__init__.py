@@ -20,6 +20,7 @@ _MAKERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compiled-loop": ("compiled_loop", "CompiledLoop", {}),
     "ctranslate2": ("ctranslate2", "CTranslate2", {"compute_type": "float32"}),
     "ctranslate2-int8": ("ctranslate2", "CTranslate2", {"compute_type": "int8", "rival": "fastgen-int8"}),
+    "openvino": ("openvino", "OpenVINO", {}),
     "fairseq": ("fairseq", "FairSeq", {"rival": "fastgen-fairseq"}),
     SUBJECT: ("generate", "Patched", {}),
     "fastgen-tier1": ("generate", "Patched", {"settings": {"captured_step": "never"}}),

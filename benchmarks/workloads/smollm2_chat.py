@@ -79,7 +79,7 @@ def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
         options={"do_sample": False, **({"num_beams": beams} if beams > 1 else {})},
         dtype=dtype,
         memory=False,
-        further_backends=("fastgen-tier1",),
+        further_backends=("fastgen-tier1", "openvino"),
         targets=(NEVER_SLOWER, faster_on_cpu(times)),
     )
 

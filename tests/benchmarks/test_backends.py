@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import fastgen
 from benchmarks import backends
 from benchmarks.__main__ import USAGE, main, run_workload
-from benchmarks.backends import Job, Unsupported, generate
+from benchmarks.backends import Job, Unsupported, generate, openvino
 from benchmarks.backends.ctranslate2 import CTranslate2
 from benchmarks.backends.fairseq import FairSeq, FastFairSeq
 from benchmarks.workload import Context, Generation
@@ -253,13 +254,57 @@ def test_chosen_backends():
     assert ended.value.code == USAGE
 
 
-@pytest.mark.parametrize(("new_tokens", "batch", "captured"), [(64, 1, True), (6, 1, False)])
-def test_a_step_is_recorded_before_the_timing(new_tokens, batch, captured, monkeypatch):
+@pytest.mark.parametrize(("new_tokens", "captured"), [(64, True), (6, False)])
+def test_a_step_is_recorded_before_the_timing(new_tokens, captured, monkeypatch):
     """Where calls wait for one, the warm-up makes as many as it takes; where there will be none, it does not wait."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     backend = backends.make("fastgen")
-    backend.setup(job(work(gpt2, _GPT2, batch=batch, new_tokens=new_tokens)))
+    backend.setup(job(work(gpt2, _GPT2, new_tokens=new_tokens)))
     backend.warm_up()
     fastgen.reset_stats()
     backend.run(new_tokens)
     assert bool(fastgen.stats().get(generate.CAPTURED_STEP, {}).get("accelerated")) is captured
+
+
+_FAKE = """
+import json, sys
+asked = json.loads(sys.stdin.readline())
+assert asked["precision"] == "f32" and asked["threads"] == 1 and asked["options"]["num_beams"] == 3
+print(json.dumps({"version": "7"}), flush=True)
+for line in sys.stdin:
+    count = json.loads(line)["new_tokens"]
+    if count > 6:
+        sys.exit("out of luck")
+    print(json.dumps({"tokens": [row + count * [1] for row in asked["inputs"]["input_ids"]]}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_openvino(tmp_path, monkeypatch):
+    """A process that answers as the one with OpenVINO does."""
+    script = tmp_path / "process.py"
+    script.write_text(_FAKE)
+    monkeypatch.setattr(openvino, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(openvino, "_SCRIPT", script)
+
+
+def test_openvino_answers_from_its_own_process(fake_openvino):
+    record = run_workload(work(gpt2, _GPT2, further_backends=("openvino",)), Context(threads=1))
+    assert record.errors == [] and record.skipped == {}
+    assert record.backends["openvino"]["version"] == "7" and 0 <= record.same["openvino"] <= 1
+    assert "openvino/fastgen" in record.ratios
+
+
+def test_openvino_that_ends_costs_its_row(fake_openvino):
+    record = run_workload(work(gpt2, _GPT2, new_tokens=7, further_backends=("openvino",)), Context(threads=1))
+    assert "out of luck" in record.skipped["openvino"] and record.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"options": {"do_sample": True}}, "samples"), ({"dtype": "float16"}, "float16"), ({}, "make bench-openvino")],
+)
+def test_openvino_says_what_it_cannot_do(changes, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(openvino, "PYTHON", Path(sys.executable) if changes else tmp_path / "python")
+    with pytest.raises(Unsupported, match=reason):
+        backends.make("openvino").setup(job(work(gpt2, _GPT2, **changes)))
