@@ -54,7 +54,7 @@ class OpenVINO(Backend):
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(PYTHON), str(_SCRIPT)],
+                [str(PYTHON), "-P", str(_SCRIPT)],  # this folder is not searched for modules
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

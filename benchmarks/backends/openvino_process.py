@@ -23,6 +23,7 @@ def main() -> None:
     import torch
 
     _declare_operators_of_torchvision(torch)
+
     import openvino
     from optimum.intel import OVModelForCausalLM, OVModelForSeq2SeqLM
 
@@ -46,7 +47,8 @@ def main() -> None:
 def _declare_operators_of_torchvision(torch: Any) -> None:
     """Where torchvision does not fit the build of torch, it asks for operators that are missing."""
     library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     torch._fastgen_torchvision = library  # it lives as long as the process
 
 
