@@ -144,6 +144,7 @@ class Product(NamedTuple):
 def together(works: Sequence[Any]) -> list[Any]:
     """What executes products with one input, of which none reads what another one writes; anything else as it is."""
     dots = [work for work in works if isinstance(work, Product) and work.operator is _DOTS]
+    dots = [work for work in dots if work.weight.stride(1) == dots[0].weight.stride(1)]
     if len(dots) < 2:
         return [partial(work[0], *work[1:]) if isinstance(work, Product) else work for work in works]
     _, results, (x, *_), weights, biases = map(list, zip(*dots, strict=True))
@@ -176,7 +177,7 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
 def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
         return math.inf
-    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype)
+    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype, transposed=weight.stride(1) != 1)
     return math.inf if costs is None else costs.dots / costs.plain
 
 

@@ -39,7 +39,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dim() == 2
         and x.shape[-1:] == weight.shape[1:]
         and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
-        and weight.stride(1) == 1
+        and (weight.stride(1) == 1 or (weight.stride(0) == 1 and x.dtype is torch.float32))
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and is_available()
     )
@@ -54,7 +54,8 @@ def is_available() -> bool:
 def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
 
-    x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32 or bfloat16.
+    x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32 or bfloat16. The
+    inputs of the weight are next to each other, or, in float32, its outputs.
 
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.
@@ -65,28 +66,34 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
-def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True) -> Costs | None:
+def costs(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True, transposed: bool = False
+) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
     Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
     (`fastgen.ops._timings`). None if it is not known, and not to be measured.
+
+    Args:
+        transposed: the weight is stored as [inputs, outputs], as GPT-2's.
     """
     bucket = rows if rows <= 4 else -(-rows // 4) * 4  # the lines of the weight are gone through for every four
-    key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}"
-    measuring = (lambda: _measure(bucket, inputs, outputs, dtype)) if measure else None
+    key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
+    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, transposed)) if measure else None
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
     return None if known is None else Costs(*known)
 
 
 @torch.no_grad()
-def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
+def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool) -> Costs:
     size = inputs * dtype.itemsize
     some = min(outputs, max(MAX_BYTES // size, 1))
     count = max(1, min(64, COLD_BYTES // (size * some)))
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
-    weights = [full((some, inputs), 0.25) for _ in range(count)]
+    stored = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
+    weights = [weight.t() if transposed else weight for weight in stored]
     copies = [weight.clone() for weight in weights]  # what torch's product has just read would be in the cache
     plain, dots = shortest_times(
         [

@@ -25,13 +25,24 @@ TYPES = [torch.float32, torch.bfloat16]
     inputs=st.integers(1, 90),
     outputs=st.integers(0, 70),
     biased=st.booleans(),
+    transposed=st.booleans(),
     seed=st.integers(0, 2**30),
 )
-@example(rows=1, inputs=600, outputs=129, biased=True, seed=0)
-@example(rows=7, inputs=64, outputs=1000, biased=False, seed=0)
-@example(rows=18, inputs=1700, outputs=53, biased=True, seed=0)  # more rows and inputs than are taken at once
+@example(rows=1, inputs=600, outputs=129, biased=True, transposed=False, seed=0)
+@example(rows=7, inputs=64, outputs=1000, biased=False, transposed=True, seed=0)
+@example(rows=3, inputs=45, outputs=1100, biased=True, transposed=True, seed=0)
+@example(
+    rows=18, inputs=1700, outputs=53, biased=True, transposed=False, seed=0
+)  # more rows and inputs than are taken at once
 def test_is_a_linear_layer(
-    name: str | None, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
+    name: str | None,
+    dtype: torch.dtype,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    biased: bool,
+    transposed: bool,
+    seed: int,
 ) -> None:
     """With rows and lines of a weight that are not next to each other. Nothing else is written."""
     generator = torch.Generator().manual_seed(seed)
@@ -40,6 +51,8 @@ def test_is_a_linear_layer(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     x, weight = random(rows, inputs + 3)[:, :inputs], random(outputs, inputs + 2)[:, :inputs]
+    if transposed and dtype is torch.float32:
+        weight = random(inputs, outputs + 2)[:, :outputs].t()
     bias = random(outputs) if biased else None
     around = torch.full((rows + 2, outputs), torch.nan, dtype=dtype)
     with instruction_set(name):
@@ -66,11 +79,12 @@ def test_what_is_no_number_stays_so(name: str | None, dtype: torch.dtype, odd: f
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(name: str | None, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(18, 1700).to(dtype), torch.randn(53, 1700).to(dtype)
-    with instruction_set(name):
-        alone = torch.cat([dot_linear.dot_linear(row[None], weight, None) for row in x[:16]])
-        for rows in (2, 3, 5, 16):
-            assert torch.equal(dot_linear.dot_linear(x[:rows], weight, None), alone[:rows])
+    x, lines = torch.randn(18, 1700).to(dtype), torch.randn(53, 1700).to(dtype)
+    for weight in (lines, lines.t().contiguous().t())[: 2 if dtype is torch.float32 else 1]:
+        with instruction_set(name):
+            alone = torch.cat([dot_linear.dot_linear(row[None], weight, None) for row in x[:16]])
+            for rows in (2, 3, 5, 16):
+                assert torch.equal(dot_linear.dot_linear(x[:rows], weight, None), alone[:rows])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -98,6 +112,9 @@ def test_several_that_do_not_fit_together() -> None:
         torch.ops.fastgen.dot_linears_out([torch.zeros(2, 3)], x, [weight, weight], [None, None])
     with pytest.raises(RuntimeError, match="result"):
         torch.ops.fastgen.dot_linears_out([torch.zeros(2, 3), torch.zeros(2, 4)], x, [weight, weight], [None, None])
+    with pytest.raises(RuntimeError, match="one way"):
+        columns = weight.t().contiguous().t()
+        torch.ops.fastgen.dot_linears_out([torch.zeros(2, 3) for _ in range(2)], x, [weight, columns], [None, None])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +126,7 @@ def test_several_that_do_not_fit_together() -> None:
         {"x": torch.rand(4, 2).t()},
         {"x": torch.zeros(2, 4, dtype=torch.float16)},
         {"x": torch.zeros(2, 4, dtype=torch.bfloat16)},
-        {"weight": torch.zeros(4, 3).t()},
+        {"weight": torch.zeros(6, 8)[::2, ::2]},
         {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},
         {"out": torch.zeros(2, 4)},
         {"out": torch.zeros(3, 2).t()},
@@ -149,5 +166,7 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     for rows in (3, 4, 5, 8, 9, 16):
         assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 8 else None)
         assert dot_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
-    assert measured == [(rows, 16, 24, dtype) for rows in (3, 4, 8, 12, 16)]
-    assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype))
+    assert dot_linear.costs(16, 16, 24, dtype, transposed=True) == (2.0, 1.0)
+    shapes = [(rows, 16, 24, dtype, False) for rows in (3, 4, 8, 12, 16)]
+    assert measured == [*shapes, (16, 16, 24, dtype, True)]
+    assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype, dtype is torch.float32))

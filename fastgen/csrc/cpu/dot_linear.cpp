@@ -83,10 +83,12 @@ struct Kernel {
   Prepare prepare;
 };
 
-Kernel kernel(ScalarType type) {
+// For a weight of which the inputs are next to each other, or the outputs: then in float32.
+Kernel kernel(ScalarType type, bool by_outputs) {
   const bool is_float32 = type == ScalarType::Float;
 #define FASTGEN_KERNEL(SET)                            \
-  is_float32 ? Kernel{&SET::multiply<SET::Float32>, nullptr} \
+  by_outputs ? Kernel{&SET::add_lines, nullptr}        \
+  : is_float32 ? Kernel{&SET::multiply<SET::Float32>, nullptr} \
              : Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>}
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
@@ -106,6 +108,11 @@ Kernel kernel(ScalarType type) {
 #undef FASTGEN_KERNEL
 }
 
+// Whether not the inputs of a weight are next to each other, but its outputs.
+bool is_by_outputs(const Tensor& weight) {
+  return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
+}
+
 void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
@@ -114,8 +121,8 @@ void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::op
                   "dot_linear: all must be of one type");
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0 && x.size(1) == weight.size(1),
                   "dot_linear: x must be [rows, inputs] and the weight [outputs, inputs]");
-  STD_TORCH_CHECK(x.size(1) == 1 || (x.stride(1) == 1 && weight.stride(1) == 1),
-                  "dot_linear: the inputs must be next to each other");
+  STD_TORCH_CHECK(x.size(1) == 1 || (x.stride(1) == 1 && (weight.stride(1) == 1 || is_by_outputs(weight))),
+                  "dot_linear: the inputs must be next to each other; of a weight in float32, or its outputs");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->is_contiguous()),
                   "dot_linear: the bias must be [outputs]");
   STD_TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0) && y.size(1) == weight.size(0) && y.is_contiguous(),
@@ -156,14 +163,16 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "dot_linear: as many results and biases as weights");
   std::vector<Arguments> products;
+  const bool by_outputs = !weights.empty() && is_by_outputs(weights[0]);
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor &y = results[i], &weight = weights[i];
     const std::optional<Tensor>& bias = biases[i];
     check(y, x, weight, bias);
+    STD_TORCH_CHECK(is_by_outputs(weight) == by_outputs, "dot_linear: all weights must be laid out in one way");
     products.push_back({x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
-                        y.mutable_data_ptr(), x.stride(0), weight.stride(0), x.size(0), x.size(1), weight.size(0)});
+                        y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1), weight.size(0)});
   }
-  if (!products.empty() && x.size(0) > 0) multiply(kernel(x.scalar_type()), x, products);
+  if (!products.empty() && x.size(0) > 0) multiply(kernel(x.scalar_type(), by_outputs), x, products);
 }
 
 void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {

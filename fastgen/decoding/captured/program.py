@@ -149,7 +149,7 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
                     break
             written |= _fresh(other)
         found.append(group)
-        left = [each for each in left if not any(each is one for one in group)]
+        left = left[1:] if len(group) == 1 else [each for each in left if not any(each is one for one in group)]
     return found
 
 

@@ -52,7 +52,7 @@ def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of the simulated graph run with programs; products are torch's, so results have the same bits."""
     monkeypatch.setattr(cases, "RecordedGraph", Replayed)
     monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: None)
-    monkeypatch.setattr(dot_linear, "costs", lambda *args: None)
+    monkeypatch.setattr(dot_linear, "costs", lambda *args, **kwargs: None)
 
 
 grad_mode = cases.grad_mode
@@ -179,7 +179,7 @@ class TestProducts:
     @pytest.fixture(autouse=True)
     def streamed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: linear.Costs(2.0, 2.0, 2.0, 1.0))
-        monkeypatch.setattr(dot_linear, "costs", lambda *args: dot_linear.Costs(1.0, 2.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *args, **kwargs: dot_linear.Costs(1.0, 2.0))
 
     @staticmethod
     def captured(function: Callable[[], Tensor]) -> tuple[int, Callable[[], Tensor]]:
@@ -274,13 +274,13 @@ class TestProducts:
         [(1, 1.9, "dot"), (16, 1.9, "dot"), (16, 2.1, "streamed"), (16, 5.0, "streamed"), (17, 0.1, "streamed")],
     )
     def test_the_fastest_product(self, rows: int, dots: float, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By its share of the time of torch's product. Dot products are for few rows, and lines of inputs."""
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, dots))
+        """By its share of the time of torch's product. Dot products are for few rows."""
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, dots))
         x, weight = torch.randn(rows, 20), torch.randn(30, 20)
-        for stored, kind in ((weight, wanted), (weight.t().contiguous().t(), "streamed")):
+        for stored in (weight, weight.t().contiguous().t()):
             recorded = Replayed()
             recorded.capture(partial(F.linear, x, stored))
-            assert getattr(torch.ops.fastgen, f"{kind}_linear_out").default in recorded.functions
+            assert getattr(torch.ops.fastgen, f"{wanted}_linear_out").default in recorded.functions
 
     @needs_kernel
     @pytest.mark.parametrize("biased", [True, False])
@@ -288,7 +288,7 @@ class TestProducts:
         x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 2, 24), (70, 24), (70,)))
         layer = partial(F.linear, x, weight, bias if biased else None)
         assert self.captured(layer)[0] == 0
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(2.0, 1.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(2.0, 1.0))
         count, replay = self.captured(layer)
         assert count == 1
         for _ in range(2):
@@ -302,7 +302,7 @@ class TestProducts:
         self, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Q, K and V; also a gate and what it lets through, with an activation between them."""
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
         x, bias = torch.randn(rows, 24).to(dtype), torch.randn(70).to(dtype)
         weights = [torch.randn(outputs, 24).to(dtype) for outputs in (70, 30, 31, 90, 90)]
 
@@ -325,7 +325,7 @@ class TestProducts:
     @needs_kernel
     @pytest.mark.parametrize("between", ["input", "weight", "bias", "result", "another input", "far away"])
     def test_products_that_stay_apart(self, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
         x, weight = torch.randn(1, 24), torch.randn(24, 24)
 
         def steps() -> Tensor:
@@ -353,7 +353,7 @@ class TestProducts:
     @pytest.mark.parametrize("case", ["weights that are made", "a result that is not used"])
     def test_products_of_one_call_share_no_memory(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads execute them at the same time: nothing that one reads or writes lies where another one writes."""
-        monkeypatch.setattr(dot_linear, "costs", lambda *shape: dot_linear.Costs(4.0, 1.0))
+        monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
         x, weights = torch.randn(1, 24), [torch.randn(24, 24) for _ in range(3)]
 
         def steps() -> Tensor:

@@ -247,6 +247,49 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
   for (; output < some; ++output) group<Type, 1>(product, given.rows, output, true);
 }
 
+// The same in float32 for a weight of which the outputs are next to each other: multiples of its lines, kLines at a
+// time, are added to a part of the result, which stays in the first-level cache.
+inline FASTGEN_TARGET void add_lines(const Arguments& given, int64_t first, int64_t some) {
+  constexpr int64_t kLines = 8, kPart = 512;
+  const float *x = static_cast<const float*>(given.x), *bias = static_cast<const float*>(given.bias);
+  for (int64_t begin = first; begin < first + some; begin += kPart) {
+    const int64_t width = std::min(kPart, first + some - begin), whole = width / FASTGEN_WIDTH * FASTGEN_WIDTH;
+    const float* weight = static_cast<const float*>(given.weight) + begin;
+    float* y = static_cast<float*>(given.y) + begin;
+    for (int64_t r = 0; r < given.rows; ++r) {
+      for (int64_t o = 0; o < width; ++o) y[r * given.outputs + o] = bias == nullptr ? 0.0f : bias[begin + o];
+    }
+    int64_t k = 0;
+    for (; k + kLines <= given.inputs; k += kLines) {
+      const float* lines = weight + k * given.weight_stride;
+      for (int64_t o = 0; o < whole; o += FASTGEN_WIDTH) {
+        Vector w[kLines];
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kLines; ++i) {
+          w[i] = *reinterpret_cast<const Vector*>(lines + i * given.weight_stride + o);
+          __builtin_prefetch(lines + (i + kLines) * given.weight_stride + o, 0, 3);
+        }
+        for (int64_t r = 0; r < given.rows; ++r) {
+          Vector& sums = *reinterpret_cast<Vector*>(y + r * given.outputs + o);
+          Vector added = sums;
+#pragma GCC unroll 8
+          for (int64_t i = 0; i < kLines; ++i) added += x[r * given.x_stride + k + i] * w[i];
+          sums = added;
+        }
+      }
+    }
+    // What is left: the outputs behind the last vector, and all outputs of the inputs behind the last kLines.
+    const int64_t rest = k;
+    for (k = 0; k < given.inputs; ++k) {
+      const float* line = weight + k * given.weight_stride;
+      for (int64_t r = 0; r < given.rows; ++r) {
+        const float factor = x[r * given.x_stride + k];
+        for (int64_t o = k < rest ? whole : 0; o < width; ++o) y[r * given.outputs + o] += factor * line[o];
+      }
+    }
+  }
+}
+
 #undef FASTGEN_INLINE
 #undef FASTGEN_TARGET
 #undef FASTGEN_WIDTH
