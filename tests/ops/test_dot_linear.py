@@ -31,9 +31,8 @@ TYPES = [torch.float32, torch.bfloat16]
 @example(rows=1, inputs=600, outputs=129, biased=True, transposed=False, seed=0)
 @example(rows=7, inputs=64, outputs=1000, biased=False, transposed=True, seed=0)
 @example(rows=3, inputs=45, outputs=1100, biased=True, transposed=True, seed=0)
-@example(
-    rows=18, inputs=1700, outputs=53, biased=True, transposed=False, seed=0
-)  # more rows and inputs than are taken at once
+# More rows and inputs than are taken at once.
+@example(rows=18, inputs=1700, outputs=53, biased=True, transposed=False, seed=0)
 def test_is_a_linear_layer(
     name: str | None,
     dtype: torch.dtype,
@@ -127,6 +126,7 @@ def test_several_that_do_not_fit_together() -> None:
         {"x": torch.zeros(2, 4, dtype=torch.float16)},
         {"x": torch.zeros(2, 4, dtype=torch.bfloat16)},
         {"weight": torch.zeros(6, 8)[::2, ::2]},
+        {"weight": torch.zeros(4)},
         {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},
         {"out": torch.zeros(2, 4)},
         {"out": torch.zeros(3, 2).t()},

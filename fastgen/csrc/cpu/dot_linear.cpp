@@ -5,6 +5,8 @@
 // weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
 // been multiplied with them. What comes next is asked for meanwhile, a share of it with every four rows, so that memory
 // and the multiplications are busy at the same time. Sums are in float32, in one order whatever the number of rows.
+//
+// Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
 #include "instruction_set.h"
 
@@ -110,7 +112,8 @@ Kernel kernel(ScalarType type, bool by_outputs) {
 
 // Whether not the inputs of a weight are next to each other, but its outputs.
 bool is_by_outputs(const Tensor& weight) {
-  return weight.stride(1) != 1 && weight.stride(0) == 1 && weight.scalar_type() == ScalarType::Float;
+  return weight.dim() == 2 && weight.stride(1) != 1 && weight.stride(0) == 1 &&
+         weight.scalar_type() == ScalarType::Float;
 }
 
 void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -170,7 +173,8 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
     check(y, x, weight, bias);
     STD_TORCH_CHECK(is_by_outputs(weight) == by_outputs, "dot_linear: all weights must be laid out in one way");
     products.push_back({x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
-                        y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1), weight.size(0)});
+                        y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
+                        weight.size(0)});
   }
   if (!products.empty() && x.size(0) > 0) multiply(kernel(x.scalar_type(), by_outputs), x, products);
 }
