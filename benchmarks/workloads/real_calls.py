@@ -109,9 +109,7 @@ class RealCalls(Workload):
         for name in dict.fromkeys(call.model for call in self.calls):
             folder = smollm2.folder() if name == "smollm2" else _EXAMPLES / "models" / name
             if folder is None:
-                record.skipped[name] = (
-                    f"set {smollm2.VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
-                )
+                record.skipped[name] = smollm2.MISSING
                 continue
             context.log(f"loading {name}")
             model, tokenizer = _load(folder, self.dtype, context.device)

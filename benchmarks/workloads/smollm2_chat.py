@@ -48,9 +48,8 @@ class Chat(Generation):
 
     def run(self, context: Context, record: Record) -> None:
         if smollm2.folder() is None:
-            reason = f"set {smollm2.VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
-            record.skipped["the model"] = reason
-            context.log(f"{self.name} is not measured: {reason}")
+            record.skipped["the model"] = smollm2.MISSING
+            context.log(f"{self.name} is not measured: {smollm2.MISSING}")
             return
         super().run(context, record)
 

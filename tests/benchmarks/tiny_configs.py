@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+# Marian has the fields of BART.
+_BART = {
+    "vocab_size": 97,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+
 CONFIGS: dict[str, dict[str, int]] = {
-    "bart": {
-        "vocab_size": 97,
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-    },
+    "bart": _BART,
     "prophetnet": {
         "vocab_size": 97,
         "hidden_size": 16,
@@ -23,16 +26,7 @@ CONFIGS: dict[str, dict[str, int]] = {
         "num_encoder_attention_heads": 2,
         "num_decoder_attention_heads": 2,
     },
-    "opus": {
-        "vocab_size": 97,
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-    },
+    "opus": _BART,
     "t5": {
         "vocab_size": 97,
         "d_model": 16,

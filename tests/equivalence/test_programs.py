@@ -56,6 +56,15 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
 
 
+def check_samples(family: Any, options: dict[str, Any]) -> None:
+    """For the same seed, call after call, also after a recording, and where sequences end at different steps."""
+    model, inputs = build(family, CPU)
+    for given in ({}, {"eos_token_id": list(range(3, 9))}):
+        for _ in range(2):
+            check(model, inputs, lambda given=given: copy.deepcopy({**options, **given}))
+    assert captures() == 4, reasons()
+
+
 class Rotated(LogitsProcessor):
     """Of the user's: favours a token by how often it was called."""
 
@@ -108,13 +117,7 @@ def test_padding_on_both_sides_and_one_input(family: Any) -> None:
     ids=lambda options: " ".join(options) or "plain",
 )
 def test_samples_are_the_librarys(family: Any, options: dict[str, Any]) -> None:
-    """For the same seed, call after call, also after a recording, and where sequences end at different steps."""
-    model, inputs = build(family, CPU)
-    for given in ({}, {"eos_token_id": list(range(3, 9))}):
-        for _ in range(2):
-            copied = copy.deepcopy(options)
-            check(model, inputs, lambda copied=copied, given=given: copy.deepcopy({**SAMPLED, **copied, **given}))
-    assert captures() == 4, reasons()
+    check_samples(family, {**SAMPLED, **options})
 
 
 @every
@@ -133,12 +136,7 @@ def test_samples_are_the_librarys(family: Any, options: dict[str, Any]) -> None:
 )
 def test_sampled_beams_are_the_librarys(family: Any, options: dict[str, Any]) -> None:
     """Candidates are drawn from all beams of an input, and come in the order in which they are drawn."""
-    model, inputs = build(family, CPU)
-    for given in ({}, {"eos_token_id": list(range(3, 9))}):
-        for _ in range(2):
-            copied = {**SAMPLED, "num_beams": 3, **copy.deepcopy(options), **given}
-            check(model, inputs, lambda copied=copied: copy.deepcopy(copied))
-    assert captures() == 4, reasons()
+    check_samples(family, {**SAMPLED, "num_beams": 3, **options})
 
 
 def test_samples_go_on_from_call_to_call() -> None:

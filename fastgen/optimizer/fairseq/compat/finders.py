@@ -12,7 +12,7 @@ from fastgen.patching import Patch
 
 @dataclass(eq=False)
 class FinderPatch(Patch):
-    """A patch that finds modules itself. What is imported already is left as it is when it is removed."""
+    """A patch that finds modules itself. Modules that are imported already stay as they are when it is removed."""
 
     wrapper: str = ""
     finder: ClassVar[MetaPathFinder]
