@@ -1,7 +1,7 @@
 """Linear layers for the few rows of a decoding step, as dot products with the lines of a weight as it is, on the CPU.
 
-The weight is neither packed nor laid out: it is read once, in float32 or bfloat16, and sums are in float32 (see
-csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape (`costs`).
+The weight is neither packed nor laid out: it is read once, in float32, bfloat16 or float16, and sums are in
+float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape (`costs`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fastgen.ops import _library, _timings
 from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 2"
+_KERNEL = "dot linear 3"
 # Of more rows nothing is measured: the lines of a weight are read from the cache once for every four of them.
 MAX_ROWS = 16
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Costs(NamedTuple):
@@ -54,8 +54,8 @@ def is_available() -> bool:
 def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
 
-    x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32 or bfloat16. The
-    inputs of the weight are next to each other, or, in float32, its outputs.
+    x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32, bfloat16 or
+    float16. The inputs of the weight are next to each other, or, in float32, its outputs.
 
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="the exten
 # None: those that multiply pairs of bfloat16, where the machine has them. Of a set that it lacks, the next narrower one
 # is used.
 INSTRUCTION_SETS = [None, "avx512", "avx2", "default"]
-TYPES = [torch.float32, torch.bfloat16]
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11 + 1e-5}
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -57,9 +58,8 @@ def test_is_a_linear_layer(
     with instruction_set(name):
         torch.ops.fastgen.dot_linear_out(around[1:-1], x, weight, bias)
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
-    # In bfloat16 too, sums are in float32: what is rounded is the result.
-    rounding = 2**-8 if dtype is torch.bfloat16 else 1e-5
-    torch.testing.assert_close(around[1:-1].double(), exact, atol=2e-6 * (inputs + 1), rtol=rounding)
+    # In half precision too, sums are in float32: what is rounded is the result.
+    torch.testing.assert_close(around[1:-1].double(), exact, atol=2e-6 * (inputs + 1), rtol=ROUNDING[dtype])
     assert around[[0, -1]].isnan().all()
 
 
@@ -73,6 +73,39 @@ def test_what_is_no_number_stays_so(name: str | None, dtype: torch.dtype, odd: f
     with instruction_set(name):
         torch.ops.fastgen.dot_linear_out(out, x, weight, None)
     torch.testing.assert_close(out, x @ weight.t(), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_number_of_float16(name: str | None) -> None:
+    """Denormal numbers, infinities and NaN too, read from a weight and written as a result."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    for place in (0, 17, 34):  # the last of 35 inputs are in no vector
+        x, weight = torch.zeros(2, 35, dtype=torch.float16), torch.zeros(2**16, 35, dtype=torch.float16)
+        x[1, place], weight[:, place] = 1, numbers
+        out = torch.zeros(2, 2**16, dtype=torch.float16)
+        with instruction_set(name):
+            torch.ops.fastgen.dot_linear_out(out, x, weight, None)
+        torch.testing.assert_close(out[1], numbers, rtol=0, atol=0, equal_nan=True)
+    bias, weight = numbers, torch.zeros_like(weight)
+    with instruction_set(name):
+        torch.ops.fastgen.dot_linear_out(out, x, weight, bias)
+    torch.testing.assert_close(out[0], numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_float16_is_rounded_once_to_the_nearest(name: str | None) -> None:
+    """Sums of two numbers: ties, what is denormal, and what is too large."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**15), 2**15, (2, 20000), generator=generator).to(torch.int16).view(torch.float16)
+    numbers = numbers.where(numbers.isfinite(), 65504.0)
+    numbers[1, ::2] = numbers[0, ::2] * 2**-11  # about half a unit in the last place, which is a tie
+    for inputs in (2, 32):
+        weight = torch.zeros(20000, inputs, dtype=torch.float16)
+        weight[:, :2] = numbers.t()
+        out = torch.zeros(1, 20000, dtype=torch.float16)
+        with instruction_set(name):
+            torch.ops.fastgen.dot_linear_out(out, torch.ones(1, inputs, dtype=torch.float16), weight, None)
+        assert torch.equal(out[0], (numbers[0].float() + numbers[1].float()).half())
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -125,6 +158,7 @@ def test_several_that_do_not_fit_together() -> None:
         {"x": torch.rand(4, 2).t()},
         {"x": torch.zeros(2, 4, dtype=torch.float16)},
         {"x": torch.zeros(2, 4, dtype=torch.bfloat16)},
+        {name: torch.zeros(3, 4, dtype=torch.float64) for name in ("x", "weight")},
         {"weight": torch.zeros(6, 8)[::2, ::2]},
         {"weight": torch.zeros(4)},
         {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},

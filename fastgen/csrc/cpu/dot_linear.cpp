@@ -1,5 +1,5 @@
-// Linear layers for the few rows of a decoding step, on the weight as it is, in float32 and bfloat16. The schema is
-// defined in fastgen/ops/dot_linear.py.
+// Linear layers for the few rows of a decoding step, on the weight as it is, in float32, bfloat16 and float16. The
+// schema is defined in fastgen/ops/dot_linear.py.
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
@@ -8,6 +8,7 @@
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
+#include "float16.h"
 #include "instruction_set.h"
 
 #include <torch/csrc/stable/library.h>
@@ -45,14 +46,16 @@ namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace portable
 
 #ifdef FASTGEN_X86
 namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
 #define FASTGEN_WIDTH 8
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx2
 
@@ -60,6 +63,7 @@ namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx512
 
@@ -69,6 +73,7 @@ namespace avx512bf16 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #define FASTGEN_ADD_PAIRS(sums, x, weight) \
   (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))
 #include "dot_linear/kernels.h"
@@ -87,17 +92,17 @@ struct Kernel {
 
 // For a weight of which the inputs are next to each other, or the outputs: then in float32.
 Kernel kernel(ScalarType type, bool by_outputs) {
-  const bool is_float32 = type == ScalarType::Float;
-#define FASTGEN_KERNEL(SET)                            \
-  by_outputs ? Kernel{&SET::add_lines, nullptr}        \
-  : is_float32 ? Kernel{&SET::multiply<SET::Float32>, nullptr} \
-             : Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>}
+#define FASTGEN_KERNEL(SET)                                                                              \
+  by_outputs                     ? Kernel{&SET::add_lines, nullptr}                                      \
+  : type == ScalarType::Float    ? Kernel{&SET::multiply<SET::Float32>, nullptr}                         \
+  : type == ScalarType::BFloat16 ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
+                                 : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
     case fastgen::InstructionSet::kAvx512:
 #ifdef FASTGEN_BF16_PAIRS
       // ATEN_CPU_CAPABILITY names vectors without this.
-      if (!is_float32 && !fastgen::instruction_set_is_given() && __builtin_cpu_supports("avx512bf16")) {
+      if (type == ScalarType::BFloat16 && !fastgen::instruction_set_is_given() && __builtin_cpu_supports("avx512bf16")) {
         return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
       }
 #endif
@@ -118,8 +123,8 @@ bool is_by_outputs(const Tensor& weight) {
 
 void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const ScalarType type = x.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
-                  "dot_linear: x must be float32 or bfloat16");
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                  "dot_linear: x must be float32, bfloat16 or float16");
   STD_TORCH_CHECK(weight.scalar_type() == type && y.scalar_type() == type && (!bias || bias->scalar_type() == type),
                   "dot_linear: all must be of one type");
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0 && x.size(1) == weight.size(1),

@@ -3,6 +3,7 @@
 //   FASTGEN_TARGET    the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH     floats of a vector
 //   FASTGEN_OUTPUTS   outputs that are summed up at the same time for four rows: as many as there are registers for
+//   FASTGEN_FLOAT16   what loads a vector of float16 (float16.h)
 //   FASTGEN_ADD_PAIRS (sums, x, weight): sums of two products of bfloat16 each, where there is an instruction for it
 // No include guard: it is meant to be included several times.
 
@@ -25,6 +26,21 @@ struct Float32 {
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) { sums += x * weight; }
 };
 
+// Numbers of 16 bits that are multiplied as float32: those of a weight are widened in the registers, x before.
+struct Widened {
+  using Number = uint16_t;
+  using Input = float;
+  struct Values {
+    Vector first, second;
+  };
+  static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
+  static FASTGEN_INLINE void load(Values& to, const float* x) { std::memcpy(&to, x, sizeof(to)); }
+  static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
+    sums += x.first * weight.first;
+    sums += x.second * weight.second;
+  }
+};
+
 #ifdef FASTGEN_ADD_PAIRS
 
 struct BFloat16 {
@@ -45,42 +61,45 @@ struct BFloat16 {
 
 // Two of them lie in the place of a float. The first becomes one when it is shifted, the second when the first is
 // cleared; of x, the first of all pairs lie in one vector, the second in another.
-struct BFloat16 {
-  using Number = uint16_t;
-  using Input = float;
-  struct Values {
-    Vector first, second;
-  };
-  static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
+struct BFloat16 : Widened {
   static FASTGEN_INLINE float widen(float number) { return number; }
   static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
   static FASTGEN_INLINE uint16_t narrow(float number) { return fastgen::to_bfloat16(number); }
-  static FASTGEN_INLINE void load(Values& to, const float* x) {
-    to.first = *reinterpret_cast<const Vector*>(x);
-    to.second = *reinterpret_cast<const Vector*>(x + FASTGEN_WIDTH);
-  }
   static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
     const Pairs pairs = *reinterpret_cast<const Pairs*>(weight);
     to.first = (Vector)(pairs << 16);
     to.second = (Vector)(pairs & 0xffff0000u);
   }
-  static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
-    sums += x.first * weight.first;
-    sums += x.second * weight.second;
+  static FASTGEN_INLINE void prepare(const uint16_t* x, float* to) {
+    for (int64_t i = 0; i < FASTGEN_WIDTH; ++i) {
+      to[i] = widen(x[2 * i]);
+      to[FASTGEN_WIDTH + i] = widen(x[2 * i + 1]);
+    }
   }
 };
 
 #endif
 
-template <class Type>
-FASTGEN_TARGET void prepare(const typename Type::Number* x, int64_t inputs, typename Type::Input* to) {
-  const int64_t whole = inputs / Type::kStep * Type::kStep;
-  for (int64_t k = 0; k < whole; k += Type::kStep) {
-    for (int64_t i = 0; i < FASTGEN_WIDTH; ++i) {
-      to[k + i] = Type::widen(x[k + 2 * i]);
-      to[k + FASTGEN_WIDTH + i] = Type::widen(x[k + 2 * i + 1]);
-    }
+struct Float16 : Widened {
+  static FASTGEN_INLINE float widen(float number) { return number; }
+  static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::float16_to_float(number); }
+  static FASTGEN_INLINE uint16_t narrow(float number) { return fastgen::to_float16(number); }
+  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
+    FASTGEN_FLOAT16::load(to.first, weight);
+    FASTGEN_FLOAT16::load(to.second, weight + FASTGEN_WIDTH);
   }
+  static FASTGEN_INLINE void prepare(const uint16_t* x, float* to) {
+    Values values;
+    load_weight(values, x);
+    std::memcpy(to, &values, sizeof(values));
+  }
+};
+
+// x in float32, in the order in which the numbers of a weight of this type are widened.
+template <class Type>
+FASTGEN_TARGET void prepare(const uint16_t* x, int64_t inputs, float* to) {
+  const int64_t whole = inputs / Type::kStep * Type::kStep;
+  for (int64_t k = 0; k < whole; k += Type::kStep) Type::prepare(x + k, to + k);
   for (int64_t k = whole; k < inputs; ++k) to[k] = Type::widen(x[k]);
 }
 
@@ -294,4 +313,5 @@ inline FASTGEN_TARGET void add_lines(const Arguments& given, int64_t first, int6
 #undef FASTGEN_TARGET
 #undef FASTGEN_WIDTH
 #undef FASTGEN_OUTPUTS
+#undef FASTGEN_FLOAT16
 #undef FASTGEN_ADD_PAIRS
