@@ -26,9 +26,9 @@ from torch.nn.utils import parametrize
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
-from fastgen.decoding.products import DotProducts, FixedProducts, MeasuredProducts
+from fastgen.decoding.products import HALF, FixedProducts, HalfProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
-from fastgen.ops import dot_linear, linear, quantized_linear
+from fastgen.ops import linear, quantized_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -127,11 +127,11 @@ class _Function(Replacement):
 class _OwnProduct(Replacement):
     """A linear layer with a product of FastGen's, where `_product` has one."""
 
-    __slots__ = ("_failed",)
-    _dtype = torch.float32
+    __slots__ = ("_dtype", "_failed")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(module)
+        self._dtype = dtype
         self._failed = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
@@ -156,14 +156,13 @@ class _OwnProduct(Replacement):
         return True
 
 
-class _DotLinear(_OwnProduct):
-    """A linear layer in bfloat16 that multiplies few rows with its weight as it is, where that is faster."""
+class _HalfLinear(_OwnProduct):
+    """A linear layer in half precision that multiplies with its weight as it is, where that is faster."""
 
     __slots__ = ("_bias", "_products", "_weight")
-    _dtype = torch.bfloat16
 
-    def __init__(self, module: nn.Module, products: DotProducts) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, products: HalfProducts) -> None:
+        super().__init__(module, module.weight.dtype)
         self._products = products
         self._weight, self._bias = module._parameters["weight"], module._parameters.get("bias")
 
@@ -173,10 +172,10 @@ class _DotLinear(_OwnProduct):
         return parameters.get("weight") is self._weight and parameters.get("bias") is self._bias
 
     def _product(self, x: Tensor) -> Tensor | None:
-        if self._weight is None or not self._is_as_it_was() or not dot_linear.serves(x, self._weight, self._bias):
+        if self._weight is None or not self._is_as_it_was():
             return None
-        is_faster = self._products.are_faster(x.numel() // x.shape[-1])
-        return dot_linear.dot_linear(x, self._weight, self._bias) if is_faster else None
+        product = self._products.faster(x, self._weight, self._bias)
+        return None if product is None else product(x, self._weight, self._bias)
 
 
 class _Weight:
@@ -319,7 +318,7 @@ class FastLayers:
     _freed = threading.Condition(_lock)
     _of: weakref.WeakKeyDictionary[nn.Module, FastLayers] = weakref.WeakKeyDictionary()
     _shapes: dict[tuple[int, int, int, bool], MeasuredProducts] = {}
-    _dot_shapes: dict[tuple[int, int, int], DotProducts] = {}
+    _half_shapes: dict[tuple[int, int, int, torch.dtype], HalfProducts] = {}
 
     def __init__(self, model: nn.Module, kinds: Kinds, functions: Functions) -> None:
         self._model = weakref.ref(model)
@@ -417,8 +416,8 @@ class FastLayers:
         weight = module._parameters.get("weight")
         if weight is None or weight.numel() < MIN_WEIGHT:
             return None
-        if weight.dtype is torch.bfloat16 and not transposed and is_plain(module, torch.bfloat16):
-            return _DotLinear(module, self._dots(weight)) if settings.current().linear_products == "measured" else None
+        if weight.dtype in HALF and not transposed and is_plain(module, weight.dtype):
+            return _HalfLinear(module, self._half(weight)) if settings.current().linear_products == "measured" else None
         if not is_plain(module):
             return None
         if precision() != "fp32":
@@ -435,11 +434,10 @@ class FastLayers:
             products = self._shapes[key] = MeasuredProducts(inputs, outputs, transposed)
         return _Linear(module, transposed, products, self._budget)
 
-    def _dots(self, weight: Tensor) -> DotProducts:
+    def _half(self, weight: Tensor) -> HalfProducts:
         outputs, inputs = weight.shape
-        return self._dot_shapes.setdefault(
-            (torch.get_num_threads(), inputs, outputs), DotProducts(inputs, outputs, weight.dtype)
-        )
+        key = torch.get_num_threads(), inputs, outputs, weight.dtype
+        return self._half_shapes.setdefault(key, HalfProducts(*key[1:]))
 
     def _remove(self) -> None:
         layers = self._linear_layers()

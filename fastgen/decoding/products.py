@@ -1,4 +1,4 @@
-"""The products of a linear layer: FastGen's own or torch's, in float32, bfloat16 or with a weight of another type.
+"""The products of a linear layer: FastGen's own or torch's, in float32, in half precision or with other weights.
 
 Which is chosen for a model's own type is a matter of `Settings.linear_products`.
 """
@@ -6,7 +6,7 @@ Which is chosen for a model's own type is a matter of `Settings.linear_products`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.ops import dot_linear, linear, quantized_linear
+from fastgen.ops import dot_linear, linear, quantized_linear, widened_linear
 
+HALF = (torch.float16, torch.bfloat16)
 # Those of torch that layers multiply with.
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
@@ -87,22 +88,34 @@ class _Uses:
         return uses >= MEASURED_FROM
 
 
-class DotProducts:
-    """Whether layers of one shape multiply few rows faster as dot products than with torch's product."""
+class HalfProducts:
+    """The product in float16 or bfloat16 for layers of one shape, by the number of rows.
+
+    Few rows are multiplied as dot products, more of them in float32; either where it is faster than torch's product.
+    """
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         self._shape = inputs, outputs, dtype
         self._uses = _Uses()
-        self._are_faster: dict[int, bool] = {}
+        self._is_faster: dict[int, bool] = {}
 
-    def are_faster(self, rows: int) -> bool:
-        """False as long as it is not known."""
-        if rows not in self._are_faster:
-            costs = dot_linear.costs(rows, *self._shape, measure=self._uses.are_enough(rows))
-            if costs is None:
+    def faster(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
+        """What multiplies these (`x, weight, bias`); None for torch, and as long as it is not known."""
+        rows = x.numel() // x.shape[-1]
+        if dot_linear.serves(x, weight, bias):
+            return dot_linear.dot_linear if self._is_known_to_be_faster(rows, dot_linear.costs) else None
+        if widened_linear.serves(x, weight, bias):
+            return widened_linear.widened_linear if self._is_known_to_be_faster(rows, widened_linear.costs) else None
+        return None
+
+    def _is_known_to_be_faster(self, rows: int, costs: Callable[..., tuple[float, float] | None]) -> bool:
+        if rows not in self._is_faster:
+            found = costs(rows, *self._shape, measure=self._uses.are_enough(rows))
+            if found is None:
                 return False
-            self._are_faster[rows] = costs.dots < (1 - _MARGIN) * costs.plain
-        return self._are_faster[rows]
+            plain, own = found
+            self._is_faster[rows] = own < (1 - _MARGIN) * plain
+        return self._is_faster[rows]
 
 
 class MeasuredProducts(FixedProducts):

@@ -13,7 +13,7 @@ import fastgen
 from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import dot_linear, linear, widened_linear
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import on_the_cpu
@@ -58,8 +58,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
-    monkeypatch.setattr(layers.FastLayers, "_dot_shapes", {})
+    monkeypatch.setattr(layers.FastLayers, "_half_shapes", {})
     monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(plain=2.0, dots=1.0))
+    monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(plain=2.0, widened=1.0))
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
     fastgen.enable()
     fastgen.reset_stats()
