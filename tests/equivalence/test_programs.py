@@ -25,7 +25,6 @@ from tests.equivalence.captured import BEAMS, BY_RELEASE, FAMILIES, GREEDY, KNOW
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
-from tests.ops.torch_attention import skipped_where_torch_fails
 
 CPU = torch.device("cpu")
 
@@ -337,13 +336,6 @@ def test_what_is_left_to_the_librarys_loop() -> None:
     assert reasons() == {"linear_products is fixed, on the CPU": 1}
 
 
-def test_float16_is_left_to_the_librarys_loop() -> None:
-    model, inputs = build(FAMILIES[0], CPU)
-    with skipped_where_torch_fails(torch.float16):
-        run(model.half(), inputs, BEAMS)
-    assert captures() == 0 and "a model in float16" in next(iter(reasons()))
-
-
 def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not go through torch's dispatcher: a program would leave them out."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: True)
@@ -428,14 +420,16 @@ def test_the_turn_is_kept_while_user_code_runs() -> None:
     assert captures() == 1 and "another thread" in next(iter(others[0]))
 
 
-def test_float16_frees_what_was_recorded() -> None:
+def test_weights_in_other_numbers_free_what_was_recorded() -> None:
     model, inputs = build(FAMILIES[0], CPU)
     run(model, inputs, BEAMS)
     step = weakref.ref(next(iter(graph_cache._of(model).steps.values())))
-    with skipped_where_torch_fails(torch.float16):
-        run(model.half(), inputs, BEAMS)
+    fastgen.enable(weight_dtype="int8")
+    fastgen.reset_stats()
+    run(model, inputs, BEAMS)
     gc.collect()
     assert step() is None
+    assert captures() == 0 and "weights in other numbers" in next(iter(reasons()))
 
 
 def test_a_step_that_had_to_go_must_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:

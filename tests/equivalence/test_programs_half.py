@@ -1,7 +1,7 @@
-"""The captured step on the CPU in bfloat16: its tokens are those that the model prefers, within the rounding.
+"""The captured step on the CPU in half precision: its tokens are those that the model prefers, within the rounding.
 
 The same tokens are not promised: where two are nearly as good, the order of a sum decides. So what is compared are the
-numbers by which the original code, given these tokens, chooses: in bfloat16 and in float32.
+numbers by which the original code, given these tokens, chooses: in half precision and in float32.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import run
 from tests.equivalence.models import BY_NAME, Family
 from tests.equivalence.test_programs import CPU, Program, programs, replays  # noqa: F401 (fixtures)
+from tests.ops.torch_attention import skipped_where_torch_fails
 
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
-# How many times the difference that bfloat16 makes to the original's numbers.
+# How many times the difference that half precision makes to the original's numbers.
 ROUNDING = 2
 
 
@@ -61,11 +62,29 @@ def score(numbers: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_tokens_are_as_good(family: Family, options: dict[str, Any], replays: list[Program]) -> None:  # noqa: F811
+def test_tokens_are_as_good(
+    family: Family,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    replays: list[Program],  # noqa: F811
+) -> None:
     exact, inputs = build(family, CPU)
-    model = copy.deepcopy(exact).bfloat16()
-    rounded = {name: value.bfloat16() if value.is_floating_point() else value for name, value in inputs.items()}
+    model = copy.deepcopy(exact).to(dtype)
+    rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    with skipped_where_torch_fails(dtype):
+        compare(exact, model, inputs, rounded, options, replays)
+
+
+def compare(
+    exact: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    rounded: dict[str, Any],
+    options: dict[str, Any],
+    replays: list[Program],  # noqa: F811
+) -> None:
     for _ in range(2):
         ours = run(model, rounded, options)
     assert captures() == 2 and len(set(replays)) == 1, reasons()
