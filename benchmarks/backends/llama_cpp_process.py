@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-# The type of file to convert to, and the type of K and V.
-_PRECISIONS = {
-    "F32": ("LLAMA_FTYPE_ALL_F32", "GGML_TYPE_F32"),
-    "BF16": ("LLAMA_FTYPE_MOSTLY_BF16", "GGML_TYPE_BF16"),
-    "Q8_0": ("LLAMA_FTYPE_MOSTLY_Q8_0", "GGML_TYPE_F16"),
-    "Q4_1": (None, "GGML_TYPE_F16"),
-}
+# The type of file to convert to (`llama_ftype`), and the type of K and V (`ggml_type`): numbers of the file format, of
+# which the library's Python module lacks one.
+_PRECISIONS = {"F32": (0, 0), "BF16": (32, 30), "Q8_0": (7, 1), "Q4_1": (None, 1)}
 
 
 def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
@@ -25,7 +21,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     file_type, cache_type = _PRECISIONS[asked["precision"]]
     file = asked["file"]
     if file_type is not None:
-        file = _converted(llama_cpp, file, Path(asked["folder"], "model.gguf"), getattr(llama_cpp, file_type))
+        file = _converted(llama_cpp, file, Path(asked["folder"], "model.gguf"), file_type)
     padded = asked["inputs"]["input_ids"]
     # Padding is no part of what it gets.
     prompts = [
@@ -38,7 +34,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     parameters.n_ctx = len(prompts) * (max(map(len, prompts)) + asked["new_tokens"])
     parameters.n_batch = sum(map(len, prompts))
     parameters.n_threads = parameters.n_threads_batch = asked["threads"]
-    parameters.type_k = parameters.type_v = getattr(llama_cpp, cache_type)
+    parameters.type_k = parameters.type_v = cache_type
     context = llama_cpp.llama_init_from_model(model, parameters)
     batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
     sampler = _greedy(llama_cpp, model, asked["end"])

@@ -387,12 +387,7 @@ class FakeLlama(SimpleNamespace):
         super().__init__(kind=kind, sequences={}, converted=[], forbidden=[])
 
     def __getattr__(self, name):
-        # Types have their names as values, and what has no part in the result does nothing.
-        return (
-            name
-            if name.isupper() or name.startswith(("GGML_TYPE", "LLAMA_FTYPE"))
-            else lambda *given: SimpleNamespace()
-        )
+        return lambda *given: SimpleNamespace()  # what has no part in the result
 
     def llama_model_quantize_default_params(self):
         return ctypes.c_int()
