@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 FAIRSEQ ?= fairseq==0.12.2
 OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1
+LLAMA_CPP ?= llama-cpp-python==0.3.36
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 
 BIN := .venv/bin
@@ -15,7 +16,7 @@ BIN := .venv/bin
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick bench-openvino gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-machines lint docs format test-versions bench bench-quick bench-openvino bench-llama gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +53,8 @@ bench-quick: setup ## small benchmarks, in under five minutes
 	$(BIN)/python -m benchmarks --quick
 
 bench-openvino: .venvs/openvino/.dependencies ## the environment in which the benchmarks compare OpenVINO
+
+bench-llama: .venvs/llama/.dependencies ## the environment in which the benchmarks compare llama.cpp, built for this CPU
 
 gpu-check: ## check and measure all that needs an NVIDIA GPU, in nine minutes, with the Python that has torch
 	$(PYTHON) tools/gpu_check.py $(GPU_CHECK_ARGS)
@@ -137,6 +140,13 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 .venvs/openvino/.dependencies: constraints.txt
 	$(PYTHON) -m venv --clear .venvs/openvino
 	.venvs/openvino/bin/pip install -q $(filter torch==%,$(shell cat constraints.txt)) $(OPENVINO)
+	touch $@
+
+# Built from source, so that llama.cpp uses all instructions of this CPU, on two cores and after other work.
+.venvs/llama/.dependencies:
+	$(PYTHON) -m venv --clear .venvs/llama
+	CMAKE_ARGS=-DGGML_NATIVE=ON CMAKE_BUILD_PARALLEL_LEVEL=2 nice \
+		.venvs/llama/bin/pip install -q --no-binary llama-cpp-python $(LLAMA_CPP)
 	touch $@
 
 .PRECIOUS: .venvs/%/.dependencies

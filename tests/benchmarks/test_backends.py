@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fastgen
-from benchmarks import backends
+from benchmarks import backends, smollm2
 from benchmarks.__main__ import USAGE, main, run_workload
-from benchmarks.backends import Job, Unsupported, generate, openvino
+from benchmarks.backends import Job, Unsupported, elsewhere, generate, llama_cpp_process
 from benchmarks.backends.ctranslate2 import CTranslate2
 from benchmarks.backends.fairseq import FairSeq, FastFairSeq
+from benchmarks.backends.llama_cpp import LlamaCpp
+from benchmarks.backends.openvino import OpenVINO
 from benchmarks.workload import Context, Generation
 from benchmarks.workloads.shapes import bart_base, gpt2, llama_small, opus_mt, t5_small
 from fastgen import settings
@@ -266,26 +270,38 @@ def test_a_step_is_recorded_before_the_timing(new_tokens, captured, monkeypatch)
     assert bool(fastgen.stats().get(generate.CAPTURED_STEP, {}).get("accelerated")) is captured
 
 
+@pytest.fixture
+def environments(tmp_path, monkeypatch):
+    """Environments that are this one, for backends in processes of their own."""
+    python = {name: tmp_path / name / "bin" / "python" for name in ("openvino", "llama")}
+    for path in python.values():
+        path.parent.mkdir(parents=True)
+        path.symlink_to(sys.executable)
+    monkeypatch.setattr(elsewhere, "ENVIRONMENTS", tmp_path)
+    return python
+
+
+# A script that answers as the one of a library does.
 _FAKE = """
-import json, sys
-asked = json.loads(sys.stdin.readline())
-assert asked["precision"] == "f32" and asked["threads"] == 1 and asked["options"]["num_beams"] == 3
-print(json.dumps({"version": "7"}), flush=True)
-for line in sys.stdin:
-    count = json.loads(line)["new_tokens"]
-    if count > 6:
-        sys.exit("out of luck")
-    print(json.dumps({"tokens": [row + count * [1] for row in asked["inputs"]["input_ids"]]}), flush=True)
+def load(asked):
+    assert {checks}
+    print("no answer")
+
+    def generate(count):
+        assert count <= 6, "out of luck"
+        return [row + count * [1] for row in asked["inputs"]["input_ids"]]
+
+    return "7", generate
 """
 
 
 @pytest.fixture
-def fake_openvino(tmp_path, monkeypatch):
-    """A process that answers as the one with OpenVINO does."""
-    script = tmp_path / "process.py"
-    script.write_text(_FAKE)
-    monkeypatch.setattr(openvino, "PYTHON", Path(sys.executable))
-    monkeypatch.setattr(openvino, "_SCRIPT", script)
+def fake_openvino(environments, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        _FAKE.format(checks='(asked["precision"], asked["threads"], asked["options"]["num_beams"]) == ("f32", 1, 3)')
+    )
+    monkeypatch.setattr(OpenVINO, "script", script)
 
 
 def test_openvino_answers_from_its_own_process(fake_openvino):
@@ -304,7 +320,138 @@ def test_openvino_that_ends_costs_its_row(fake_openvino):
     ("changes", "reason"),
     [({"options": {"do_sample": True}}, "samples"), ({"dtype": "float16"}, "float16"), ({}, "make bench-openvino")],
 )
-def test_openvino_says_what_it_cannot_do(changes, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr(openvino, "PYTHON", Path(sys.executable) if changes else tmp_path / "python")
+def test_openvino_says_what_it_cannot_do(changes, reason, environments):
+    if not changes:
+        environments["openvino"].unlink()
     with pytest.raises(Unsupported, match=reason):
         backends.make("openvino").setup(job(work(gpt2, _GPT2, **changes)))
+
+
+_GREEDY = {"do_sample": False, "num_beams": 1}
+
+
+def beside_a_gguf(tmp_path, **changes) -> Job:
+    """Generation with a saved model that has a file for llama.cpp."""
+    task = job(work(llama_small, _LLAMA, **{"options": _GREEDY, "shortest": 4, **changes}))
+    task.model.config.name_or_path = task.model.name_or_path = str(tmp_path)
+    (tmp_path / smollm2.GGUF).write_bytes(b"weights")
+    return task
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama.cpp-f32", "F32"), ("llama.cpp-q4_1", "Q4_1")])
+def test_llama_cpp_answers_from_its_own_process(name, precision, environments, tmp_path, monkeypatch):
+    task = beside_a_gguf(tmp_path)
+    asked = {"file": str(tmp_path / smollm2.GGUF), "precision": precision, "threads": 1, "new_tokens": 6}
+    asked["end"] = [task.model.generation_config.eos_token_id]
+    script = tmp_path / "script.py"
+    script.write_text(_FAKE.format(checks=f"{asked!r}.items() <= asked.items()"))
+    monkeypatch.setattr(LlamaCpp, "script", script)
+    backend = backends.make(name)
+    try:
+        backend.setup(task)
+        found = backend.run(6)
+    finally:
+        backend.close()
+    assert backend.version == "7" and found.shape == task.shape()
+    assert torch.equal(found[:, :-6], task.inputs["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"do_sample": True}, "samples"),
+        ({**_GREEDY, "num_beams": 2, "no_repeat_ngram_size": 2}, "for no_repeat_ngram_size, num_beams"),
+        (_GREEDY, "no model.gguf beside"),
+        (None, "make bench-llama"),
+    ],
+)
+def test_llama_cpp_says_what_it_cannot_do(options, reason, environments, tmp_path):
+    if options is None:
+        environments["llama"].unlink()
+    task = beside_a_gguf(tmp_path, options=options or _GREEDY)
+    if options == _GREEDY:
+        (tmp_path / smollm2.GGUF).unlink()
+    with pytest.raises(Unsupported, match=reason):
+        backends.make("llama.cpp-f32").setup(task)
+
+
+class FakeLlama(SimpleNamespace):
+    """As much of the library as the script calls. The next token is made from all tokens of its sequence."""
+
+    llama_logit_bias = type(
+        "llama_logit_bias", (ctypes.Structure,), {"_fields_": [("t", ctypes.c_int32), ("b", ctypes.c_float)]}
+    )
+    __version__ = "7"
+
+    def __init__(self, kind: str):
+        super().__init__(kind=kind, sequences={}, converted=[], forbidden=[])
+
+    def __getattr__(self, name):
+        return lambda *given: SimpleNamespace()  # what has no part in the result
+
+    def llama_model_quantize_default_params(self):
+        return ctypes.c_int()
+
+    def llama_model_quantize(self, file, target, parameters):
+        self.converted.append((file, target))
+        return 0
+
+    def llama_model_desc(self, model, said, size):
+        said.value = f"llama {self.kind}".encode()
+
+    def llama_batch_init(self, tokens, embeddings, sequences):
+        names = ("token", "pos", "n_seq_id", "logits")
+        return SimpleNamespace(**{name: [None] * tokens for name in names}, seq_id=[[None] for _ in range(tokens)])
+
+    def llama_vocab_n_tokens(self, vocabulary):
+        return 97
+
+    def llama_sampler_init_logit_bias(self, size, count, biases):
+        self.forbidden = [bias.t for bias in biases]
+
+    def llama_memory_clear(self, memory, data):
+        self.sequences = {}
+
+    def llama_decode(self, context, batch):
+        self.ends = {}
+        for place in range(batch.n_tokens):
+            sequence = self.sequences.setdefault(batch.seq_id[place][0], [])
+            assert batch.pos[place] == len(sequence) and batch.n_seq_id[place] == 1
+            sequence.append(batch.token[place])
+            if batch.logits[place]:
+                self.ends[place] = list(sequence)
+        return 0
+
+    def llama_sampler_sample(self, sampler, context, place):
+        return following(self.ends[place])
+
+
+def following(tokens: list[int]) -> int:
+    return sum((place + 3) * token for place, token in enumerate(tokens)) % 97
+
+
+def test_llama_cpp_gets_each_sequence_without_its_padding(monkeypatch):
+    library = FakeLlama("135M Q4_1")
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
+    padded, mask = [[0, 0, 5, 8], [9, 7, 6, 4]], [[0, 0, 1, 1], [1, 1, 1, 1]]
+    asked = {"file": "model", "precision": "Q4_1", "threads": 2, "new_tokens": 4, "end": [1, 2]}
+    version, generate = llama_cpp_process.load({**asked, "inputs": {"input_ids": padded, "attention_mask": mask}})
+    expected = [row[-sum(there) :] for row, there in zip(padded, mask, strict=True)]
+    for _ in range(4):
+        expected = [[*row, following(row)] for row in expected]
+    for count in (4, 1):
+        found = generate(count)
+        assert [row[:4] for row in found] == padded
+        assert [row[4:] for row in found] == [row[-4:][:count] for row in expected]
+    assert version == "7" and library.forbidden == [1, 2] and library.converted == []
+
+
+def test_llama_cpp_converts_the_file(monkeypatch, tmp_path):
+    asked = {"file": "model", "precision": "F32", "threads": 2, "new_tokens": 4, "end": [], "folder": str(tmp_path)}
+    asked["inputs"] = {"input_ids": [[5]], "attention_mask": [[1]]}
+    for kind in ("all F32", "Q4_1"):
+        library = FakeLlama(kind)
+        monkeypatch.setitem(sys.modules, "llama_cpp", library)
+        with nullcontext() if kind == "all F32" else pytest.raises(RuntimeError, match="not F32: llama Q4_1"):
+            llama_cpp_process.load(asked)
+        assert library.converted == [(b"model", str(tmp_path / "model.gguf").encode())]

@@ -122,6 +122,19 @@ def test_table_and_chart_have_every_backend(tmp_path):
     assert [round(bar.ratio, 2) for bar in bars] == [2.0, 1.33, 2.67, 4.0, 0.22]
 
 
+def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
+    sizes = {"batch": 3, "new_tokens": 4, "options": {"num_return_sequences": 2}}
+    records = [record(name, seconds, parameters=sizes) for name, seconds in (("a", 1.0), ("b", 0.25), ("c", 2.0))]
+    records[1].backends["openvino"] = summary([8.0])
+    path = tmp_path / "rates.png"
+    path.write_bytes(results_module.chart.rates_png(ABOUT, records))
+    assert results_module.chart.shown_rates(path) == {
+        "Title of a": {"transformers": 12.0, "fastgen": 24.0},
+        "Title of b": {"openvino": 3.0, "transformers": 48.0, "fastgen": 96.0},
+        "Title of c": {"transformers": 6.0, "fastgen": 12.0},
+    }
+
+
 def test_results_from_before_there_were_further_backends(tmp_path):
     Results(tmp_path, ABOUT, []).add(record("a"))
     data = json.loads((tmp_path / "results.json").read_text())

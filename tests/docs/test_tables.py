@@ -1,16 +1,45 @@
-"""The tables of the benchmarks are those of the results. (Those of docs/support.md take minutes to make.)"""
+"""The tables and the chart of the benchmarks are those of the results. (The tables of docs/support.md take minutes.)"""
 
 from __future__ import annotations
 
 import importlib.util
 
+import pytest
+
 from tests.docs.pages import ROOT
 
 
-def test_tables_of_benchmarks_are_up_to_date():
+@pytest.fixture(scope="module")
+def tables():
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "make_benchmark_tables.py")
     assert spec is not None and spec.loader is not None
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
+    return tables
+
+
+def test_tables_of_benchmarks_are_up_to_date(tables):
     stale = [path.name for path, text in tables.make().items() if path.read_text(encoding="utf-8") != text]
     assert not stale, f"{stale}: run python docs/make_benchmark_tables.py"
+
+
+def test_chart_of_small_models_is_up_to_date(tables, monkeypatch):
+    assert not tables.is_chart_stale(), f"{tables.CHART.name}: run python docs/make_benchmark_tables.py"
+    results, records = tables.read_small_models()
+    records[0].backends["fastgen"]["median"] *= 2
+    monkeypatch.setattr(tables, "read_small_models", lambda: (results, records))
+    assert tables.is_chart_stale()
+
+
+def test_the_best_other_library_has_the_same_precision(tables):
+    record = next(record for record in tables.read_small_models()[1] if record.name == "smollm2-b1")
+    seconds = {
+        "transformers": 1,
+        "fastgen": 1,
+        "fastgen-tier1": 1,
+        "llama.cpp-q4_1": 1,
+        "openvino": 3,
+        "llama.cpp-f32": 2,
+    }
+    record.backends = {name: {"median": float(value)} for name, value in seconds.items()}
+    assert tables.best_other(record) == "2.00 s (llama.cpp-f32)"
