@@ -81,8 +81,8 @@ def attend(
     )
 
     # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix, of
-    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, which
-    # counts prefix and suffix together.
+    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, where
+    # prefix and suffix are counted together.
     start = 0
     end = prefix_length
     if HAS_STARTS:
@@ -148,9 +148,7 @@ def attend(
                 inside = inside & (prefix_length + position[None, :] >= begins[:, None])
             source = wide * PER_INPUT + copy
             if HAS_ANCESTRY:
-                parents = tl.load(
-                    ancestry + (row * ancestry_row)[:, None] + position[None, :], mask=inside, other=-1
-                )
+                parents = tl.load(ancestry + (row * ancestry_row)[:, None] + position[None, :], mask=inside, other=-1)
                 mine = parents == source
             else:
                 mine = (row == source)[:, None] & inside
@@ -313,7 +311,8 @@ def best_of_beams(
 @triton.jit
 def write(
     keys, values, key_cache, value_cache, position,
-    heads, capacity, position_row, k_row, k_head, v_row, v_head, kc_row, kc_head, kc_position, vc_row, vc_head, vc_position,
+    heads, capacity, position_row, k_row, k_head, v_row, v_head,
+    kc_row, kc_head, kc_position, vc_row, vc_head, vc_position,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One row: some of its heads."""

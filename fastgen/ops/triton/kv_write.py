@@ -47,7 +47,8 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
         (rows, -(-heads // block_h)),
         (
             keys, values, key_cache, value_cache, position, heads, key_cache.shape[2],
-            0 if position.numel() == 1 else position.stride(0), *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+            0 if position.numel() == 1 else position.stride(0),
+            *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         ),
         DIM=dim,
         VALUE_DIM=values.shape[2],
