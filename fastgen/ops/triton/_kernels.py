@@ -81,8 +81,8 @@ def attend(
     )
 
     # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix, of
-    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, where
-    # prefix and suffix are counted together.
+    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, in
+    # prefix and suffix together.
     start = 0
     end = prefix_length
     if HAS_STARTS:
