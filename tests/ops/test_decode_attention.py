@@ -110,6 +110,9 @@ def kernel(out=None, **arguments):
 @example(case=SIMPLE | {"prefix": 600, "padding": "left", "dtype": torch.bfloat16, "embedded": True})
 @example(case=SIMPLE | {"prefix": 600, "filled": 0, "padding": "both"})
 @example(case=SIMPLE | {"prefix": 3, "suffix": 200, "window": 70})  # suffixes are tasks of their own
+@example(case=SIMPLE | {"row_lengths": True, "prefix": 600, "window": 300, "suffix": 40})
+@example(case=SIMPLE | {"row_lengths": True, "prefix": 3, "suffix": 200, "window": 70, "ancestry": False})
+@example(case=SIMPLE | {"row_lengths": True, "bias": "all", "embedded": True, "padding": "both"})
 @settings(max_examples=60)
 def test_kernel(name, case):
     arguments = arguments_of(case)
@@ -117,6 +120,36 @@ def test_kernel(name, case):
         found = kernel(**arguments)
     assert not found.isnan().any()
     assert_right(case, found, reference(**arguments).double())
+
+
+@needs_kernel
+@instruction_sets
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefix": 600, "padding": "both", "bias": "rows"},
+        {"prefix": 600, "window": 300, "dtype": torch.bfloat16},
+        {"prefix": 3, "suffix": 200, "window": 70, "group": 7},
+        {"prefix": 40, "suffix": 200, "ancestry": False, "per_input": 1, "batch": 5},
+    ],
+    ids=str,
+)
+def test_a_row_gets_the_bits_that_its_length_gives_to_all(name, changes):
+    """One that is empty, too; with memory of which other lengths see more, or less."""
+    arguments = arguments_of(SIMPLE | {"row_lengths": True} | changes)
+    rows = len(arguments["query"])
+    for part in ("suffix_keys", "suffix_values"):
+        arguments[part].nan_to_num_()
+    if "ancestry" in arguments:
+        own = torch.arange(rows, dtype=torch.int32).unsqueeze(1)
+        arguments["ancestry"][:] = torch.where(arguments["ancestry"] < rows, arguments["ancestry"], own)
+    arguments["suffix_length"][0] = 0
+    with instruction_set(name):
+        found = kernel(**arguments)
+        for row, length in enumerate(arguments["suffix_length"]):
+            wanted = kernel(**(arguments | {"suffix_length": length}))
+            assert torch.equal(found[row], wanted[row])
 
 
 @needs_kernel
@@ -216,6 +249,7 @@ RIGHT = {
         {"suffix_values": None},
         {"suffix_length": None},
         {"suffix_length": torch.tensor([1, 2])},
+        {"suffix_length": torch.ones(ROWS, 1).long()},
         {"suffix_length": torch.tensor(3, dtype=torch.int32)},
         {"starts": torch.zeros(3, dtype=torch.int32)},
         {"starts": torch.zeros(2, dtype=torch.int64)},

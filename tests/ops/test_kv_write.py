@@ -23,6 +23,7 @@ LONG = PLAIN | {"position_type": torch.int64}
 @example(case=LONG | {"position": -1})
 @example(case=LONG | {"position": 5})
 @example(case=LONG | {"position": 2**40})
+@example(case=LONG | {"position": [4, -1, 2**40, 0]})
 @example(case=LONG | {"dims": (7, 3), "position": 0})
 @example(case=LONG | {"dtype": torch.float64})
 @settings(max_examples=50)
@@ -47,6 +48,13 @@ def test_a_position_of_any_shape_and_one_source_for_all_rows():
 
 
 @needs_kernel
+def test_positions_that_lie_apart():
+    keys, cache = torch.randn(3, 2, 4), torch.zeros(3, 2, 5, 4)
+    torch.ops.fastgen.kv_write(keys, keys, cache, cache.clone(), torch.tensor([0, 9, 3, 9, 4, 9])[::2])
+    assert cache[[0, 1, 2], :, [0, 3, 4]].equal(keys) and int((cache != 0).sum()) == keys.numel()
+
+
+@needs_kernel
 @pytest.mark.parametrize(
     "changes",
     [
@@ -59,7 +67,8 @@ def test_a_position_of_any_shape_and_one_source_for_all_rows():
         {"values": torch.ones(2, 3, 8).half()},
         {"key_cache": torch.zeros(2, 3, 8)},
         {"value_cache": torch.zeros(2, 3, 8, 5).transpose(2, 3)},
-        {"position": torch.tensor([1, 2])},
+        {"position": torch.tensor([1, 2, 3])},
+        {"position": torch.tensor([[1, 2]])},
         {"position": torch.tensor(1.0)},
         {"position": torch.tensor(1, dtype=torch.int32)},
         {"position": torch.zeros(0, dtype=torch.int64)},

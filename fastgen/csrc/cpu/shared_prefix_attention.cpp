@@ -17,6 +17,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace {
 
@@ -50,14 +51,15 @@ void check_pair(const char* name, const Tensor& keys, const Tensor& values, int6
                   "shared_prefix_attention: the dims of the ", name, " do not fit");
 }
 
-// The table may have more columns than there are positions.
-void check_ancestry(const Tensor& ancestry, int64_t rows, int64_t length) {
+// The table may have more columns than there are positions, and rows may have fewer positions than others.
+void check_ancestry(const Tensor& ancestry, int64_t rows, const AttentionProblem& problem) {
+  const int64_t length = problem.suffix_length;
   STD_TORCH_CHECK(ancestry.is_cpu() && ancestry.scalar_type() == ScalarType::Int && ancestry.dim() == 2 &&
                       ancestry.size(0) == rows && ancestry.size(1) >= length,
                   "shared_prefix_attention: ancestry must be an int32 tensor [", rows, ", ", length, "] on the CPU");
   const auto* table = static_cast<const int32_t*>(ancestry.const_data_ptr());
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < length; ++j) {
+    for (int64_t j = 0; j < problem.length_of(i); ++j) {
       const int32_t row = table[i * ancestry.stride(0) + j * ancestry.stride(1)];
       STD_TORCH_CHECK(row >= 0 && row < rows, "shared_prefix_attention: ancestry names row ", row, " of ", rows);
     }
@@ -158,7 +160,6 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   if (ancestry) {
     STD_TORCH_CHECK(ancestry->dim() == 2 && ancestry->size(1) == suffix_length,
                     "shared_prefix_attention: ancestry must be [", rows, ", ", suffix_length, "]");
-    check_ancestry(*ancestry, rows, suffix_length);
   }
 
   AttentionProblem problem{};
@@ -167,6 +168,7 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   problem.queries = queries;
   problem.prefix_length = prefix_keys.size(2);
   problem.suffix_length = suffix_length;
+  if (ancestry) check_ancestry(*ancestry, rows, problem);
   problem.dim = dim;
   problem.value_dim = value_dim;
   problem.mask_type = ElementType::kBool;
@@ -205,6 +207,19 @@ const int32_t* bounds(const char* name, const std::optional<Tensor>& given, int6
   return static_cast<const int32_t*>(given->const_data_ptr());
 }
 
+// One int64 for all rows, or one for each.
+struct OfRows {
+  const int64_t* data;
+  int64_t stride;
+
+  static bool fits(const Tensor& x, int64_t rows) {
+    return x.is_cpu() && x.scalar_type() == ScalarType::Long && (x.numel() == 1 || (x.dim() == 1 && x.size(0) == rows));
+  }
+  explicit OfRows(const Tensor& x)
+      : data(static_cast<const int64_t*>(x.const_data_ptr())), stride(x.numel() == 1 ? 0 : x.stride(0)) {}
+  int64_t operator[](int64_t row) const { return data[row * stride]; }
+};
+
 // The schema is defined in fastgen/ops/triton/decode_attention.py.
 void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tensor prefix_values,
                           std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
@@ -235,24 +250,29 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   problem.starts = bounds("starts", starts, batch);
   problem.ends = bounds("ends", ends, batch);
   int64_t capacity = 0;
+  std::vector<int64_t> lengths;
   if (suffix_keys) {
-    STD_TORCH_CHECK(suffix_values && suffix_length && suffix_length->numel() == 1 &&
-                        suffix_length->scalar_type() == ScalarType::Long,
-                    "decode_attention: a suffix needs keys, values, and a length of int64");
+    STD_TORCH_CHECK(suffix_values && suffix_length && OfRows::fits(*suffix_length, rows),
+                    "decode_attention: a suffix needs keys, values, and a length of int64, or one for each row");
     check_part("suffix_keys", *suffix_keys, query, rows, kv_heads);
     check_part("suffix_values", *suffix_values, query, rows, kv_heads);
     check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
     capacity = suffix_keys->size(2);
-    const int64_t filled = *static_cast<const int64_t*>(suffix_length->const_data_ptr());
-    problem.suffix_length = std::clamp<int64_t>(filled, 0, capacity);
+    const OfRows filled(*suffix_length);
+    for (int64_t row = 0; row < suffix_length->numel(); ++row) {
+      lengths.push_back(std::clamp<int64_t>(filled[row], 0, capacity));
+      problem.suffix_length = std::max(problem.suffix_length, lengths.back());
+    }
+    if (lengths.size() > 1) problem.lengths = lengths.data();
     problem.suffix_keys = strided(*suffix_keys);
     problem.suffix_values = strided(*suffix_values);
   }
   if (ancestry) {
-    check_ancestry(*ancestry, rows, problem.suffix_length);
+    check_ancestry(*ancestry, rows, problem);
     problem.ancestry = strided(*ancestry);
   }
-  if (window) problem.first = std::max<int64_t>(problem.prefix_length + problem.suffix_length - *window, 0);
+  problem.has_window = window.has_value();
+  problem.window = window.value_or(0);
   problem.mask_type = ElementType::kBool;
   if (bias) {
     STD_TORCH_CHECK(bias->is_cpu() && bias->dim() <= 3 &&
@@ -283,9 +303,8 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
 
 // The schema is defined in fastgen/ops/triton/kv_write.py.
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
-  STD_TORCH_CHECK(position.numel() == 1 && position.scalar_type() == ScalarType::Long,
-                  "kv_write: position must be one integer of int64");
-  const int64_t at = *static_cast<const int64_t*>(position.const_data_ptr());
+  STD_TORCH_CHECK(keys.dim() == 3 && OfRows::fits(position, keys.size(0)),
+                  "kv_write: position must be one integer of int64, or one for each row");
   const auto check = [](const Tensor& from, const Tensor& to) {
     STD_TORCH_CHECK(from.dim() == 3 && to.dim() == 4 && from.size(0) == to.size(0) && from.size(1) == to.size(1) &&
                         from.size(2) == to.size(3) && from.scalar_type() == to.scalar_type() &&
@@ -294,12 +313,14 @@ void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, 
   };
   check(keys, key_cache);
   check(values, value_cache);
-  const auto write = [at](const Tensor& from, Tensor& to) {
-    if (at < 0 || at >= to.size(2)) return;
+  const OfRows positions(position);
+  const auto write = [positions](const Tensor& from, Tensor& to) {
     const int64_t size = from.element_size();
     const char* source = static_cast<const char*>(from.const_data_ptr());
     char* target = static_cast<char*>(to.mutable_data_ptr());
     for (int64_t row = 0; row < from.size(0); ++row) {
+      const int64_t at = positions[row];
+      if (at < 0 || at >= to.size(2)) continue;
       for (int64_t head = 0; head < from.size(1); ++head) {
         std::memcpy(target + (row * to.stride(0) + head * to.stride(1) + at * to.stride(2)) * size,
                     source + (row * from.stride(0) + head * from.stride(1)) * size, from.size(2) * size);

@@ -18,18 +18,18 @@ class StepState:
     Attributes:
         capacity: positions of the suffix at the most.
         width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
-        position: one int64: where the K/V of this step goes in the suffix.
+        position: [rows], int64: where the K/V of this step goes in the suffix of each row.
         positions: `width` of them: the same for each position of the step.
-        filled: one int64: positions of the suffix that attention reads, those of this step included.
+        filled: [rows], int64: positions of the suffix that attention reads, those of this step included.
         ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
     """
 
     def __init__(self, batch: int, per_input: int, capacity: int, device: torch.device, width: int = 1) -> None:
         self.batch, self.per_input, self.capacity, self.width = batch, per_input, capacity, width
-        self._positions = torch.arange(width, device=device)
-        self.positions = self._positions.unbind()
+        self._first = torch.arange(width + 1, device=device).unsqueeze(1)
+        self._numbers = self._first.repeat(1, self.rows)
+        *self.positions, self.filled = self._numbers.unbind()
         self.position = self.positions[0]
-        self.filled = torch.full((), width, dtype=torch.int64, device=device)
         self._columns = torch.arange(capacity, device=device)
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
         self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
@@ -39,29 +39,32 @@ class StepState:
     def rows(self) -> int:
         return self.batch * self.per_input
 
-    def begin(self) -> None:
-        self._positions.copy_(torch.arange(self.width, device=self._positions.device))
-        self.filled.fill_(self.width)
+    def begin(self, inputs: slice = slice(None)) -> None:
+        """Nothing is stored of these inputs; the others go on."""
+        rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
+        self._numbers[:, rows] = self._first
         if self.ancestry is not None:
-            self.ancestry.copy_(self._own.expand_as(self.ancestry))
+            self.ancestry[rows] = self._own[rows]
         self._write_biases()
 
-    def advance(self, parents: Tensor | None) -> None:
+    def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
         """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
 
         That is all there is to a reorder: no K or V is moved. What the next step stores lies in the row itself.
+
+        Args:
+            count: how many positions stay of what the step has stored: of all rows, or [rows], int64. Rows that change
+                places are as long as each other.
         """
-        self._positions.add_(1)
-        self.filled.add_(1)
+        self._numbers.add_(count)
         if self.ancestry is not None and parents is not None:
             moved = self.ancestry.index_select(0, parents)
-            self.ancestry.copy_(torch.where(self._columns >= self.position, self._own, moved))
+            self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own, moved))
         self._write_biases()
 
     def take_over(self, other: StepState) -> None:
         """Goes on where `other`, which has a smaller capacity, is."""
-        self._positions.copy_(other._positions)
-        self.filled.copy_(other.filled)
+        self._numbers.copy_(other._numbers)
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[:, : other.capacity] = other.ancestry
             self.ancestry[:, other.capacity :] = self._own
@@ -70,18 +73,19 @@ class StepState:
     def causal_bias(self, heads: int, prefix: int) -> Tensor:
         """What is added to the scores so that a position of the step does not see those of the step behind it.
 
-        A buffer that goes along with the steps, [1, heads * width, prefix + capacity], float32; for all layers.
+        A buffer that goes along with the steps, [rows, heads * width, prefix + capacity], float32; for all layers.
         """
         if (heads, prefix) not in self._biases:
-            made = torch.zeros(1, heads * self.width, prefix + self.capacity, device=self._own.device)
+            made = torch.zeros(self.rows, heads * self.width, prefix + self.capacity, device=self._own.device)
             self._biases[heads, prefix] = made
             self._write_biases()
         return self._biases[heads, prefix]
 
     def _write_biases(self) -> None:
         for (heads, prefix), bias in self._biases.items():
-            behind = self._columns > self._positions.unsqueeze(1)
-            bias.view(heads, self.width, -1)[:, :, prefix:].zero_().masked_fill_(behind, -torch.inf)
+            behind = self._columns > torch.stack(self.positions, 1).unsqueeze(2)
+            bias = bias.view(self.rows, heads, self.width, -1)[..., prefix:]
+            bias.zero_().masked_fill_(behind.unsqueeze(1), -torch.inf)
 
 
 class StaticKV:
@@ -134,22 +138,23 @@ class StaticKV:
     def length(self) -> int:
         return self.prefix_capacity + (self._state.capacity if self._suffix else 0)
 
-    def load(self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool) -> None:
+    def load(
+        self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool, inputs: slice = slice(None)
+    ) -> None:
         """Takes over the prefix of a call, [inputs, heads, N, dim], of which [starts, ends) count, [inputs] each.
 
-        It is put at the start of its capacity, or at the end.
+        It is put at the start of its capacity, or at the end. Those of `inputs` that are left over have none.
         """
-        inputs, _, length, _ = keys.shape
+        count, _, length, _ = keys.shape
         first = self.prefix_capacity - length if at_end else 0
         for old, new in zip(self._prefix, (keys, values), strict=True):
-            old.zero_()  # what is masked must still be numbers
-            old[:inputs, :, first : first + length] = new
+            old[inputs] = 0  # what is masked must still be numbers
+            old[inputs][:count, :, first : first + length] = new
         for part in self._suffix:
-            part.zero_()
-        self.starts.zero_()
-        self.ends.zero_()
-        self.starts[:inputs] = starts + first
-        self.ends[:inputs] = ends + first
+            part.unflatten(0, (self._state.batch, -1))[inputs] = 0
+        for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
+            bound[inputs] = 0
+            bound[inputs][:count] = new + first
 
     def take_over(self, other: StaticKV) -> None:
         """Goes on with what `other`, whose suffix has a smaller capacity, has stored."""
@@ -234,9 +239,7 @@ class StaticKV:
         A model without padding, or with a single query, may have no mask that does it.
         """
         self._check(scores.shape[2])
-        counts = self._counts()
-        counts = counts.repeat_interleave(scores.shape[0] // counts.shape[0], dim=0)
-        return scores.masked_fill_(~counts[:, None], torch.finfo(scores.dtype).min)
+        return scores.masked_fill_(~self._counts().unsqueeze(1), torch.finfo(scores.dtype).min)
 
     def with_own(self, shared: SharedKV, own: Tensor) -> Tensor:
         """K or V of one stream: `shared`, then its own, [rows, heads, own length, dim]. Nothing is copied."""
@@ -248,14 +251,15 @@ class StaticKV:
             raise CannotBeCaptured(f"{queries} queries in a step that stores {self.width} positions")
 
     def _counts(self) -> Tensor:
-        """[batch, width, prefix + capacity], bool: the positions that count for each position of the step."""
+        """[rows, width, prefix + capacity], bool: the positions that count for each position of the step."""
         position = torch.arange(self.length, device=self.starts.device)
         counts = (position >= self.starts.unsqueeze(1)) & (position < self.ends.unsqueeze(1))
+        counts = counts.repeat_interleave(self._state.per_input, dim=0).unsqueeze(1)
         if not self._suffix:
-            return counts.unsqueeze(1)
+            return counts
         # Its own position, and all of the suffix in front of it.
-        own = torch.stack(self._state.positions).unsqueeze(1) + self.prefix_capacity
-        seen = counts.unsqueeze(1) | ((position >= self.prefix_capacity) & (position <= own))
+        own = torch.stack(self._state.positions, 1).unsqueeze(2) + self.prefix_capacity
+        seen = counts | ((position >= self.prefix_capacity) & (position <= own))
         return seen if self._window is None else seen & (position > own - self._window)
 
     def _bias(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -282,11 +286,8 @@ class StaticKV:
                 return False  # it changes scores in other ways than taking them out
         if mask.shape[-1] != self.length:
             return False
-        batch = self._state.batch
-        if (visible.shape[0] != 1 and visible.shape[0] % batch) or self.width not in (1, visible.shape[2]):
+        if visible.shape[0] not in (1, self._state.rows) or self.width not in (1, visible.shape[2]):
             return False
-        visible = visible.expand(max(visible.shape[0], batch), *visible.shape[1:])
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
-        real = self.ends > self.starts
-        by_input = visible.unflatten(0, (batch, -1)).flatten(1, 2)  # [batch, rows and heads, queries, positions]
-        return bool(torch.where(real.view(-1, 1, 1, 1), by_input == self._counts().unsqueeze(1), True).all())
+        real = (self.ends > self.starts).repeat_interleave(self._state.per_input).view(-1, 1, 1, 1)
+        return bool(torch.where(real, visible == self._counts().unsqueeze(1), True).all())

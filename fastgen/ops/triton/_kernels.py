@@ -46,7 +46,7 @@ def attend(
     prefix_length, capacity, window, kv_heads, scale,
     q_row, q_head, pk_batch, pk_head, pk_position, pv_batch, pv_head, pv_position,
     sk_row, sk_head, sk_position, sv_row, sv_head, sv_position,
-    ancestry_row, bias_row, bias_head, bias_position, splits,
+    length_row, ancestry_row, bias_row, bias_head, bias_position, splits,
     PER_INPUT: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M_TILES: tl.constexpr, IN_PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -80,7 +80,9 @@ def attend(
         query + (row * q_row + head * q_head)[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
     )
 
-    # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix.
+    # The positions that count, all read on the device: [start, end) of the prefix and [first, length) of the suffix, of
+    # all rows of the tile together. Those of one row: up to its `lengths`, and with a window from its `begins` on, in
+    # prefix and suffix together.
     start = 0
     end = prefix_length
     if HAS_STARTS:
@@ -89,11 +91,16 @@ def attend(
         end = tl.minimum(tl.load(ends + batch).to(tl.int32), prefix_length)
     length = 0
     first = 0
+    lengths = tl.zeros([BLOCK_M], tl.int32)
     if HAS_SUFFIX:
-        length = tl.minimum(tl.maximum(tl.load(suffix_length).to(tl.int32), 0), capacity)
+        # Numbers of other rows than those of the input would be in the way of the largest, and of the smallest.
+        filled = tl.load(suffix_length + tl.where(real, row, batch * PER_INPUT) * length_row)
+        lengths = tl.minimum(tl.maximum(filled, 0), capacity).to(tl.int32)
+        length = tl.max(lengths, 0)
     if HAS_WINDOW:
-        start = tl.maximum(start, prefix_length + length - window)
-        first = tl.maximum(length - window, 0)
+        begins = prefix_length + lengths - window
+        start = tl.maximum(start, tl.min(begins, 0))
+        first = tl.maximum(tl.min(begins, 0) - prefix_length, 0)
     prefix_blocks = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N)
     suffix_blocks = tl.cdiv(tl.maximum(length - first, 0), BLOCK_N)
     blocks = prefix_blocks + PER_INPUT * suffix_blocks
@@ -124,8 +131,11 @@ def attend(
                 bias + (row * bias_row + head * bias_head)[:, None] + (position * bias_position)[None, :],
                 mask=real[:, None] & inside[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
+        seen = inside[None, :]
+        if HAS_WINDOW:
+            seen = seen & (position[None, :] >= begins[:, None])
         maximum, total, context = _take_in(
-            q, k, v, inside[None, :], added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
+            q, k, v, seen, added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
         )
 
     if HAS_SUFFIX:
@@ -133,16 +143,15 @@ def attend(
             # The rows of an input take turns at the same positions: the part of the table they share stays in cache.
             copy = (block - prefix_blocks) % PER_INPUT
             position = first + (block - prefix_blocks) // PER_INPUT * BLOCK_N + n
-            inside = position < length
+            inside = real[:, None] & (position[None, :] < lengths[:, None])
+            if HAS_WINDOW:
+                inside = inside & (prefix_length + position[None, :] >= begins[:, None])
             source = wide * PER_INPUT + copy
             if HAS_ANCESTRY:
-                parents = tl.load(
-                    ancestry + (row * ancestry_row)[:, None] + position[None, :],
-                    mask=real[:, None] & inside[None, :], other=-1,
-                )  # fmt: skip
+                parents = tl.load(ancestry + (row * ancestry_row)[:, None] + position[None, :], mask=inside, other=-1)
                 mine = parents == source
             else:
-                mine = (row == source)[:, None] & real[:, None] & inside[None, :]
+                mine = (row == source)[:, None] & inside
             # What is in no row's beam ancestry any more is not read.
             alive = tl.max(mine.to(tl.int32), 0) > 0
             k = tl.load(
@@ -158,7 +167,7 @@ def attend(
                     bias
                     + (row * bias_row + head * bias_head)[:, None]
                     + ((prefix_length + position) * bias_position)[None, :],
-                    mask=real[:, None] & inside[None, :], other=0.0,
+                    mask=inside, other=0.0,
                 ).to(tl.float32)  # fmt: skip
             maximum, total, context = _take_in(
                 q, k, v, mine, added, maximum, total, context, scale, HAS_BIAS, PRECISION, WIDEN
@@ -302,13 +311,14 @@ def best_of_beams(
 @triton.jit
 def write(
     keys, values, key_cache, value_cache, position,
-    heads, capacity, k_row, k_head, v_row, v_head, kc_row, kc_head, kc_position, vc_row, vc_head, vc_position,
+    heads, capacity, position_row, k_row, k_head, v_row, v_head,
+    kc_row, kc_head, kc_position, vc_row, vc_head, vc_position,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One row: some of its heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    at = tl.load(position).to(tl.int64)
+    at = tl.load(position + row * position_row).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     # A position outside of the cache writes nothing: there is nobody on the device who could raise.
     valid = head < tl.where((at >= 0) & (at < capacity), heads, 0)

@@ -8,7 +8,7 @@ flash-decoding (Dao et al., 2023) and, for a shared prefix, in FlashInfer's casc
 the prefix and the suffixes of all rows of an input are one sequence of blocks, so that one kernel reads both.
 
 Shapes are those of `fastgen.ops.attention`, but for the query, [rows, query heads, dim], and the suffix, of `capacity`
-positions, of which the first `suffix_length` are filled.
+positions, of which the first `suffix_length` are filled: as many of all rows, or a number for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastgen.ops import _library
 from fastgen.ops import triton as package
-from fastgen.ops.attention import composed
+from fastgen.ops.attention import composed, gather_suffix
 
 
 class Plan(NamedTuple):
@@ -115,8 +115,9 @@ def decode_attention(
         suffix_keys, suffix_values: [rows, kv heads, capacity, dim], or None both.
         starts, ends: [batch], int32 or int64, on the device: prefix positions outside [start, end) are padding; they
             are not read. By default all count.
-        suffix_length: one integer on the device: filled positions of the suffix, the query's own the last of them.
-            Needed with a suffix.
+        suffix_length: one integer on the device for all rows, or [rows]: filled positions of the suffix, the query's
+            own the last of them. Needed with a suffix. On the CPU a row gets the same bits either way; on a GPU that is
+            so in one part (`splits`), without a window, or where the rows of an input agree.
         ancestry: [rows, capacity or more], int32: the row in which suffix position t of a row lies; rows of the same
             input. By default its own.
         bias: broadcastable to [rows, heads, N + capacity], any floating type: added to the scores; -inf masks.
@@ -173,6 +174,7 @@ def decode_attention(
             query.stride(0), query.stride(1), *prefix_keys.stride()[:3], *prefix_values.stride()[:3],
             *(no_strides if suffix_keys is None else suffix_keys.stride()[:3]),
             *(no_strides if suffix_values is None else suffix_values.stride()[:3]),
+            0 if suffix_length is None or suffix_length.numel() == 1 else suffix_length.stride(0),
             0 if ancestry is None else ancestry.stride(0),
             *(no_strides if bias is None else bias.expand(rows, heads, length + capacity).stride()), splits,
         ),
@@ -252,22 +254,24 @@ def reference(
     prefix_keys, prefix_values = (
         part.masked_fill(~seen[:, None, :, None], 0).to(accurate) for part in (prefix_keys, prefix_values)
     )
+    seen = seen.repeat_interleave(len(query) // batch, dim=0)
     if suffix_keys is not None and suffix_values is not None and suffix_length is not None:
         capacity = suffix_keys.shape[2]
-        filled = suffix_length.reshape(()).clamp(0, capacity)
+        filled = suffix_length.reshape(-1, 1).clamp(0, capacity).expand(len(query), -1)
         is_filled = torch.arange(capacity, device=query.device) < filled
+        if ancestry is not None:
+            sources = torch.where(is_filled, ancestry[:, :capacity], 0)
+            suffix_keys, suffix_values = (gather_suffix(part, sources) for part in (suffix_keys, suffix_values))
         suffix_keys, suffix_values = (
-            part.masked_fill(~is_filled.unsqueeze(1), 0).to(accurate) for part in (suffix_keys, suffix_values)
+            part.masked_fill(~is_filled[:, None, :, None], 0).to(accurate) for part in (suffix_keys, suffix_values)
         )
-        ancestry = None if ancestry is None else torch.where(is_filled, ancestry[:, :capacity], 0)
-        seen = torch.cat([seen, is_filled.expand(batch, -1)], dim=1)
+        seen = torch.cat([seen, is_filled], dim=1)
     if window is not None:
         seen = seen & (torch.arange(seen.shape[1], device=query.device) >= length + filled - window)
-    mask = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf)
-    mask = mask.repeat_interleave(query.shape[0] // batch, dim=0).unsqueeze(1)
+    mask = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf).unsqueeze(1)
     mask = (mask if bias is None else mask + bias).to(accurate).unsqueeze(2)
     query = query.unsqueeze(2).to(accurate)
-    out = composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale, ancestry)
+    out = composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
     return out.squeeze(2).to(dtype)
 
 
@@ -295,7 +299,8 @@ def _check(
         capacity = suffix_keys.shape[2]
         require(suffix_keys.shape == (rows, kv_heads, capacity, dim), "the suffix keys do not fit the query")
         require(suffix_values.shape == (*suffix_keys.shape[:3], prefix_values.shape[3]), "the suffix values do not fit")
-        require(suffix_length is not None and suffix_length.numel() == 1, "a suffix needs its length, one number")
+        fits = suffix_length is not None and (suffix_length.numel() == 1 or suffix_length.shape == query.shape[:1])
+        require(fits, "a suffix needs its length, one number, or one for each row")
         if ancestry is not None:
             fits = ancestry.dim() == 2 and ancestry.shape[0] == rows and ancestry.shape[1] >= capacity
             require(fits, "ancestry must be [rows, capacity]")

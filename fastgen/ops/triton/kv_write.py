@@ -1,4 +1,4 @@
-"""The new K and V of all rows into the cache, at a position that is on the device: one launch for both."""
+"""The new K and V of all rows into the cache, at positions that are on the device: one launch for both."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from fastgen.ops import triton as package
 
 
 def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
-    """`cache[:, :, position] = new` for K and V, with a position that a replayed graph can change.
+    """`cache[row, :, position[row]] = new[row]` for K and V, with positions that a replayed graph can change.
 
     Args:
         keys, values: [rows, heads, dim] each; values may have another dim. The last dimension contiguous, as of all.
         key_cache, value_cache: [rows, heads, capacity, dim], of the same types.
-        position: one integer on the device, the same for all rows. Outside [0, capacity) nothing is written.
+        position: one integer on the device for all rows, or [rows]. Outside [0, capacity) nothing is written.
 
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
     require = _library.checks("kv_write", ValueError)
-    require(position.numel() == 1 and not position.is_floating_point(), "position must be one integer")
+    is_one_or_each = position.numel() == 1 or position.shape == keys.shape[:1]
+    require(is_one_or_each and not position.is_floating_point(), "position must be one integer, or one for each row")
     for new, cache in ((keys, key_cache), (values, value_cache)):
         require(new.dim() == 3 and cache.dim() == 4, "takes [rows, heads, dim] and [rows, heads, capacity, dim]")
         fits = (*cache.shape[:2], cache.shape[3]) == new.shape and new.dtype == cache.dtype
@@ -46,6 +47,7 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
         (rows, -(-heads // block_h)),
         (
             keys, values, key_cache, value_cache, position, heads, key_cache.shape[2],
+            0 if position.numel() == 1 else position.stride(0),
             *keys.stride()[:2], *values.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         ),
         DIM=dim,
@@ -61,9 +63,11 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
     capacity = key_cache.shape[2]
     if capacity == 0:
         return
-    at = position.reshape(1).long().clamp(0, capacity - 1)
+    position = position.reshape(-1).long().expand(keys.shape[0])
+    at, rows = position.clamp(0, capacity - 1), torch.arange(keys.shape[0], device=keys.device)
+    is_inside = (at == position).view(-1, 1, 1)
     for new, cache in ((keys, key_cache), (values, value_cache)):
-        cache.index_copy_(2, at, torch.where(at == position, new.unsqueeze(2), cache.index_select(2, at)))
+        cache[rows, :, at] = torch.where(is_inside, new, cache[rows, :, at])
 
 
 _library.define(

@@ -140,7 +140,7 @@ def test_a_mask_that_is_added(device, lowest):
     state, kv = make(device, width=2)
     kv.load(*prompt(device), at_end=False)
     state.begin()
-    seen = kv._counts().repeat_interleave(PER_INPUT, dim=0).unsqueeze(1)
+    seen = kv._counts().unsqueeze(1)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, lowest)
     query = torch.zeros(1, HEADS, 2, DIM, device=device)
     kv.host_may_wait = True
@@ -170,6 +170,72 @@ def test_a_sliding_window(device, window):
             torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)
             assert int((spelled_out[row] == 0).sum()) == keys.shape[1]
         state.advance(torch.arange(BATCH * PER_INPUT, device=device))
+
+
+@pytest.mark.parametrize("spelled_out", [False, True])
+@pytest.mark.parametrize(("width", "window"), [(1, None), (1, 3), (2, None)])
+def test_an_input_begins_while_others_go_on(device, width, window, spelled_out):
+    """It sees what it would have seen alone, and so do the others."""
+    size = {"capacity": CAPACITY + width - 1, "width": width, "window": window}
+    (state, kv), (later, alone) = make(device, **size), make(device, **size)
+    rows, begun = BATCH * PER_INPUT, slice(PER_INPUT, 2 * PER_INPUT)
+    others = [row for row in range(rows) if not begun.start <= row < begun.stop]
+    state_of_others, kv_of_others = make(device, **size)
+    given = prompt(device)
+    for each, part in ((state, kv), (state_of_others, kv_of_others)):
+        part.load(*given, at_end=True)
+        each.begin()
+
+    def attend(part, query, stored):
+        keys, values = part.write(*stored)
+        if not spelled_out:
+            return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        wide = query.view(rows, KV_HEADS, -1, DIM) if width == 1 else query
+        if width > 1:
+            keys, values = (x[:, :, None].expand(-1, -1, 2, -1, -1) for x in (keys, values))
+            shape = (rows, HEADS, PREFIX_CAPACITY + size["capacity"], DIM)
+            keys, values = keys.reshape(shape), values.reshape(shape)
+        return (torch.matmul(wide, keys.transpose(2, 3)).softmax(dim=-1) @ values).view(query.shape)
+
+    for number in range(CAPACITY):
+        if number == 2:
+            new = [part[:1] for part in prompt(device, 1)]
+            kv.load(*new, at_end=True, inputs=slice(1, 2))
+            state.begin(slice(1, 2))
+            alone.load(*prompt(device), at_end=True)
+            alone.load(*new, at_end=True, inputs=slice(1, 2))
+            later.begin()
+        query = torch.randn(rows, HEADS, width, DIM, device=device)
+        stored = torch.randn(2, rows, KV_HEADS, width, DIM, device=device)
+        found = attend(kv, query, stored)
+        torch.testing.assert_close(found[others], attend(kv_of_others, query, stored)[others], rtol=1e-5, atol=1e-6)
+        parents = torch.tensor([1, 1, 3, 2, 4, 4], device=device)
+        if number >= 2:
+            torch.testing.assert_close(found[begun], attend(alone, query, stored)[begun], rtol=1e-5, atol=1e-6)
+            later.advance(parents)
+        state.advance(parents)
+        state_of_others.advance(parents)
+
+
+def test_rows_that_keep_different_numbers_of_positions(device):
+    """As when a row takes some of the tokens that were drafted for it; one that keeps none writes over them."""
+    state, kv = make(device, capacity=12, width=3)
+    given = prompt(device)
+    kv.load(*given, at_end=True)
+    state.begin()
+    history = History(BATCH, *given[:2])
+    rows, draw = BATCH * PER_INPUT, random.Random(5)
+    for _ in range(4):
+        keys, values = torch.randn(2, rows, KV_HEADS, 3, DIM, device=device)
+        query = torch.randn(rows, HEADS, 3, DIM, device=device)
+        found = F.scaled_dot_product_attention(query, *kv.write(keys, values), enable_gqa=True)
+        kept = [draw.randrange(4) for _ in range(rows)]
+        for position in range(3):
+            history.append(keys[:, :, position : position + 1], values[:, :, position : position + 1])
+            wanted = history.attend(query[:, :, position : position + 1])
+            torch.testing.assert_close(found[:, :, position : position + 1], wanted, rtol=1e-5, atol=1e-5)
+        history.rows = [row[: len(row) - 3 + count] for row, count in zip(history.rows, kept, strict=True)]
+        state.advance(None, torch.tensor(kept, device=device))
 
 
 def test_taking_over(device):
@@ -261,7 +327,7 @@ def test_histories_are_found_through_the_table(batch, per_input, length, seed):
         parents = [row // per_input * per_input + draw.randrange(per_input) for row in range(rows)]
         if step:
             state.advance(torch.tensor(parents))
-        assert int(state.position) == step
+        assert state.position.tolist() == [step] * rows
         histories = [histories[parent] + [(step, row)] for row, parent in enumerate(parents)]
         cache[:, step] = torch.arange(rows) + 1000 * step
         for row, history in enumerate(histories):

@@ -31,7 +31,7 @@ def attention(dtype, per_input, kv_heads, group, dim, prefix=1024, suffix=144, b
             parts = {
                 "suffix_keys": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
                 "suffix_values": torch.empty(rows, kv_heads, suffix, dim, dtype=dtype),
-                "suffix_length": torch.zeros(1, dtype=torch.int32),
+                "suffix_length": torch.zeros(rows, dtype=torch.int64),
                 "ancestry": torch.zeros(rows, suffix, dtype=torch.int32),
             }
         options = dict(more)
@@ -49,7 +49,7 @@ def write(dtype, heads, dim):
     def run():
         new = torch.empty(128, heads, dim, dtype=dtype)
         cache = torch.empty(128, heads, 144, dim, dtype=dtype)
-        kv_write(new, new, cache, cache, torch.zeros(1, dtype=torch.int32))
+        kv_write(new, new, cache, cache, torch.zeros(128, dtype=torch.int64))
 
     return run
 

@@ -26,6 +26,7 @@ cases = st.fixed_dictionaries(
         "dims": st.sampled_from([(32, 32), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (40, 24)]),
         "padding": st.sampled_from(["none", "left", "right", "all"]),
         "ancestry": st.booleans(),
+        "row_lengths": st.booleans(),
         "bias": st.sampled_from(["none", "head", "row", "all"]),
         "window": st.sampled_from([None, 1, 17, 60]),
         "scale": st.sampled_from([None, 0.1]),
@@ -35,7 +36,7 @@ cases = st.fixed_dictionaries(
 )
 PLAIN = {
     "dtype": torch.float32, "batch": 2, "per_input": 4, "kv_heads": 2, "group": 1, "prefix": 50, "suffix": 20,
-    "dims": (64, 64), "padding": "none", "ancestry": True, "bias": "none", "window": None,
+    "dims": (64, 64), "padding": "none", "ancestry": True, "row_lengths": False, "bias": "none", "window": None,
     "scale": None, "splits": 1, "seed": 0,
 }  # fmt: skip
 
@@ -71,13 +72,20 @@ def make(case, device):
     if length:
         for name, width in (("suffix_keys", dim), ("suffix_values", value_dim)):
             arguments[name] = tensor(rows, kv_heads, capacity, width)
-            arguments[name][:, :, length:] = math.nan
-        arguments["suffix_length"] = torch.tensor([length], device=device)
+        lengths = torch.randint(0, length + 1, (rows,), generator=generator) if case["row_lengths"] else [length] * rows
+        sources = torch.arange(rows).unsqueeze(1).repeat(1, capacity + 2)
         if case["ancestry"]:
-            first = torch.arange(batch).repeat_interleave(per_input).unsqueeze(1) * per_input
-            ancestry = first + torch.randint(0, per_input, (rows, capacity + 2), generator=generator)
-            ancestry[:, length:] = 10**6
-            arguments["ancestry"] = ancestry.int().to(device)
+            first = sources // per_input * per_input
+            sources = first + torch.randint(0, per_input, sources.shape, generator=generator)
+            arguments["ancestry"] = sources.int().to(device)
+        is_read = torch.zeros(rows, capacity, dtype=torch.bool)
+        for row, filled in enumerate(lengths):
+            is_read[sources[row, :filled], torch.arange(filled)] = True
+            if case["ancestry"]:
+                arguments["ancestry"][row, filled:] = 10**6
+        for name in ("suffix_keys", "suffix_values"):
+            arguments[name].transpose(1, 2)[~is_read.to(device)] = math.nan
+        arguments["suffix_length"] = torch.as_tensor(lengths if case["row_lengths"] else [length], device=device)
     else:
         capacity = 0
     if case["bias"] != "none":
@@ -95,11 +103,11 @@ def expected(arguments):
     query, keys, values = (given[k].double() for k in ("query", "prefix_keys", "prefix_values"))
     rows, heads, dim = query.shape
     batch, kv_heads, prefix, _ = keys.shape
-    length = int(given["suffix_length"]) if "suffix_length" in given else 0
+    lengths = given["suffix_length"].expand(rows).tolist() if "suffix_length" in given else [0] * rows
     out = torch.zeros(rows, heads, values.shape[3], dtype=torch.float64)
     scale = given["scale"] if given["scale"] is not None else dim**-0.5
     for row in range(rows):
-        b = row // (rows // batch)
+        b, length = row // (rows // batch), lengths[row]
         low = int(given["starts"][b]) if "starts" in given else 0
         high = int(given["ends"][b]) if "ends" in given else prefix
         if given["window"] is not None:
@@ -136,6 +144,8 @@ def assert_right(case, result, wanted):
 @example(case=PLAIN | {"per_input": 13, "group": 7, "kv_heads": 1, "prefix": 40})  # more rows than a tile has
 @example(case=PLAIN | {"padding": "all", "suffix": 0, "splits": 3})
 @example(case=PLAIN | {"padding": "left", "window": 30, "splits": 2})
+@example(case=PLAIN | {"row_lengths": True, "splits": 2, "bias": "row"})
+@example(case=PLAIN | {"row_lengths": True, "window": 30, "group": 7, "per_input": 3, "suffix": 40})
 @settings(max_examples=12)
 def test_kernel(case, device, kernels):
     arguments = make(case, device)
@@ -161,6 +171,22 @@ def test_long_sequences_in_parts(dtype, device, kernels):
     for splits in (1, 4):
         result = decode_attention(**arguments, splits=splits).double().cpu()
         torch.testing.assert_close(result, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ancestry", [False, True])
+@pytest.mark.parametrize("per_input", [1, 4])
+def test_a_row_gets_the_bits_that_its_length_gives_to_all(per_input, ancestry, device, kernels):
+    case = PLAIN | {"per_input": per_input, "row_lengths": True, "suffix": 40, "ancestry": ancestry, "group": 3}
+    arguments = make(case, device)
+    for name in ("suffix_keys", "suffix_values"):
+        arguments[name].nan_to_num_()  # other rows read further here
+    if ancestry:
+        arguments["ancestry"].clamp_(max=per_input - 1)
+        arguments["ancestry"][per_input:].clamp_(min=per_input)
+    found = decode_attention(**arguments, splits=1)
+    for row, length in enumerate(arguments["suffix_length"]):
+        wanted = decode_attention(**(arguments | {"suffix_length": length}), splits=1)
+        assert torch.equal(found[row], wanted[row])
 
 
 def test_inputs_are_left_alone(device):
@@ -191,6 +217,8 @@ def test_true_float32(device, kernels):
         ({"query": torch.zeros(4, 2, 8).double()}, "different types"),
         ({"suffix_values": None}, "without values"),
         ({"suffix_length": None}, "needs its length"),
+        ({"suffix_length": torch.tensor([1, 2, 3])}, "one for each row"),
+        ({"suffix_length": torch.ones(4, 1).long()}, "one for each row"),
         ({"ancestry": torch.zeros(4, 6).long()}, "int32"),
         ({"ancestry": torch.zeros(4, 5).int()}, r"\[rows, capacity\]"),
         ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "do not fit"),

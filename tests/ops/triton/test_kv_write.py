@@ -18,7 +18,8 @@ cases = st.fixed_dictionaries(
         "heads": st.integers(1, 33),
         "capacity": st.integers(1, 12),
         "dims": st.sampled_from([(1, 1), (64, 64), (80, 80), (112, 64), (256, 256)]),
-        "position": st.integers(-2, 13),
+        # One for all rows, or as many as there may be rows.
+        "position": st.integers(-2, 13) | st.lists(st.integers(-2, 13), min_size=9, max_size=9),
         "position_type": st.sampled_from([torch.int32, torch.int64]),
     }
 )
@@ -33,7 +34,8 @@ def check(operator, case, device):
         return torch.randn(*shape).to(device, case["dtype"])
 
     rows, heads, capacity = case["rows"], case["heads"], case["capacity"]
-    position = torch.tensor(case["position"], dtype=case["position_type"], device=device)
+    positions = case["position"][:rows] if isinstance(case["position"], list) else case["position"]
+    position = torch.tensor(positions, dtype=case["position_type"], device=device)
     new = [tensor(rows, heads, 2, width)[:, :, 1] for width in case["dims"]]
     # In memory, every second head and place belongs to somebody else; theirs is NaN, and stays so.
     memory = [
@@ -43,9 +45,10 @@ def check(operator, case, device):
     caches = [part[:, ::2, ::2] for part in memory]
     wanted = [part.clone() for part in memory]
     operator(*new, *caches, position)
-    if 0 <= case["position"] < capacity:
+    for row, at in enumerate(position.expand(rows).tolist()):
         for part, value in zip(wanted, new, strict=True):
-            part[:, ::2, ::2][:, :, case["position"]] = value
+            if 0 <= at < capacity:
+                part[row, ::2, 2 * at] = value[row]
     for part, other in zip(memory, wanted, strict=True):
         torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
@@ -53,6 +56,7 @@ def check(operator, case, device):
 @given(case=cases)
 @example(case=PLAIN | {"position": -1})
 @example(case=PLAIN | {"position": 5})
+@example(case=PLAIN | {"position": [4, -1, 0, 5]})
 @settings(max_examples=25)
 def test_kernel(case, device, kernels):
     check(kv_write, case, device)
@@ -81,7 +85,8 @@ def some_arguments():
         ({"keys": torch.zeros(2, 3, 9)}, "into a cache"),
         ({"keys": torch.zeros(2, 3, 8).double()}, "float64 into a cache"),
         ({"values": torch.zeros(3, 3, 8)}, "into a cache"),
-        ({"position": torch.tensor([1, 2])}, "one integer"),
+        ({"position": torch.tensor([1, 2, 3])}, "one for each row"),
+        ({"position": torch.tensor([[1, 2]])}, "one for each row"),
         ({"position": torch.tensor(1.0)}, "one integer"),
         ({"value_cache": torch.zeros(2, 3, 6, 8)}, "different shapes"),
     ],

@@ -322,10 +322,10 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
   const int64_t first_row = copy * problem.group * problem.queries;
   const int64_t row = input * problem.per_input + copy;
   Block<scalar_t> block;
-  const int64_t begin = larger(problem.first - problem.prefix_length, 0);
-  for (int64_t start = begin; start < problem.suffix_length; start += kBlock) {
-    block.length = smaller(kBlock, problem.suffix_length - start);
-    const bool last_block = start + kBlock >= problem.suffix_length, last_copy = copy + 1 == problem.per_input;
+  const int64_t begin = larger(problem.first_of(row) - problem.prefix_length, 0), length = problem.length_of(row);
+  for (int64_t start = begin; start < length; start += kBlock) {
+    block.length = smaller(kBlock, length - start);
+    const bool last_block = start + kBlock >= length, last_copy = copy + 1 == problem.per_input;
     block.next_keys = !last_block                ? kBlock * problem.suffix_keys.strides[2]
                       : start == begin && !last_copy ? problem.suffix_keys.strides[0]
                                                  : 0;
@@ -337,6 +337,29 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
       block.values[j] = at<scalar_t>(problem.suffix_values, owner, kv_head, start + j);
     }
     attend(problem, input, kv_head, first_row, position, block, scratch, state);
+  }
+}
+
+// One chunk of the prefix, for the copies [copy, end_copy) of an input, which see it from the same position on.
+template <typename scalar_t>
+void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t chunk, int64_t copy,
+                     int64_t end_copy, const Scratch& scratch, const State& all) {
+  const int64_t rows_per_copy = problem.group * problem.queries, first_row = copy * rows_per_copy;
+  const State state = all.from_row(first_row, (end_copy - copy) * rows_per_copy);
+  int64_t begin = larger(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
+  int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
+  if (problem.starts != nullptr) begin = larger(begin, problem.starts[input]);
+  if (problem.ends != nullptr) stop = smaller(stop, problem.ends[input]);
+  Block<scalar_t> block;
+  for (int64_t start = begin; start < stop; start += kBlock) {
+    block.length = smaller(kBlock, stop - start);
+    block.next_keys = start + kBlock < stop ? kBlock * problem.prefix_keys.strides[2] : 0;
+    if (!is_visible(problem, input, kv_head, first_row, state.rows, start, block.length)) continue;
+    for (int64_t j = 0; j < block.length; ++j) {
+      block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
+      block.values[j] = at<scalar_t>(problem.prefix_values, input, kv_head, start + j);
+    }
+    attend(problem, input, kv_head, first_row, start, block, scratch, state);
   }
 }
 
@@ -384,8 +407,7 @@ template <typename scalar_t>
 void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) {
   const Workspace workspace(problem);
   const Scratch& scratch = workspace.scratch;
-  const int64_t rows = problem.matrix_rows();
-  Block<scalar_t> block;
+  const int64_t rows = problem.matrix_rows(), rows_per_copy = problem.group * problem.queries;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t chunk = task % problem.chunks;
     const int64_t kv_head = task / problem.chunks % problem.kv_heads;
@@ -394,22 +416,14 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
         state_in(problem.fused ? scratch.state : problem.states + task * problem.state_size(), problem);
     clear(state);
     gather_queries<scalar_t>(problem, input, kv_head, 0, rows, scratch);
-    int64_t begin_chunk = larger(chunk * problem.chunk_length, problem.first);
-    int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
-    if (problem.starts != nullptr) begin_chunk = larger(begin_chunk, problem.starts[input]);
-    if (problem.ends != nullptr) stop = smaller(stop, problem.ends[input]);
-    for (int64_t start = begin_chunk; start < stop; start += kBlock) {
-      block.length = smaller(kBlock, stop - start);
-      block.next_keys = start + kBlock < stop ? kBlock * problem.prefix_keys.strides[2] : 0;
-      if (!is_visible(problem, input, kv_head, 0, rows, start, block.length)) continue;
-      for (int64_t j = 0; j < block.length; ++j) {
-        block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
-        block.values[j] = at<scalar_t>(problem.prefix_values, input, kv_head, start + j);
+    const int64_t row = input * problem.per_input;
+    for (int64_t copy = 0, end_copy; copy < problem.per_input; copy = end_copy) {
+      for (end_copy = copy + 1; end_copy < problem.per_input; ++end_copy) {
+        if (problem.first_of(row + end_copy) != problem.first_of(row + copy)) break;
       }
-      attend(problem, input, kv_head, 0, start, block, scratch, state);
+      attend_chunk_of<scalar_t>(problem, input, kv_head, chunk, copy, end_copy, scratch, state);
     }
     if (!problem.fused) continue;
-    const int64_t rows_per_copy = problem.group * problem.queries;
     for (int64_t copy = 0; copy < problem.per_input; ++copy) {
       attend_suffix_of<scalar_t>(problem, input, kv_head, copy, scratch,
                                  state.from_row(copy * rows_per_copy, rows_per_copy));
@@ -431,7 +445,7 @@ void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     for (int64_t chunk = 1; chunk < problem.chunks; ++chunk) {
       merge(state, state_in(states + chunk * problem.state_size(), problem).from_row(first_row, rows_per_copy));
     }
-    if (problem.suffix_length > 0) {
+    if (problem.length_of(input * problem.per_input + copy) > 0) {
       gather_queries<scalar_t>(problem, input, kv_head, first_row, rows_per_copy, workspace.scratch);
       attend_suffix_of<scalar_t>(problem, input, kv_head, copy, workspace.scratch, state);
     }

@@ -24,10 +24,13 @@ struct AttentionProblem {
   float scale;
   Strided query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry;
   ElementType mask_type;
-  // Of each input's prefix the positions in [starts, ends) count; all of them where these are null. Positions before
-  // `first` of prefix and suffix together count for nobody.
+  // Of each input's prefix the positions in [starts, ends) count; all of them where these are null.
   const int32_t *starts, *ends;
-  int64_t first;
+  // Of each row's suffix as many positions count, at most `suffix_length`; so many of all rows where this is null.
+  const int64_t* lengths;
+  // With a window, the last so many positions of prefix and suffix together count.
+  bool has_window;
+  int64_t window;
   void* output;  // [rows, heads, queries, value_dim], contiguous
 
   // The prefix is read in chunks, which may be read at the same time. Each leaves a state, see `State` in kernel.h;
@@ -37,6 +40,12 @@ struct AttentionProblem {
   bool fused;
   float* states;
 
+  int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }
+  // Positions of prefix and suffix together before this one do not count for a row.
+  int64_t first_of(int64_t row) const {
+    const int64_t first = has_window ? prefix_length + length_of(row) - window : 0;
+    return first > 0 ? first : 0;
+  }
   int64_t matrix_rows() const { return per_input * group * queries; }
   // Rows in scratch memory are padded to whole vectors of every width that there is.
   static int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }

@@ -199,8 +199,8 @@ class CapturedStep:
 
     def _extend(self, mask: Tensor) -> None:
         """The position of the next step counts; those behind it do not: models count the ones."""
-        columns = torch.arange(mask.shape[1], device=mask.device)
-        mask.masked_fill_(columns == self._seen, 1)
+        columns = torch.arange(-self.key.stored_capacity, self.key.capacity, device=mask.device)
+        mask.masked_fill_(columns == self._state.position.unsqueeze(1), 1)
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
