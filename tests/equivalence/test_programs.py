@@ -383,7 +383,7 @@ def test_a_failure_goes_on_without(moment: str, monkeypatch: pytest.MonkeyPatch)
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(program, {"record": "record", "compile": "_planned"}[moment], fail)
+    monkeypatch.setattr(program, {"record": "record", "compile": "_lifetimes"}[moment], fail)
     model, inputs = build(FAMILIES[0], CPU)
     for _ in range(2):
         check(model, inputs, BEAMS)

@@ -29,7 +29,8 @@ memory = arena.Arena()
 class Program:
     """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: arena.Arena = memory) -> None:
+        self._memory = memory
         self._calls: list[Callable[[], object]] = []
         self._chunks: set[arena.Chunk] = set()
 
@@ -41,7 +42,7 @@ class Program:
         """
         with torch.inference_mode():
             recording, _ = record(function)
-            compiler = _Compiler(recording)
+            compiler = _Compiler(recording, self._memory)
             self._calls, self._chunks = compiler.calls(), compiler.chunks
 
     def replay(self) -> None:
@@ -58,12 +59,12 @@ _Work = list[elementwise.Instruction] | products.Product | Callable[[], object]
 class _Compiler:
     """From a recording to calls."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, memory: arena.Arena) -> None:
         operations = [each for each in recording.operations if not each.is_allocation]
         _check_that_all_is_written(recording, operations)
         self._groups = _grouped(operations)
         self._storages = recording.storages
-        self._places = _planned(recording, self._groups)
+        self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
     def calls(self) -> list[Callable[[], object]]:
@@ -164,9 +165,8 @@ def _storages(operation: Operation) -> set[int]:
     return {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)}
 
 
-def _planned(recording: Recording, groups: list[list[Operation]]) -> dict[int, tuple[arena.Chunk, int]]:
-    """Memory for the storages that a recording makes itself. What is in a group is executed at one moment."""
+def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
+    """Of the storages that a recording makes itself, by number. What is in a group is executed at one moment."""
     made = recording.made
     places = [[p for each in group for p in (*each.leaves, *each.fresh) if isinstance(p, Place)] for group in groups]
-    moments = ([(place.storage, place.end) for place in some if place.storage in made] for some in places)
-    return memory.place(arena.lifetimes(moments))
+    return arena.lifetimes([(place.storage, place.end) for place in some if place.storage in made] for some in places)

@@ -475,7 +475,7 @@ def test_memory_is_planned(steps: list[tuple[str, int, int]]) -> None:
     x = torch.randn(40)
     recording, _ = record(lambda: run(steps, x))
     operations = [each for each in recording.operations if not each.is_allocation]
-    places = program._planned(recording, [[each] for each in operations])
+    places = Arena().place(program._lifetimes(recording, [[each] for each in operations]))
 
     used = [
         {place.storage for place in (*each.leaves, *each.fresh) if isinstance(place, Place)} & recording.made
@@ -500,21 +500,19 @@ def chain() -> Tensor:
     return x
 
 
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "memory", Arena())
+def test_memory_is_used_again() -> None:
     recording, _ = record(chain)
-    places = program._planned(recording, [[each] for each in recording.operations])
+    places = Arena().place(program._lifetimes(recording, [[each] for each in recording.operations]))
     assert {begin for _, begin in places.values()} == {0, 4032}
 
 
-def test_programs_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_share_their_memory() -> None:
     """Whatever others have left there, each gives what it gives alone. The memory goes with the last of them."""
-    monkeypatch.setattr(program, "memory", Arena())
-    x = torch.randn(300)
+    memory, x = Arena(), torch.randn(300)
     functions: list[Callable[[], Any]] = [chain, lambda: (x * 2).exp().cumsum(0) - x, lambda: x.topk(9)[0] + x[:9]]
-    programs = [Replayed() for _ in functions]
+    programs = [Replayed(memory) for _ in functions]
     results = [made.capture(function) for made, function in zip(programs, functions, strict=True)]
-    assert (program.memory.allocations, program.memory.nbytes) == (1, LEAST_CHUNK)
+    assert (memory.allocations, memory.nbytes) == (1, LEAST_CHUNK)
     for number in (0, 1, 2, 1, 0, 2):
         x.normal_()
         (chunk,) = programs[0]._chunks
@@ -523,10 +521,10 @@ def test_programs_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(results[number], functions[number]())
     del chunk, programs[1:]
     gc.collect()
-    assert program.memory.nbytes == LEAST_CHUNK
+    assert memory.nbytes == LEAST_CHUNK
     del programs[0]
     gc.collect()
-    assert program.memory.nbytes == 0
+    assert memory.nbytes == 0
 
 
 @pytest.fixture(autouse=True)
