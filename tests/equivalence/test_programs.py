@@ -41,6 +41,15 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
     )
     graph_cache.drop_all()
+    replay = Program.replay
+
+    def after_others(made: Program) -> None:
+        """Other programs may have used the memory in between: nothing that was in it counts."""
+        for chunk in made._chunks:
+            torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
+        replay(made)
+
+    monkeypatch.setattr(Program, "replay", after_others)
 
 
 @pytest.fixture
@@ -366,7 +375,7 @@ def test_a_failure_goes_on_without(moment: str, monkeypatch: pytest.MonkeyPatch)
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(program, {"record": "record", "compile": "_planned"}[moment], fail)
+    monkeypatch.setattr(program, {"record": "record", "compile": "_lifetimes"}[moment], fail)
     model, inputs = build(FAMILIES[0], CPU)
     for _ in range(2):
         check(model, inputs, BEAMS)
@@ -418,6 +427,43 @@ def test_the_turn_is_kept_while_user_code_runs() -> None:
 
     run(model, inputs, {**GREEDY, "logits_processor": LogitsProcessorList([Calling()])})
     assert captures() == 1 and "another thread" in next(iter(others[0]))
+
+
+def test_a_call_within_a_call(replays: list[Program]) -> None:
+    """Between two programs of a step, the user's code makes calls whose programs have the same memory."""
+    outer, inner = build(FAMILIES[0], CPU), build(FAMILIES[2], CPU)
+    found: list[torch.Tensor] = []
+
+    class Calling(Rotated):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if self.calls % 7 == 3:
+                found.append(run(*inner, GREEDY))
+            return super().__call__(input_ids, scores)
+
+    check(*outer, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Calling()])})
+    assert captures() == 1 + len(found) // 2 and len(found) >= 4, reasons()
+    assert all(torch.equal(each, found[-1]) for each in found)
+    chunks = [made._chunks for made in set(replays)]
+    assert len(chunks) == 3 and len(set.union(*chunks)) < sum(map(len, chunks))
+
+
+def test_programs_of_all_steps_share_their_memory() -> None:
+    """It goes when they are freed."""
+    fastgen.disable()
+    fastgen.enable()
+    gc.collect()
+    assert program.memory.nbytes == 0
+    model, inputs = build(FAMILIES[0], CPU)
+    for options in (BEAMS, GREEDY, {**GREEDY, "repetition_penalty": 1.3}):
+        run(model, inputs, options)
+    steps = list(graph_cache._of(model).steps.values())
+    assert len(steps) == 3
+    chunks = [chunk for step in steps for made, _ in step._graphs for chunk in made._chunks]
+    assert len(set(chunks)) < len(chunks) and program.memory.nbytes == sum(c.storage.nbytes() for c in set(chunks))
+    del steps, chunks
+    fastgen.disable()
+    gc.collect()
+    assert program.memory.nbytes == 0
 
 
 def test_weights_in_other_numbers_free_what_was_recorded() -> None:

@@ -42,7 +42,7 @@ def taken(device: torch.device) -> Iterator[None]:
 
 
 def waits(device: torch.device) -> bool:
-    """Whether a call waits for the turn: programs on the CPU share no memory, and a call can do without one."""
+    """Whether a call waits for the turn: on the CPU it can do without."""
     return device.type != "cpu"
 
 

@@ -8,7 +8,6 @@ Products with a weight become FastGen's where that is measured to be faster, and
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,18 +17,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import products
+from fastgen.decoding import arena, products
 from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
 from fastgen.ops import elementwise
 
-_ALIGNMENT = 64  # results begin at a multiple of this in memory: a cache line
+# Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
+# leaves for the next one is in tensors that were there before the capture.
+memory = arena.Arena()
 
 
 class Program:
     """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: arena.Arena = memory) -> None:
+        self._memory = memory
         self._calls: list[Callable[[], object]] = []
+        self._chunks: set[arena.Chunk] = set()
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Records what `function` does. What it writes is undone.
@@ -39,7 +42,8 @@ class Program:
         """
         with torch.inference_mode():
             recording, _ = record(function)
-            self._calls = _Compiler(recording).calls()
+            compiler = _Compiler(recording, self._memory)
+            self._calls, self._chunks = compiler.calls(), compiler.chunks
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
@@ -55,13 +59,13 @@ _Work = list[elementwise.Instruction] | products.Product | Callable[[], object]
 class _Compiler:
     """From a recording to calls."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, memory: arena.Arena) -> None:
         operations = [each for each in recording.operations if not each.is_allocation]
         _check_that_all_is_written(recording, operations)
         self._groups = _grouped(operations)
         self._storages = recording.storages
-        self._begins, size = _planned(recording, self._groups)
-        self._memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        self._places = memory.place(_lifetimes(recording, self._groups))
+        self.chunks = {chunk for chunk, _ in self._places.values()}
 
     def calls(self) -> list[Callable[[], object]]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""
@@ -93,9 +97,9 @@ class _Compiler:
     def _value(self, leaf: Place | Constant) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
-        begin = self._begins.get(leaf.storage)
-        storage = self._storages[leaf.storage] if begin is None else self._memory
-        offset = leaf.offset + (begin or 0) // leaf.dtype.itemsize
+        chunk, begin = self._places.get(leaf.storage, (None, 0))
+        storage = self._storages[leaf.storage] if chunk is None else chunk.storage
+        offset = leaf.offset + begin // leaf.dtype.itemsize
         return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
 
 
@@ -161,29 +165,8 @@ def _storages(operation: Operation) -> set[int]:
     return {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)}
 
 
-def _planned(recording: Recording, groups: list[list[Operation]]) -> tuple[dict[int, int], int]:
-    """Where the storages that a recording makes itself begin in one piece of memory, and how large that is, in bytes.
-
-    Each has its place from the group that first uses it to the last one: what is in a group is executed at once. The
-    largest are placed first, each in the first gap that is free for so long (TurboTransformers, Fang et al., PPoPP
-    2021, Algorithm 1, with one chunk).
-    """
-    uses: dict[int, tuple[int, int]] = {}
-    sizes: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        for place in itertools.chain.from_iterable((*operation.leaves, *operation.fresh) for operation in group):
-            if isinstance(place, Place) and place.storage in recording.made:
-                uses[place.storage] = uses.get(place.storage, (number,))[0], number
-                sizes[place.storage] = max(sizes.get(place.storage, 0), place.end)
-    placed: list[tuple[int, int, int]] = []  # (begin, end, storage), in this order
-    begins: dict[int, int] = {}
-    for storage, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        begin, (first, last) = 0, uses[storage]
-        for other_begin, other_end, other in placed:
-            if uses[other][0] <= last and first <= uses[other][1]:
-                if begin + size <= other_begin:
-                    break
-                begin = max(begin, other_end)
-        begins[storage] = begin
-        bisect.insort(placed, (begin, -(-(begin + size) // _ALIGNMENT) * _ALIGNMENT, storage))
-    return begins, max((end for _, end, _ in placed), default=0)
+def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:
+    """Of the storages that a recording makes itself, by number. What is in a group is executed at one moment."""
+    made = recording.made
+    places = [[p for each in group for p in (*each.leaves, *each.fresh) if isinstance(p, Place)] for group in groups]
+    return arena.lifetimes([(place.storage, place.end) for place in some if place.storage in made] for some in places)

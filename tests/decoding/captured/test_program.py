@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fastgen import settings
+from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import Place, record
@@ -473,35 +475,56 @@ def test_memory_is_planned(steps: list[tuple[str, int, int]]) -> None:
     x = torch.randn(40)
     recording, _ = record(lambda: run(steps, x))
     operations = [each for each in recording.operations if not each.is_allocation]
-    begins, size = program._planned(recording, [[each] for each in operations])
+    places = Arena().place(program._lifetimes(recording, [[each] for each in operations]))
 
     used = [
         {place.storage for place in (*each.leaves, *each.fresh) if isinstance(place, Place)} & recording.made
         for each in operations
     ]
-    assert set(begins) == set().union(*used)
-    times = {number: [t for t, now in enumerate(used) if number in now] for number in begins}
+    assert set(places) == set().union(*used)
+    times = {number: [t for t, now in enumerate(used) if number in now] for number in places}
+    begins = {number: chunk.storage.data_ptr() + begin for number, (chunk, begin) in places.items()}
     ends = {number: begin + recording.storages[number].nbytes() for number, begin in begins.items()}
-    for a in begins:
-        assert begins[a] % 64 == 0 and begins[a] >= 0 and ends[a] <= size
-        for b in begins:
+    for a, (chunk, _) in places.items():
+        assert begins[a] % 64 == 0 and chunk.storage.data_ptr() <= begins[a]
+        assert ends[a] <= chunk.storage.data_ptr() + chunk.storage.nbytes()
+        for b in places:
             if a < b and times[a][0] <= times[b][-1] and times[b][0] <= times[a][-1]:
                 assert ends[a] <= begins[b] or ends[b] <= begins[a]
-    moments = [
-        sum(ends[n] - begins[n] for n in begins if times[n][0] <= t <= times[n][-1]) for t in range(len(operations))
-    ]
-    assert max(moments, default=0) <= size <= sum(-(-(ends[n] - begins[n]) // 64) * 64 for n in begins)
+
+
+def chain() -> Tensor:
+    x = torch.ones(1000)
+    for _ in range(30):
+        x = x + 1
+    return x
 
 
 def test_memory_is_used_again() -> None:
-    def chain() -> Tensor:
-        x = torch.ones(1000)
-        for _ in range(30):
-            x = x + 1
-        return x
-
     recording, _ = record(chain)
-    assert program._planned(recording, [[each] for each in recording.operations])[1] == 2 * 4032
+    places = Arena().place(program._lifetimes(recording, [[each] for each in recording.operations]))
+    assert {begin for _, begin in places.values()} == {0, 4032}
+
+
+def test_programs_share_their_memory() -> None:
+    """Whatever others have left there, each gives what it gives alone. The memory goes with the last of them."""
+    memory, x = Arena(), torch.randn(300)
+    functions: list[Callable[[], Any]] = [chain, lambda: (x * 2).exp().cumsum(0) - x, lambda: x.topk(9)[0] + x[:9]]
+    programs = [Replayed(memory) for _ in functions]
+    results = [made.capture(function) for made, function in zip(programs, functions, strict=True)]
+    assert (memory.allocations, memory.nbytes) == (1, LEAST_CHUNK)
+    for number in (0, 1, 2, 1, 0, 2):
+        x.normal_()
+        (chunk,) = programs[0]._chunks
+        torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
+        programs[number].replay()
+        assert torch.equal(results[number], functions[number]())
+    del chunk, programs[1:]
+    gc.collect()
+    assert memory.nbytes == LEAST_CHUNK
+    del programs[0]
+    gc.collect()
+    assert memory.nbytes == 0
 
 
 @pytest.fixture(autouse=True)

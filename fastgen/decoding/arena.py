@@ -1,0 +1,143 @@
+"""Memory of recorded programs: planned ahead from what is known of its use, in chunks that programs share.
+
+When a result is made and when it is read for the last time is known once a program has been recorded. So nothing is
+allocated while it runs, and results that are not in use at the same time lie in the same place.
+
+The plan is that of TurboTransformers (Fang et al., "TurboTransformers: An Efficient GPU Serving System For Transformer
+Models", PPoPP 2021, Algorithm 1), but for what does not fit into the chunks that there are: that goes into one new
+chunk as large as its own plan, instead of a chunk for each result that is 1.2 times as large as that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+ALIGNMENT = 64  # buffers begin at a multiple of it, in bytes: a cache line
+LEAST_CHUNK = 2**21  # bytes: what a small program leaves serves the next ones
+
+
+class Buffer(NamedTuple):
+    """Memory that is needed from one moment to another, both of them included.
+
+    Attributes:
+        size: in bytes.
+    """
+
+    size: int
+    first: int
+    last: int
+
+
+class Spot(NamedTuple):
+    """Where a buffer lies: the number of its chunk, and where it begins there, in bytes."""
+
+    chunk: int
+    begin: int
+
+
+class _Placed(NamedTuple):
+    begin: int
+    end: int
+    buffer: Buffer
+
+
+def lifetimes(moments: Iterable[Iterable[tuple[int, int]]]) -> dict[int, Buffer]:
+    """The buffers, by number, of which each moment uses some: pairs of a number and the bytes that it needs."""
+    found: dict[int, Buffer] = {}
+    for moment, used in enumerate(moments):
+        for number, size in used:
+            before = found.get(number, Buffer(0, moment, moment))
+            found[number] = Buffer(max(before.size, size), before.first, moment)
+    return found
+
+
+def plan(buffers: Mapping[int, Buffer], chunks: Sequence[int] = ()) -> tuple[dict[int, Spot], int]:
+    """Places buffers in chunks. Two that are needed at the same time do not overlap.
+
+    The largest is placed first, each in the first chunk that has room for it as long as it is needed, and there in the
+    smallest gap that it fits into.
+
+    Args:
+        buffers: by number.
+        chunks: sizes of those that there are, in bytes.
+
+    Returns:
+        Where each buffer lies, and the bytes that are needed of a chunk behind the given ones; 0 where they suffice.
+    """
+    placed: list[list[_Placed]] = [[] for _ in range(len(chunks) + 1)]  # each in the order of `begin`
+    spots: dict[int, Spot] = {}
+    for number, buffer in sorted(buffers.items(), key=lambda item: -item[1].size):
+        size = _rounded(buffer.size)
+        ends = enumerate((*chunks, math.inf))
+        begins = ((chunk, _gap(buffer, size, placed[chunk], end)) for chunk, end in ends)
+        spot = next(Spot(chunk, begin) for chunk, begin in begins if begin is not None)
+        bisect.insort(placed[spot.chunk], _Placed(spot.begin, spot.begin + size, buffer))
+        spots[number] = spot
+    return spots, max((each.end for each in placed[-1]), default=0)
+
+
+def _gap(buffer: Buffer, size: int, placed: list[_Placed], end: float) -> int | None:
+    """Where the smallest gap begins that has the size and is free while the buffer is needed; None without one."""
+    free, best, smallest = 0, None, math.inf
+    for other in placed:
+        if other.buffer.first <= buffer.last and buffer.first <= other.buffer.last:
+            if size <= other.begin - free < smallest:
+                best, smallest = free, other.begin - free
+            free = max(free, other.end)
+    return free if best is None and free + size <= end else best
+
+
+def _rounded(size: int) -> int:
+    return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+
+
+class Chunk:
+    """A piece of the host's memory, of so many bytes. Lives as long as a program has it."""
+
+    def __init__(self, size: int) -> None:
+        self.storage = torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
+
+
+class Arena:
+    """Chunks that several programs use, one program after the other.
+
+    Nothing is kept in them from one program to the next, so only one may run at a time. A chunk is freed with the last
+    program that has something in it.
+
+    Attributes:
+        allocations: chunks made so far.
+        nbytes: of the chunks that there are.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: weakref.WeakValueDictionary[int, Chunk] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self.allocations = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.storage.nbytes() for chunk in list(self._chunks.values()))
+
+    def place(self, buffers: Mapping[int, Buffer]) -> dict[int, tuple[Chunk, int]]:
+        """Memory for each buffer of a program: its chunk, and where it begins there, in bytes.
+
+        The program must keep the chunks as long as it runs.
+
+        Raises:
+            RuntimeError: there is too little memory for a new chunk.
+        """
+        with self._lock:
+            chunks = list(self._chunks.values())
+            spots, needed = plan(buffers, [chunk.storage.nbytes() for chunk in chunks])
+            if needed:
+                chunks.append(Chunk(max(needed, LEAST_CHUNK)))
+                self._chunks[self.allocations] = chunks[-1]
+                self.allocations += 1
+        return {number: (chunks[spot.chunk], spot.begin) for number, spot in spots.items()}
