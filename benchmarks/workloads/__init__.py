@@ -14,6 +14,7 @@ _MODULES = (
     "attention",
     "small_cases",
     "real_calls",
+    "half_precision",
     "smollm2_chat",
     "opus_mt",
     "bart_base",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from benchmarks.workload import Workload
 from benchmarks.workloads import fairseq_shapes
 from benchmarks.workloads.gpu_ablation import ablation
-from benchmarks.workloads.gpu_half import HALF
 from benchmarks.workloads.gpu_host_time import HOST_TIME
 from benchmarks.workloads.gpu_kernels import ATTENTION, NO_REPEAT_NGRAM
 from benchmarks.workloads.gpu_largest import largest
@@ -23,6 +22,7 @@ from benchmarks.workloads.gpu_models import (
     OnGpu,
     ten_times,
 )
+from benchmarks.workloads.half_precision import HALF_ON_GPU
 
 
 def _compiled(work: OnGpu, *backends: str) -> OnGpu:
@@ -45,7 +45,7 @@ WORKLOADS: list[Workload] = [
     NO_REPEAT_NGRAM,
     ATTENTION,
     HOST_TIME,
-    HALF,
+    HALF_ON_GPU,
     LLAMA_7B,
     largest(BART_LARGE, seconds=60, targets=(ten_times(),)),
     GPT2,

@@ -21,6 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
 _STREAMED = torch.ops.fastgen.streamed_linear_out.default
+_WIDENED = widened_linear.widened_linear_out
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: less is not worth a copy of it. Dot products must,
@@ -182,7 +183,11 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
     if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
         return None
     # Each as a share of the time that torch's takes.
-    shares = {_DOTS: _share_by_dots(x, weight, bias), _STREAMED: _share_streamed(x, weight)}
+    shares = {
+        _DOTS: _share_by_dots(x, weight, bias),
+        _STREAMED: _share_streamed(x, weight),
+        _WIDENED: _share_widened(x, weight, bias),
+    }
     operator, share = min(shares.items(), key=lambda item: item[1])
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
 
@@ -199,3 +204,10 @@ def _share_streamed(x: Tensor, weight: Tensor) -> float:
         return math.inf
     costs = linear.costs(*x.shape, weight.shape[0], transposed=weight.stride(0) == 1)
     return math.inf if costs is None else costs.streamed / costs.plain
+
+
+def _share_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    if not widened_linear.serves(x, weight, bias):
+        return math.inf
+    costs = widened_linear.costs(*x.shape, weight.shape[0], x.dtype)
+    return math.inf if costs is None else costs.widened / costs.plain

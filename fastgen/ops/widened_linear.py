@@ -65,15 +65,20 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     rows = as_rows(x)
     y = x.new_empty(rows.shape[0], weight.shape[0])
+    widened_linear_out(y, rows, weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def widened_linear_out(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Writes the result to y, [rows, outputs], for x as [rows, inputs]."""
     lines = max(_BLOCK_BYTES // (4 * weight.shape[1]), _MIN_LINES)
     widened = weight.new_empty(min(lines, weight.shape[0]), weight.shape[1], dtype=torch.float32)
-    for some, result in zip(rows.split(_BLOCK_ROWS), y.split(_BLOCK_ROWS), strict=True):
-        exact = some.float()
+    for rows, result in zip(x.split(_BLOCK_ROWS), y.split(_BLOCK_ROWS), strict=True):
+        exact = rows.float()
         for begin in range(0, weight.shape[0], lines):
             part = slice(begin, begin + lines)
             block = widened[: weight[part].shape[0]].copy_(weight[part]).t()
             result[:, part] = exact.mm(block) if bias is None else torch.addmm(bias[part].float(), exact, block)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True) -> Costs | None:

@@ -243,9 +243,11 @@ class TestHalfPrecision:
         )  # fmt: skip
         return lambda **changes: run_workload(replace(workload, **changes), ON_CPU)
 
-    def test_report(self, run):
-        record = run()
-        assert record.errors == [] and record.identical is True and record.accelerated is False
+    @pytest.mark.parametrize("needs_gpu", [True, False])
+    def test_report(self, run, needs_gpu):
+        """On a GPU a captured step is expected in every call."""
+        record = run(needs_gpu=needs_gpu)
+        assert record.errors == [] and record.identical is True and record.accelerated is not needs_gpu
         assert record.metrics["same fp32"] == 1.0 and record.metrics["bleu fp32"] == 0
         assert 0 <= record.same["fastgen, bf16"] <= 1 and len(record.backends) == 6
         assert all(target["measured"] is not None for target in record.targets)

@@ -23,7 +23,7 @@ from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import Place, record
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import dot_linear, linear, widened_linear
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
 
@@ -188,7 +188,11 @@ class TestProducts:
         """How many products are FastGen's, and what replays."""
         recorded = Replayed()
         result = recorded.capture(function)
-        own = {torch.ops.fastgen.streamed_linear_out.default, torch.ops.fastgen.dot_linear_out.default}
+        own = {
+            torch.ops.fastgen.streamed_linear_out.default,
+            torch.ops.fastgen.dot_linear_out.default,
+            widened_linear.widened_linear_out,
+        }
         return sum(each in own for each in recorded.functions), lambda: recorded.replay() or result
 
     @needs_kernel
@@ -286,11 +290,16 @@ class TestProducts:
 
     @needs_kernel
     @pytest.mark.parametrize("biased", [True, False])
-    def test_bfloat16(self, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((3, 2, 24), (70, 24), (70,)))
+    @pytest.mark.parametrize("rows", [6, 20])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_half_precision(self, dtype: torch.dtype, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Few rows as dot products, more of them in float32."""
+        x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows // 2, 2, 24), (70, 24), (70,)))
         layer = partial(F.linear, x, weight, bias if biased else None)
+        monkeypatch.setattr(widened_linear, "costs", lambda *shape, **how: widened_linear.Costs(1.0, 2.0))
         assert self.captured(layer)[0] == 0
         monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(2.0, 1.0))
+        monkeypatch.setattr(widened_linear, "costs", lambda *shape, **how: widened_linear.Costs(2.0, 1.0))
         count, replay = self.captured(layer)
         assert count == 1
         for _ in range(2):
