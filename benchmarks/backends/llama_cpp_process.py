@@ -78,7 +78,10 @@ def _converted(llama_cpp: Any, file: str, target: Path, file_type: int) -> str:
 
 def _model(llama_cpp: Any, file: str, precision: str) -> Any:
     """The model, whose weights must have the precision that the results say."""
-    model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+    parameters = llama_cpp.llama_model_default_params()
+    # Its products in AMX, of weights with 8 or 4 bits, can end the process (ggml-org/llama.cpp, issue 20824).
+    parameters.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(file.encode(), parameters)
     said = ctypes.create_string_buffer(256)
     llama_cpp.llama_model_desc(model, said, len(said))
     if precision not in said.value.decode():

@@ -396,6 +396,9 @@ class FakeLlama(SimpleNamespace):
         self.converted.append((file, target))
         return 0
 
+    def llama_model_load_from_file(self, file, parameters):
+        assert parameters.use_extra_bufts is False
+
     def llama_model_desc(self, model, said, size):
         said.value = f"llama {self.kind}".encode()
 
