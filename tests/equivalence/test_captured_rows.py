@@ -52,7 +52,7 @@ def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: boo
 def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> CapturedStep:
     key = {
         "batch": BATCH, "per_input": beams, "prompt_capacity": PROMPT, "new_capacity": NEW, "stored_capacity": PROMPT,
-        "capacity": NEW, "width": 1, "encoder": None, "source_in_front": False,
+        "capacity": NEW + 8, "width": 1, "encoder": None, "source_in_front": False,
         "early_stopping": None if beams == 1 else False, "samples": False, "eos": eos, "processors": (),
         "has_criteria": False, "tensors": ("attention_mask", "position_ids"), "constants": (("use_cache", True),),
         "kv": (), "windows": (None,) * len(prompt.own),
@@ -109,6 +109,12 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
             step.start(model, done, HOST)
         assert step.is_captured and bool(step.search.done)
         found |= {number: result(step, places[number]) for number in (1, 2, 3)}
+    for number in (1, 2, 3):
+        # What the model gets: its last token is at the end of what it has, and the mask ends there.
+        rows = slice(places[number] * beams, (places[number] + 1) * beams)
+        last = prompts[number].shape[1] - 1 + step._state.position[rows]
+        assert step._inputs["position_ids"][rows, 0].equal(last)
+        assert step._inputs["attention_mask"][rows].sum(dim=1).equal(last + 1)
     for number, row in enumerate(wanted):
         length = len(row)
         assert found[number][:length] == row
@@ -116,7 +122,14 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"windows": (8, 8)}, {"has_criteria": True}, {"processors": None}, {"tensors": ("attention_mask",)}]
+    "changes",
+    [
+        {"windows": (8, 8)},
+        {"has_criteria": True},
+        {"processors": None},
+        {"tensors": ("attention_mask",)},
+        {"capacity": 7},  # another step would take over
+    ],
 )
 def test_inputs_that_can_only_begin_together(changes: dict[str, Any]) -> None:
     model = KNOWN["llama"].build()

@@ -175,7 +175,8 @@ class CapturedStep:
         """
         key = self.key
         is_by_row = key.processors == () and not (key.has_criteria or key.encoder or any(key.windows))
-        if inputs != slice(None) and not (is_by_row and {"attention_mask", "position_ids"} <= {*key.tensors}):
+        is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= key.capacity
+        if inputs != slice(None) and not is_by_row:
             raise ValueError("inputs of this step can only begin together")
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
