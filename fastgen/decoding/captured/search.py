@@ -1,8 +1,8 @@
 """The bookkeeping of a search in buffers of fixed sizes, with nothing that waits for the device.
 
 The rules are those of Transformers' loops (5.x), number by number. There, shapes grow with the length and the host
-looks at a flag in every step; here, the length is on the device, every step does the same, and a step after the end
-changes nothing, so that the flag may be looked at late.
+looks at a flag in every step; here, the lengths are on the device, every step does the same, and a step after the end
+changes nothing, so that the flag may be looked at late. Every input has its own length, and may begin at any step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ class Search:
     """Sequences in buffers, and how far they are: at most `batch` inputs with `per_input` sequences each.
 
     The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that what is
-    generated begins at the same position whatever the prompt's length. One search is run after the other. Tokens of
-    `eos` end a sequence.
+    generated begins at the same position whatever the prompt's length. Tokens of `eos` end a sequence.
 
     Attributes:
         prompt_capacity, new_capacity: positions for the prompt and for what is generated.
         running_sequences: [batch, per_input, prompt_capacity + new_capacity], int64: filled up to `length`.
+        start, length, limit: [batch, per_input], int64, positions of the buffers: where sequences begin, up to where
+            they are filled, and how far they may go.
+        prompt: one int64: where all prompts end.
+        unfinished: [batch, per_input], bool: sequences that go on; of beam search, those of inputs that do.
         tokens: [rows], int64: what each row is continued with.
         parents: [rows], int64: the row that each row continues; None: itself.
-        start, prompt, length, limit: one int64 each, positions of the buffers: where the sequences begin, where their
-            prompt ends, up to where they are filled, and how far they may go.
-        done: one bool: the search is over.
+        taken: [batch, per_input], int64: by how many tokens the step has continued each sequence.
+        done: one bool: all of the search is over.
         is_spoilt: one bool: probabilities to draw from were NaN.
     """
 
@@ -58,7 +60,9 @@ class Search:
         self.running_sequences = self._positions.new_zeros(batch, per_input, prompt_capacity + new_capacity)
         self.tokens = self._positions.new_zeros(batch * per_input)
         self.prompt = torch.full((), prompt_capacity, dtype=torch.int64, device=device)
-        self.start, self.length, self.limit = (torch.zeros_like(self.prompt) for _ in range(3))
+        self.start, self.length, self.limit = self._positions.new_zeros(3, batch, per_input).unbind()
+        self.unfinished = torch.ones_like(self.length, dtype=torch.bool)
+        self.taken = torch.zeros_like(self.length)
         self.done = torch.zeros((), dtype=torch.bool, device=device)
         self.is_spoilt = torch.zeros_like(self.done)
         # Inputs that are there; the others fill the batch up.
@@ -69,31 +73,37 @@ class Search:
         """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
         return self.running_sequences.flatten(0, 1)
 
-    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
-        """Starts a search from `prompt`, [inputs, length], int64; `fill` stands behind the end of a sequence.
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, inputs: slice = slice(None)) -> None:
+        """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
+
+        It is that of the first n of `inputs`. The rest of these fill the batch up, and all others go on.
 
         Raises:
             ValueError: there is nothing to generate, or more than the capacity.
         """
-        inputs, width = prompt.shape
+        count, width = prompt.shape
+        room = len(range(self._batch)[inputs])
         if new_tokens < 1:
             raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
-        if inputs > self._batch or width > self.prompt_capacity or new_tokens > self.new_capacity:
+        if count > room or width > self.prompt_capacity or new_tokens > self.new_capacity:
             raise ValueError(
-                f"{inputs} prompts of {width} and {new_tokens} new tokens into buffers for {self._batch} prompts of "
+                f"{count} prompts of {width} and {new_tokens} new tokens into buffers for {room} prompts of "
                 f"{self.prompt_capacity} and {self.new_capacity} new tokens"
             )
         start = self.prompt_capacity - width
-        self.running_sequences.fill_(fill)
-        self.running_sequences[:, :, :start] = NOTHING
-        self.running_sequences[:inputs, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
-        self.tokens.copy_(self.running_tokens[:, self.prompt_capacity - 1].clamp(min=0))
-        self.start.fill_(start)
-        self.length.fill_(self.prompt_capacity)
-        self.limit.fill_(self.prompt_capacity + new_tokens)
+        sequences = self.running_sequences[inputs]
+        sequences.fill_(fill)
+        sequences[:, :, :start] = NOTHING
+        sequences[:count, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
+        self._by_input(self.tokens)[inputs] = sequences[:, :, self.prompt_capacity - 1].clamp(min=0)
+        self.start[inputs] = start
+        self.length[inputs] = self.prompt_capacity
+        self.limit[inputs] = self.prompt_capacity + new_tokens
+        self._is_real[inputs] = (torch.arange(room, device=prompt.device) < count).unsqueeze(1)
+        self.unfinished[inputs] = self._is_real[inputs]
         self.done.fill_(False)
-        self.is_spoilt.fill_(False)
-        self._is_real.copy_((torch.arange(self._batch, device=prompt.device) < inputs).unsqueeze(1))
+        if inputs == slice(None):
+            self.is_spoilt.fill_(False)
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
         """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them."""
@@ -141,29 +151,33 @@ class Search:
         self.is_spoilt.logical_or_((probabilities[:, 0].isnan() & is_real & ~self.done).any())
         return probabilities / torch.empty_like(probabilities).exponential_()
 
-    def _change(self, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:
-        """The end of a step: new contents of buffers. After the end of the search all stay what they are."""
-        for old, new in (*changes, (self.length, self.length + 1)):
-            old.copy_(torch.where(self.done, old, new))
+    def _by_input(self, rows: Tensor) -> Tensor:
+        return rows.view(self._batch, -1)
+
+    def _moves(self) -> Tensor:
+        """[batch, per_input], bool: what a step changes: nothing behind limits, or after the end of the search."""
+        return ~(self.done | (self.length >= self.limit))
+
+    def _change(self, moves: Tensor, unfinished: Tensor, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:
+        """The end of a step: new contents of buffers, [batch, per_input, ...], of those that `_moves` has named."""
+        for old, new in changes:
+            old.copy_(torch.where(moves if old.dim() == 2 else moves.unsqueeze(2), new, old))
+        self.taken.copy_(moves)
+        self.length.add_(self.taken)
+        self.unfinished.copy_(unfinished)
         self.done.logical_or_(over | self.is_spoilt if self._samples else over)
 
 
 class RowSearch(Search):
-    """Every row is continued for itself: with the most probable token, or with one that is drawn.
-
-    Attributes:
-        unfinished: [rows], bool: sequences that go on.
-    """
+    """Every row is continued for itself: with the most probable token, or with one that is drawn."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        self.unfinished = torch.ones_like(self.tokens, dtype=torch.bool)
-        self._fill = torch.zeros_like(self.length)
+        self._fill = torch.zeros_like(self.tokens)
 
-    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0) -> None:
-        super().begin(prompt, new_tokens, fill=fill)
-        self.unfinished.copy_(self._is_real.expand(-1, self._per_input).reshape(-1))
-        self._fill.fill_(fill)
+    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, inputs: slice = slice(None)) -> None:
+        super().begin(prompt, new_tokens, fill=fill, inputs=inputs)
+        self._by_input(self._fill)[inputs] = fill
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
         """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up."""
@@ -175,22 +189,20 @@ class RowSearch(Search):
         return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
 
     def _filled(self, tokens: Tensor) -> Tensor:
-        return torch.where(self.unfinished, tokens, self._fill) if len(self._eos) else tokens
+        return torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        tokens = self._filled(proposal[0])
-        is_next = self._positions == self.length
-        written = torch.where(is_next, tokens.view(self._batch, -1, 1), self.running_sequences)
-        unfinished = self.unfinished & ~self._ends(tokens, stops)
-        self._change(
-            ~unfinished.any() | (self.length + 1 >= self.limit),
-            (self.running_sequences, written),
-            (self.unfinished, unfinished),
-            (self.tokens, tokens),
-        )
+        tokens = self._by_input(self._filled(proposal[0]))
+        is_next = self._positions == self.length.unsqueeze(2)
+        written = torch.where(is_next, tokens.unsqueeze(2), self.running_sequences)
+        ends = self._ends(tokens, stops) | (self.length + 1 >= self.limit)
+        unfinished = self.unfinished & ~ends
+        changes = (self.running_sequences, written), (self._by_input(self.tokens), tokens)
+        self._change(self._moves(), unfinished, ~unfinished.any(), *changes)
 
     def results(self, inputs: int, count: int) -> Tensor:
-        return self.running_sequences[:inputs, :count, int(self.start) : int(self.length)].flatten(0, 1).clone()
+        start, end = int(self.start[:inputs].min()), int(self.length[:inputs].max())
+        return self.running_sequences[:inputs, :count, start:end].flatten(0, 1).clone()
 
 
 class BeamSearch(Search):
@@ -225,26 +237,27 @@ class BeamSearch(Search):
         self._steps = torch.arange(self.new_capacity, device=device)
         self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
         self._best_beams = torch.arange(self.candidates, device=device) < beams
-        self._penalties = torch.ones(self.new_capacity + 2, device=device)
-        self._favours_length = torch.zeros_like(self.done)
+        self._penalties = torch.ones(batch, self.new_capacity + 2, device=device)
+        self._favours_length = torch.zeros_like(self._is_real)
 
-    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, length_penalty: float = 1.0) -> None:
+    def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:
         """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
-        super().begin(prompt, new_tokens, fill=fill)
-        self.sequences.copy_(self.running_sequences)
+        super().begin(prompt, new_tokens, **options)
+        inputs = options.get("inputs", slice(None))
+        self.sequences[inputs] = self.running_sequences[inputs]
         # All beams are the same at first: only one of them may be continued.
-        self.running_scores.zero_()
-        self.running_scores[:, 1:] = _NEVER
-        self.scores.fill_(_NEVER)
-        self.running_indices.fill_(-1)
-        self.indices.fill_(-1)
-        self.finished.fill_(False)
-        self.parents.copy_(self._own_rows)
-        self._improvable.copy_(self._is_real)
+        self.running_scores[inputs] = 0
+        self.running_scores[inputs, 1:] = _NEVER
+        self.scores[inputs] = _NEVER
+        self.running_indices[inputs] = -1
+        self.indices[inputs] = -1
+        self.finished[inputs] = False
+        self._by_input(self.parents)[inputs] = self._by_input(self._own_rows)[inputs]
+        self._improvable[inputs] = self._is_real[inputs]
         # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
         penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.new_capacity + 2)]
-        self._penalties.copy_(torch.tensor(penalties, dtype=torch.float64).float())
-        self._favours_length.fill_(length_penalty > 0.0)
+        self._penalties[inputs] = torch.tensor(penalties, dtype=torch.float64).float().to(self._penalties.device)
+        self._favours_length[inputs] = length_penalty > 0.0
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
         if not self._samples:
@@ -261,23 +274,25 @@ class BeamSearch(Search):
         return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        candidates = Candidates(*proposal)
-        step = self.length - self.prompt_capacity
+        candidates, moves = Candidates(*proposal), self._moves()
+        length, limit = self.length[:, :1], self.limit[:, :1]
+        step = length - self.prompt_capacity
 
         # The candidates with their histories; an index behind the end (in a step after it) writes nothing.
         sequences = _pick(self.running_sequences, candidates.beams)
-        sequences = torch.where(self._positions == self.length, candidates.tokens.unsqueeze(2), sequences)
+        sequences = torch.where(self._positions == length.unsqueeze(2), candidates.tokens.unsqueeze(2), sequences)
         rows = (candidates.beams + self._first_rows).int()
         indices = _pick(self.running_indices, candidates.beams)
-        indices = torch.where(self._steps == step, rows.unsqueeze(2), indices)
-        ends = self._ends(candidates.tokens, stops) | (self.length + 1 >= self.limit)
+        indices = torch.where(self._steps == step.unsqueeze(2), rows.unsqueeze(2), indices)
+        is_last = length + 1 >= limit
+        ends = self._ends(candidates.tokens, stops) | is_last
 
         # Those that go on.
         open_scores = candidates.scores + ends.float() * _NEVER
         chosen = open_scores.topk(self._per_input, dim=1).indices
         running_scores = open_scores.gather(1, chosen)
-        parents = rows.gather(1, chosen).long().reshape(-1)
-        tokens = candidates.tokens.gather(1, chosen).reshape(-1)
+        parents = rows.gather(1, chosen).long()
+        tokens = candidates.tokens.gather(1, chosen)
 
         # Those that are finished: of the best only, if their input can still be improved.
         just_finished = ends & self._best_beams
@@ -294,18 +309,23 @@ class BeamSearch(Search):
         # Is there anything left that could become better than what is there?
         steps = step + 1
         if self._early_stopping == "never":
-            steps = torch.where(self._favours_length, self.limit - self.prompt_capacity, steps)
+            steps = torch.where(self._favours_length, limit - self.prompt_capacity, steps)
         hoped = self._per_length(running_scores[:, :1], steps)
         worst = scores.amin(dim=1, keepdim=True).masked_fill(~finished, _NEVER)
         improvable = self._improvable & (hoped > worst).any(dim=1, keepdim=True)
-        over = ~improvable.any() | (ends | ~self._is_real).all()
+        unfinished = improvable & ~is_last
         if self._early_stopping is True:
-            over = over | (finished | ~self._is_real).all()
+            unfinished = unfinished & ~finished.all(dim=1, keepdim=True)
 
-        # What is read above is written below, and only here.
-        self.parents.copy_(torch.where(self.done, self._own_rows, parents))
+        # What is read above is written below, and only here. An input that is over goes on to its limit, as in the
+        # library while there are others: nothing that it finds is any better.
+        parents = torch.where(moves, parents, self._by_input(self._own_rows))
+        self._by_input(self.parents).copy_(parents)
+        self._improvable.copy_(improvable)
         self._change(
-            over,
+            moves,
+            unfinished,
+            ~unfinished.any() | (ends | ~self._is_real).all(),
             (self.sequences, _pick(torch.cat([self.sequences, sequences], dim=1), kept)),
             (self.indices, _pick(torch.cat([self.indices, indices], dim=1), kept)),
             (self.running_sequences, _pick(sequences, chosen)),
@@ -313,12 +333,11 @@ class BeamSearch(Search):
             (self.running_scores, running_scores),
             (self.scores, scores),
             (self.finished, finished),
-            (self._improvable, improvable),
-            (self.tokens, tokens),
+            (self._by_input(self.tokens), tokens),
         )
 
     def results(self, inputs: int, count: int) -> Tensor:
-        start, end = int(self.start), self.prompt_capacity + self._written(inputs, count)
+        start, end = int(self.start[:inputs].min()), self.prompt_capacity + self._written(inputs, count)
         return self.sequences[:inputs, :count, start:end].flatten(0, 1).clone()
 
     def result_indices(self, inputs: int, count: int) -> Tensor:
@@ -329,7 +348,7 @@ class BeamSearch(Search):
         return int((self.indices[:inputs, :count] >= 0).sum(dim=2).max())
 
     def _per_length(self, scores: Tensor, steps: Tensor) -> Tensor:
-        penalty = self._penalties.index_select(0, steps.clamp(0, self._penalties.shape[0] - 1).reshape(1))
+        penalty = self._penalties.gather(1, steps.clamp(0, self._penalties.shape[1] - 1))
         # A GPU divides by a number from the host, which the library's penalty is, by multiplying with its inverse.
         return scores * penalty.reciprocal() if scores.is_cuda else scores / penalty
 

@@ -47,7 +47,7 @@ def search(model, prompt, choose, late=0, **options):
     flags = []
     while len(flags) <= late or not flags[-1 - late]:
         length = min(prompt.shape[1] + len(flags), options["max_length"])
-        start = int(state.start)
+        start = int(state.start[0, 0])
         with torch.no_grad():
             logits = model(state.running_tokens[:, start : start + length].clamp(min=0)).logits[:, -1]
         state.take(choose(logits, state.running_scores, state.candidates))

@@ -23,7 +23,8 @@ class StepTokens(NamedTuple):
     """The running sequences at a step, all on the device: a replay sees what is in these int64 tensors then."""
 
     tokens: Tensor  # [rows, capacity]: a sequence in each row at [start, length), -1 in front of it, anything behind it
-    start: Tensor  # 0-dim, as the others: how many positions in front belong to no sequence (the filling of a bucket)
+    # [rows, 1] or 0-dim, as the others: how many positions in front belong to no sequence (the filling of a bucket).
+    start: Tensor
     length: Tensor  # where the sequences end: the library's current length is length - start
     prompt: Tensor  # where the prompt ends: the library's length of the prompt is prompt - start
     limit: Tensor  # the library's `max_length`, counted from `start`
@@ -225,7 +226,7 @@ class LengthPenalty(_OfTokens):
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         steps = step.length - step.prompt - self._start
-        factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(1))
+        factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(-1)).unsqueeze(1)
         index = self._columns(scores)
         found = scores.index_select(1, index)
         penalty = found.abs() * factor
@@ -243,7 +244,7 @@ class NoRepeatNGram(CapturedProcessor):
         self._n = n
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        return no_repeat_ngram_(scores, step.tokens, self._n, step.length.expand(len(scores)))
+        return no_repeat_ngram_(scores, step.tokens, self._n, step.length.view(-1).expand(len(scores)))
 
 
 class EncoderNoRepeatNGram(_EncoderTokens):
@@ -253,7 +254,7 @@ class EncoderNoRepeatNGram(_EncoderTokens):
         self._n = n
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        lengths = step.length.expand(len(scores))
+        lengths = step.length.view(-1).expand(len(scores))
         return no_repeat_ngram_(scores, step.tokens, self._n, lengths, context=self._encoder.tensor)
 
 
@@ -313,7 +314,7 @@ class SequenceBias(CapturedProcessor):
     def _completed(self, step: StepTokens) -> Tensor:
         """Which of the sequences lack but their last token, [rows, sequences of more than one token]."""
         positions = step.length - self._longest + torch.arange(self._longest, device=step.tokens.device)
-        last = step.tokens.index_select(1, positions.clamp(min=0)).unsqueeze(1)
+        last = step.tokens.gather(1, positions.clamp(min=0).expand(len(step.tokens), -1)).unsqueeze(1)
         equal = ((last == self._prefixes) | self._is_any).all(dim=2)
         return equal & (step.length - step.start >= self._least)
 

@@ -164,22 +164,34 @@ class CapturedStep:
 
     # ---- a call
 
-    def begin(self, prompt: Prompt, fill: int, **options: Any) -> None:
-        """Takes over a prompt. The other arguments are those of the search's `begin`."""
+    def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
+        """Takes over a prompt. The other arguments are those of the search's `begin`.
+
+        That of single `inputs`, which begin while others go on, has K and V of all tokens but the last: the next step
+        reads that one, as its tensors say, and chooses the first token. `choose_first` is for a whole batch.
+
+        Raises:
+            ValueError: the inputs of this step are at one position.
+        """
+        key = self.key
+        is_by_row = key.processors == () and not (key.has_criteria or key.encoder or any(key.windows))
+        is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= key.capacity
+        if inputs != slice(None) and not is_by_row:
+            raise ValueError("inputs of this step can only begin together")
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
             span = ((bound - dropped).clamp(min=0) for bound in prompt.span)
-            kv.load(*stored, *span, at_end=not self.key.source_in_front)
+            kv.load(*stored, *span, at_end=not self.key.source_in_front, inputs=inputs)
         for kv, stored in zip(self._cross, prompt.cross, strict=True):
-            kv.load(*stored, *prompt.cross_span, at_end=False)
+            kv.load(*stored, *prompt.cross_span, at_end=False, inputs=inputs)
         for name, buffer in self._inputs.items():
-            self._fill(name, buffer, prompt.tensors[name])
-        self._present = prompt.inputs
-        self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
-        self._state.begin()
-        self._start = self.key.prompt_capacity - prompt.tokens.shape[1]
-        self._seen.fill_(self.key.stored_capacity)
-        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, **options)
+            self._fill(name, buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1), prompt.tensors[name])
+        if inputs == slice(None):
+            self._present, self._start = prompt.inputs, key.prompt_capacity - prompt.tokens.shape[1]
+            self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
+        self._state.begin(inputs)
+        self._measure()
+        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, inputs=inputs, **options)
         self._flag.reset()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
@@ -285,7 +297,7 @@ class CapturedStep:
 
         Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
         """
-        new = int(self.search.length) - self.key.prompt_capacity - 1
+        new = int(self.search.length.max()) - self.key.prompt_capacity - 1
         own, cross = self._lengths
         at_end = not self.key.source_in_front
         return (
@@ -313,14 +325,20 @@ class CapturedStep:
 
     def _advance(self) -> None:
         """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
-        self._state.advance(self.search.parents)
-        self._seen.add_(1)
+        taken = self.search.taken.view(-1)
+        self._state.advance(self.search.parents, taken)
+        self._measure()
         for name, buffer in self._inputs.items():
             if name in POSITIONS:
-                buffer.add_(1)
+                buffer.add_(taken.unsqueeze(1))
             elif self._grows(name):
                 self._extend(buffer)
         self._send()
+
+    def _measure(self) -> None:
+        """To the model the cache is as long as its longest row. The mask takes out what others do not have."""
+        torch.amax(self._state.position, 0, out=self._seen)
+        self._seen.add_(self.key.stored_capacity)
 
     def _send(self) -> None:
         self._flag.send(self.search.done)
@@ -352,9 +370,8 @@ class CapturedStep:
             return logits(), True
         search = self.search
         scores = self._normalised(logits())
-        tokens = StepTokens(
-            search.running_tokens, search.start, search.length, search.prompt, search.limit - search.start
-        )
+        start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
+        tokens = StepTokens(search.running_tokens, start, length, search.prompt, limit - start)
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores, False

@@ -1,0 +1,139 @@
+"""Inputs that enter one captured step while others go on: the tokens of calls of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.program import Program
+from fastgen.ops import dot_linear, linear
+from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Key, Prompt
+from tests.equivalence.captured import KNOWN
+from tests.equivalence.models import PAD
+from tests.recorded_graph import RecordedGraph
+
+NEW, PROMPT, BATCH = 24, 16, 3
+HOST = Host(lambda tokens, scores: scores, lambda tokens: tokens[:, 0] < 0)  # neither is called
+
+
+@pytest.fixture(params=["program", "graph"], autouse=True)
+def captures(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cpu" or (request.param == "program" and graph.unavailable(device) is not None):
+        pytest.skip("steps are recorded on the CPU, and programs need the compiled operators")
+    made = {"program": Program, "graph": RecordedGraph}[request.param]
+    monkeypatch.setattr(graph, "new", lambda device: made())
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
+    monkeypatch.setattr(dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5))
+
+
+def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool, beams: int) -> Prompt:
+    """What is there when the first token is chosen, or (not `with_last`) when the last of the prompt is to be read."""
+    length = tokens.shape[1]
+    stored = length if with_last else length - 1
+    with torch.no_grad():
+        found = model(tokens[:, :stored], use_cache=True)
+    return Prompt(
+        tokens=tokens,
+        new_tokens=new_tokens,
+        stored=stored,
+        own=[(layer.keys, layer.values) for layer in found.past_key_values.layers],
+        cross=[],
+        span=(torch.zeros(1, dtype=torch.int64), torch.tensor([stored])),
+        cross_span=None,
+        tensors={"attention_mask": torch.ones_like(tokens[:, :stored]), "position_ids": torch.tensor([[stored]])},
+        logits=found.logits[:, -1].repeat_interleave(beams, dim=0),
+    )
+
+
+def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> CapturedStep:
+    key = {
+        "batch": BATCH, "per_input": beams, "prompt_capacity": PROMPT, "new_capacity": NEW, "stored_capacity": PROMPT,
+        "capacity": NEW + 8, "width": 1, "encoder": None, "source_in_front": False,
+        "early_stopping": None if beams == 1 else False, "samples": False, "eos": eos, "processors": (),
+        "has_criteria": False, "tensors": ("attention_mask", "position_ids"), "constants": (("use_cache", True),),
+        "kv": (), "windows": (None,) * len(prompt.own),
+    }  # fmt: skip
+    return CapturedStep(Key(**(key | changes)), prompt, ())
+
+
+def alone(model: Any, tokens: torch.Tensor, new_tokens: int, beams: int, eos: tuple[int, ...]) -> list[int]:
+    with fastgen.disabled():
+        found = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, num_beams=beams,
+            do_sample=False, eos_token_id=list(eos) or None, pad_token_id=PAD,
+        )  # fmt: skip
+    return found[0].tolist()
+
+
+def result(step: CapturedStep, number: int) -> list[int]:
+    """The best sequence of an input, without what fills it up."""
+    found = step.search.results(BATCH, 1)[number].tolist()
+    return [token for token in found if token >= 0]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> None:
+    """The first begins as a call does. Others enter the graph that it has, one of them where another has been."""
+    model = KNOWN[name].build()
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(5, 90, (1, length), generator=generator) for length in (7, 4, 12, 3)]
+    new_tokens, places, moments = [10, 15, 24, 20], [0, 1, 2, 0], [0, 4, 6, 13]
+    eos: tuple[int, ...] = ()
+    if ends:  # a token that some of them come to, at different steps
+        plain = [alone(model, *each, 1, ()) for each in zip(prompts, new_tokens, strict=True)]
+        eos = (plain[1][prompts[1].shape[1] + 6], plain[2][prompts[2].shape[1] + 9])
+    wanted = [alone(model, *each, beams, eos) for each in zip(prompts, new_tokens, strict=True)]
+    assert any(len(row) < prompts[n].shape[1] + new_tokens[n] for n, row in enumerate(wanted)) == ends
+
+    start = first_pass(model, prompts[0], new_tokens[0], True, beams)
+    step = step_for(start, beams, eos)
+    with torch.no_grad():
+        step.begin(start, PAD)
+        step.choose_first(start.logits, HOST)
+        found: dict[int, list[int]] = {}
+        for done in range(1, 40):
+            if done in moments:
+                number = moments.index(done)
+                place = places[number]
+                if number == 3:
+                    assert not step.search.unfinished[place].any(), "the one before is over"
+                    found[0] = result(step, place)
+                begun = first_pass(model, prompts[number], new_tokens[number], False, beams)
+                step.begin(begun, PAD, slice(place, place + 1))
+            step.start(model, done, HOST)
+        assert step.is_captured and bool(step.search.done)
+        found |= {number: result(step, places[number]) for number in (1, 2, 3)}
+    for number in (1, 2, 3):
+        # What the model gets: its last token is at the end of what it has, and the mask ends there.
+        rows = slice(places[number] * beams, (places[number] + 1) * beams)
+        last = prompts[number].shape[1] - 1 + step._state.position[rows]
+        assert step._inputs["position_ids"][rows, 0].equal(last)
+        assert step._inputs["attention_mask"][rows].sum(dim=1).equal(last + 1)
+    for number, row in enumerate(wanted):
+        length = len(row)
+        assert found[number][:length] == row
+        assert set(found[number][length:]) <= {PAD}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (8, 8)},
+        {"has_criteria": True},
+        {"processors": None},
+        {"tensors": ("attention_mask",)},
+        {"capacity": 7},  # another step would take over
+    ],
+)
+def test_inputs_that_can_only_begin_together(changes: dict[str, Any]) -> None:
+    model = KNOWN["llama"].build()
+    prompt = first_pass(model, torch.tensor([[5, 6, 7]]), 8, False, 1)
+    step = step_for(prompt, 1, (), **changes)
+    with pytest.raises(ValueError, match="only begin together"):
+        step.begin(prompt, PAD, slice(0, 1))
