@@ -64,6 +64,7 @@ class _Compiler:
         _check_that_all_is_written(recording, operations)
         self._groups = _grouped(operations)
         self._storages = recording.storages
+        self._read = set[int]().union(*map(_storages, operations))
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
@@ -89,9 +90,14 @@ class _Compiler:
             work = None if kwargs else elementwise.instructions(*call) or products.of(*call)
             if work:
                 return work
+            if operation.function is torch.ops.aten.clone.default:  # whose form with `out` copies twice
+                return partial(torch.ops.aten.copy_.default, results[0], args[0])
             found = _with_out(operation.function)
             if found is not None:
                 return partial(found[0], *args, **kwargs, **{found[1]: results[0]})
+        # What nobody reads, as the statistics of a layer norm, is not copied.
+        places = zip(results, operation.fresh, strict=True)
+        results = [result if place is not None and place.storage in self._read else None for result, place in places]
         return partial(_execute, partial(operation.function, *args, **kwargs), results)
 
     def _value(self, leaf: Place | Constant) -> Any:

@@ -113,6 +113,23 @@ def test_results_go_where_they_were_planned() -> None:
     assert recorded.functions.count(program._execute) == 2
 
 
+def test_only_what_is_read_is_copied_and_once() -> None:
+    """The statistics of a layer norm are there for gradients. A clone is one copy, in the layout that is asked for."""
+    x = torch.randn(2, 9)
+    recorded, aten = Replayed(), torch.ops.aten
+    result = recorded.capture(lambda: F.layer_norm(x, (9,)).t().clone(memory_format=torch.contiguous_format) + 1)
+    norm, clone = recorded._calls[:2]
+    assert norm.func is program._execute and [each is None for each in norm.args[1]] == [False, True, True]
+    assert clone.func is aten.copy_.default and clone.args[0].is_contiguous()
+    statistics = Replayed()
+    results = statistics.capture(lambda: torch.native_layer_norm(x, (9,), None, None, 1e-5))
+    for _ in range(2):
+        x.normal_()
+        recorded.replay(), statistics.replay()
+        assert torch.equal(result, F.layer_norm(x, (9,)).t() + 1)
+        torch.testing.assert_close(results, torch.native_layer_norm(x, (9,), None, None, 1e-5), rtol=0, atol=0)
+
+
 def numbers_and_integers() -> tuple[Tensor, ...]:
     return L * 0.1, L / 3.0, L % 0.7, 1 - L * 0.3, L.half() + 1 / 3, (L > 0) + 2, torch.add(L, 0.1, alpha=0.3)
 
