@@ -20,12 +20,18 @@ from torch.utils._pytree import tree_map_only
 from fastgen import settings
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.captured.recording import Place, record
-from fastgen.ops import dot_linear, linear
+from fastgen.decoding.captured.recording import record
+from fastgen.decoding.operations import Place
+from fastgen.ops import dot_linear, elementwise, linear
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
 
 needs_kernel = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
+
+
+aten = torch.ops.aten
+SAME_BITS = [aten.neg.default, aten.relu.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default]
+SAME_BITS += [aten.pow.Tensor_Scalar, aten.clone.default, aten._to_copy.default]
 
 
 class Replayed(Program):
@@ -49,10 +55,12 @@ class Replayed(Program):
 
 @pytest.fixture(autouse=True)
 def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases of the simulated graph run with programs; products are torch's, so results have the same bits."""
+    """The cases of the simulated graph run with programs, which are torch's where the bits may be others."""
     monkeypatch.setattr(cases, "RecordedGraph", Replayed)
     monkeypatch.setattr(linear, "costs", lambda *args, **kwargs: None)
     monkeypatch.setattr(dot_linear, "costs", lambda *args, **kwargs: None)
+    same_bits = {function: maker for function, maker in elementwise._MAKERS.items() if function in SAME_BITS}
+    monkeypatch.setattr(elementwise, "_MAKERS", same_bits)
 
 
 grad_mode = cases.grad_mode
@@ -104,11 +112,10 @@ def test_results_go_where_they_were_planned() -> None:
     """Operators of one result write there themselves; others, and those that make a tensor of numbers, are copied."""
     x, out = torch.randn(2, 9), torch.zeros(2, 3)
     recorded = Replayed()
-    recorded.capture(lambda: out.copy_(((x * 2).exp() / x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
-    aten = torch.ops.aten
-    outs = [aten.mul.out, aten.exp.out, aten.sum.IntList_out, aten.div.out, aten.neg.out]
+    recorded.capture(lambda: out.copy_(((x.abs()).exp() / x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
+    outs = [aten.abs.out, aten.exp.out, aten.sum.IntList_out, aten.div.out, aten.topk.values, aten.neg.out]
     assert [function for function in recorded.functions if function in outs] == outs
-    assert recorded.functions.count(program._execute) == 2
+    assert recorded.functions.count(program._execute) == 1
 
 
 def numbers_and_integers() -> tuple[Tensor, ...]:
@@ -350,16 +357,14 @@ class TestProducts:
         torch.testing.assert_close(result, steps())
 
     @needs_kernel
-    @pytest.mark.parametrize("case", ["weights that are made", "a result that is not used"])
-    def test_products_of_one_call_share_no_memory(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_products_of_one_call_share_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads execute them at the same time: nothing that one reads or writes lies where another one writes."""
         monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
         x, weights = torch.randn(1, 24), [torch.randn(24, 24) for _ in range(3)]
 
         def steps() -> Tensor:
-            made = [weight * 2 for weight in weights] if case == "weights that are made" else weights
-            results = [F.linear(x, weight) for weight in made]
-            return results[0] + results[2] if case == "weights that are made" else results[2] + 1
+            results = [F.linear(x, weight) for weight in [weight * 2 for weight in weights]]
+            return results[0] + results[1] + results[2]
 
         recorded = Replayed()
         recorded.capture(steps)
@@ -401,8 +406,8 @@ class TestElementwise:
 
         assert self.counted(rotated, [x, cos, sin]) == [6]
         # Two, and what another operator makes of them, between two more.
-        assert self.counted(lambda: rotated().relu() * cos - sin, [x]) == [6, 2]
-        assert self.counted(lambda: (x * cos).relu() - x, [x]) == [1, 1]
+        assert self.counted(lambda: rotated().exp() * cos - sin, [x]) == [6, 2]
+        assert self.counted(lambda: (x * cos).exp() - x, [x]) == [1, 1]
 
     @needs_kernel
     def test_memory_that_is_used_again(self) -> None:
