@@ -29,23 +29,21 @@ def simplified(recording: Recording) -> Recording:
     found = Recording()
     found.storages, found.frozen = recording.storages, recording.frozen
     operations = [each for each in recording.operations if not each.is_allocation]
-    constants = _constants(operations, recording.frozen)
+    constants = _constants(operations)
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
     found.operations = _needed(_without_copies(operations), found.made)
     return found
 
 
-def _constants(operations: list[Operation], frozen: set[int]) -> set[int]:
+def _constants(operations: list[Operation]) -> set[int]:
     """The storages that one operator writes, once, and always with the same numbers."""
     writers = Counter(storage for each in operations for storage in (*each.made, *each.in_place))
-    same = {storage for storage in frozen if not writers[storage]}
     found: set[int] = set()
     for each in operations:
         is_pure = each.only_computes and not each.in_place and None not in each.fresh
         inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
-        if is_pure and inputs <= same and all(writers[storage] == 1 for storage in each.made):
-            same |= each.made
+        if is_pure and inputs <= found and all(writers[storage] == 1 for storage in each.made):
             found |= each.made
     return found
 

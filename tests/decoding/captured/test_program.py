@@ -427,7 +427,9 @@ class TestElementwise:
         assert self.counted(lambda: -(x * x), [x]) == []
 
 
-KINDS = st.sampled_from(["add", "cat", "sum", "view", "write", "topk", "empty"])
+KINDS = st.sampled_from(
+    ["add", "cat", "sum", "view", "write", "topk", "empty", "copy", "constant", "like", "in place", "activation"]
+)
 SOME_STEPS = st.lists(st.tuples(KINDS, st.integers(0, 99), st.integers(0, 99)), max_size=25)
 
 
@@ -451,6 +453,16 @@ def run(steps: list[tuple[str, int, int]], x: Tensor) -> list[Tensor]:
         elif kind == "topk":
             values, order = a.topk(min(len(a), 1 + j % 7))
             found += [values, order.float()]
+        elif kind == "copy":
+            found.append(a.clone() if j % 2 else a.clone(memory_format=torch.contiguous_format)[j % 3 :])
+        elif kind == "constant":
+            found.append(torch.arange(1.0 + j))
+        elif kind == "like":
+            found.append(torch.full_like(a, j))
+        elif kind == "in place":
+            a[:size].add_(b[-size:].clone())
+        elif kind == "activation":
+            found.append(a.relu() if j % 2 else a * 0.5)
         elif kind == "empty":
             torch.empty(100 + j)  # used by nobody
             found.append(torch.empty(j + 1).fill_(i))
@@ -460,15 +472,21 @@ def run(steps: list[tuple[str, int, int]], x: Tensor) -> list[Tensor]:
 @given(steps=SOME_STEPS)
 @example(steps=[("add", 0, 0)] * 20)
 @example(steps=[("cat", n, n) for n in range(5)] + [("sum", n, n) for n in range(5)] + [("add", 3, 4)] * 4)
-@of_hypothesis(max_examples=100)
+@example(steps=[("copy", 0, 1), ("in place", 0, 0), ("add", 0, 1)])
+@example(steps=[("constant", 0, 9), ("copy", 1, 1), ("in place", 1, 1), ("add", 1, 2)])
+@example(steps=[("copy", 0, 1), ("view", 1, 0), ("in place", 2, 0), ("add", 1, 0), ("copy", 1, 1), ("copy", 4, 1)])
+@of_hypothesis(max_examples=200)
 def test_any_function(steps: list[tuple[str, int, int]]) -> None:
     x = torch.randn(40)
     recorded = Replayed()
     results = recorded.capture(lambda: run(steps, x))
     for _ in range(2):
-        x.normal_()
+        before = x.normal_().clone()
         recorded.replay()
-        torch.testing.assert_close(results, run(steps, x), rtol=0, atol=0)
+        after = x.clone()
+        x.copy_(before)
+        torch.testing.assert_close(results, run(steps, x), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(after, x, rtol=0, atol=0, equal_nan=True)
 
 
 @given(steps=SOME_STEPS)

@@ -55,14 +55,14 @@ FASTGEN_ALWAYS float hyperbolic_tangent(float x) {
   const float size = of_bits(bits_of(x) & 0x7fffffffu);
   const float power = exponential(-2.0f * size);
   const float large = of_bits(bits_of((1.0f - power) / (1.0f + power)) | (bits_of(x) & 0x80000000u));
-  // Where the difference would lose digits: x + x^3 P(x^2) up to 0.625, P with the least greatest error (4e-9).
+  // Where the difference would lose digits: x (1 + x^2 P(x^2)) up to 0.625, P with the least greatest error (4e-9).
   const float square = x * x;
   float sum = -0.005717040362837588f;
   sum = sum * square + 0.020650582724625218f;
   sum = sum * square - 0.05374349653096667f;
   sum = sum * square + 0.13331491265926168f;
   sum = sum * square - 0.3333328392436322f;
-  return size < 0.625f ? x + x * square * sum : large;
+  return size < 0.625f ? x * (1.0f + square * sum) : large;
 }
 
 // x times the normal distribution's share below x, which is erfc(-x / sqrt(2)) / 2 (Hendrycks and Gimpel, "Gaussian
