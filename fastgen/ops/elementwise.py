@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _library, rms_norm
+from fastgen.ops.triton import kv_write
 
 _aten = torch.ops.aten
 # As in csrc/cpu/elementwise/lines.h.
@@ -38,7 +39,7 @@ _MAX_NUMBERS_OF_NORMS = 2**14
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
 _OPERANDS = 3
-_LENGTH = 2 + _MAX_DIMS + 3 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # numbers of an instruction
+_LENGTH = 2 + _MAX_DIMS + 7 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # numbers of an instruction
 
 
 class Instruction(NamedTuple):
@@ -49,6 +50,9 @@ class Instruction(NamedTuple):
             may be a number.
         numbers: of a norm, eps and what is added to the weight.
         rounds_scaled: as of `rms_norm`.
+        position: where `out` is the first of several that are next to each other in a dimension: one int64, which of
+            them is written when it is executed, the dimension's stride, and how many there are. Nothing is written if
+            the number is none of theirs.
     """
 
     kind: int
@@ -56,6 +60,7 @@ class Instruction(NamedTuple):
     operands: tuple[Tensor | float | None, ...]
     numbers: tuple[float, ...] = ()
     rounds_scaled: bool = False
+    position: tuple[Tensor, int, int] | None = None
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def instructions(
     maker = _MAKERS.get(function)
     if maker is None or not is_available():
         return None
-    if function is rms_norm.OPERATOR:
+    if function in (rms_norm.OPERATOR, kv_write.OPERATOR):  # which return nothing; their first argument is as small
         results = args[:1]
     if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
@@ -145,6 +150,22 @@ def _layer_norm(
     return [Instruction(_LAYER, out, (x, *parts), (eps, 0.0))]
 
 
+def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> list[Instruction] | None:
+    """A copy of K and one of V, or, where each row has a position of its own, as many for each row."""
+    *caches, position = others
+    if not all(cache.shape[2] for cache in caches):
+        return None
+    rows = [slice(None)] if position.numel() == 1 else [slice(row, row + 1) for row in range(len(keys))]
+    found: list[Instruction] = []
+    for row, at in zip(rows, position.reshape(-1), strict=True):
+        for part, cache in zip((keys, values), caches, strict=True):
+            copy = _copied(function, cache[row].select(2, 0), part[row])
+            if copy is None:
+                return None
+            found.append(copy[0]._replace(position=(at, cache.stride(2), cache.shape[2])))
+    return found
+
+
 _MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
     **dict.fromkeys(_FUNCTIONS, _function),
     **dict.fromkeys(_ARITHMETIC, _arithmetic),
@@ -155,6 +176,7 @@ _MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
     _aten.cat.default: _concatenated,
     _aten.native_layer_norm.default: _layer_norm,
     rms_norm.OPERATOR: _rms_norm,
+    kv_write.OPERATOR: _kv_written,
 }
 
 
@@ -187,21 +209,27 @@ def bound(found: Sequence[Instruction]) -> functools.partial[None]:
 
 def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
     """An instruction as the kernel reads it (`Instruction` in csrc/cpu/elementwise.cpp)."""
-    kind, out, operands, given, rounds_scaled = instruction
+    kind, out, operands, given, rounds_scaled, position = instruction
     numbers = given or [each if isinstance(each, float) else 0.0 for each in operands]
     bits = torch.tensor([*numbers, 0.0, 0.0][:2], dtype=torch.float64).view(torch.int64).tolist()
     line = [kind, out.dim(), *_filled(out.shape), *bits, int(rounds_scaled)]
+    line += [-1, 0, 0, 0] if position is None else [*_place(position[0], memory), *position[1:]]
     for tensor in (out, *operands, *[None] * (_OPERANDS - len(operands))):
-        if not isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor):
+            place, begin = _place(tensor, memory)
+            type_ = _TYPES[tensor.dtype] if tensor.dtype in _TYPES else _BYTES[tensor.itemsize]
+            line += [place, type_, begin, *_filled(tensor.stride())]
+        else:
             line += [-1, 0, 0, *_filled(())]
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in memory:
-            memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        place = list(memory).index(storage._cdata)
-        type_ = _TYPES[tensor.dtype] if tensor.dtype in _TYPES else _BYTES[tensor.itemsize]
-        line += [place, type_, int(tensor.storage_offset()) * tensor.itemsize, *_filled(tensor.stride())]
     return line
+
+
+def _place(tensor: Tensor, memory: dict[int, Tensor]) -> tuple[int, int]:
+    """In which piece of memory a tensor is, and where it begins there, in bytes."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in memory:
+        memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return list(memory).index(storage._cdata), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _filled(numbers: Sequence[int]) -> list[int]:

@@ -295,8 +295,8 @@ def test_named_arguments_and_other_results() -> None:
     assert elementwise.instructions(aten.native_layer_norm.default, norm, {}, [None, None, None]) is None
 
 
-DIMS, SIZE, MEMORY, TYPE, BEGIN, STRIDE = 1, 2, 13, 14, 15, 16  # where they are in an instruction: those of the result
-SECOND = 35  # where its second operand begins
+DIMS, SIZE, MEMORY, TYPE, BEGIN, STRIDE = 1, 2, 17, 18, 19, 20  # where they are in an instruction: those of the result
+SECOND = 39  # where its second operand begins
 
 
 @pytest.mark.parametrize(
@@ -336,11 +336,63 @@ def test_memory_of_others_is_not_touched(place: int, value: int) -> None:
     """Whoever calls the operator itself with wrong numbers gets an error, and nothing has been written."""
     out, first, second = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3)
     memory, code = elementwise.bound([elementwise.Instruction(2, out, (first, second))]).args
-    assert code.shape == (1, 57) and code[0, SIZE] == 2 and code[0, STRIDE] == 3 and code[0, SECOND] == 2
+    assert code.shape == (1, 61) and code[0, SIZE] == 2 and code[0, STRIDE] == 3 and code[0, SECOND] == 2
     code[0, place] = value
     with pytest.raises(RuntimeError, match="elementwise"):
         torch.ops.fastgen.elementwise(memory, code)
     assert not out.any()
+
+
+POSITIONS = st.integers(-1, 4) | st.sampled_from([-(2**62), 2**62, 2**63 - 1])
+
+
+@pytest.mark.parametrize("of_each_row", [False, True])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64, torch.int8], ids=str)
+@given(
+    sizes=st.tuples(*[st.integers(1, 3)] * 4),
+    places=st.lists(POSITIONS, min_size=3, max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_keys_and_values_are_written(
+    dtype: torch.dtype, of_each_row: bool, sizes: tuple[int, ...], places: list[int], seed: int
+) -> None:
+    """Wherever the positions say when it is executed."""
+    rows, heads, dim, capacity = sizes
+    generator = torch.Generator().manual_seed(seed)
+    # Neither the new ones nor the cache need lie next to each other.
+    keys, values = (torch.randn(rows, dim, heads, generator=generator).mul(9).to(dtype).transpose(1, 2) for _ in "kv")
+    memory = [torch.zeros(heads, rows, capacity + 2, dim + 1).to(dtype) for _ in "kv"]
+    caches = [each.transpose(0, 1)[:, :, 1:-1, :dim] for each in memory]
+    position = torch.zeros(2 * rows if of_each_row else 2, dtype=torch.int64)[1::2]
+    found = elementwise.instructions(torch.ops.fastgen.kv_write.default, [keys, values, *caches, position], {}, [])
+    assert found is not None
+    execute, expected = elementwise.bound(found), [each.clone() for each in memory]
+    for turn in range(3):
+        position.copy_(torch.tensor((places[turn:] + places[:turn])[: len(position)]))
+        execute()
+        for row, at in enumerate(position.expand(rows).tolist()):
+            for new, each in zip((keys, values), expected, strict=True):
+                if 0 <= at < capacity:
+                    each[:, row, at + 1, :dim] = new[row]
+        assert all(torch.equal(a, b) for a, b in zip(memory, expected, strict=True))
+
+
+AT = 13  # where the position is in an instruction
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, 9), (0, -2), (1, -8), (1, 8), (1, 2**62), (2, -1), (2, 9), (2, 2**62), (3, 0), (3, 5), (3, 2**62)],
+)
+def test_positions_outside_of_memory(place: int, value: int) -> None:
+    cache, new, position = torch.zeros(1, 1, 3, 4), torch.ones(1, 1, 4), torch.zeros((), dtype=torch.int64)
+    found = elementwise.instructions(torch.ops.fastgen.kv_write.default, [new, new, cache, cache, position], {}, [])
+    memory, code = elementwise.bound(found).args
+    assert code.shape[0] == 2 and code[0, AT + 2 : AT + 4].tolist() == [4, 3]
+    code[0, AT + place] = value
+    with pytest.raises(RuntimeError, match="elementwise"):
+        torch.ops.fastgen.elementwise(memory, code)
+    assert not cache.any()
 
 
 def test_a_norm_of_nothing() -> None:

@@ -74,12 +74,16 @@ using Operands = std::array<Operand, kOperands>;
 
 // One operator, as a line of the code: the kind, how many dimensions, their sizes, the options; then of the result and
 // of each operand the piece of memory (-1: none), the type, where in the memory the first number is, in bytes, and the
-// strides, in numbers.
+// strides, in numbers. A result may be one of several that are `stride` numbers apart: which of them is a number in
+// memory, an int64; if it is none from 0 to count - 1, nothing is written.
 struct Instruction {
   int64_t kind, dims;
   std::array<int64_t, kMaxDims> sizes;
   double numbers[2];
   int64_t rounds_scaled;
+  struct {
+    int64_t memory, begin, stride, count;
+  } position;
   struct {
     int64_t memory, type, begin;
     std::array<int64_t, kMaxDims> strides;
@@ -160,6 +164,19 @@ void check(const Instruction& instruction) {
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
 }
 
+// The number in memory that says which of several results is written; 0 if there is one.
+int64_t position(const Instruction& instruction, const std::vector<Memory>& memory) {
+  const auto& given = instruction.position;
+  if (given.memory == -1) return 0;
+  const bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
+                    given.begin <= memory[given.memory].size - static_cast<int64_t>(sizeof(int64_t)) &&
+                    given.stride >= 0 && given.stride <= kLargest && given.count > 0 && given.count <= kLargest;
+  STD_TORCH_CHECK(fits, "elementwise: no position");
+  int64_t number;
+  std::memcpy(&number, memory[given.memory].data + given.begin, sizeof(number));
+  return number;
+}
+
 // Where an operand begins, if all of it is inside of its memory.
 Operand operand(const Instruction& instruction, int n, const std::vector<Memory>& memory) {
   const auto& given = instruction.operands[n];
@@ -168,6 +185,8 @@ Operand operand(const Instruction& instruction, int n, const std::vector<Memory>
   bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
               given.begin <= memory[given.memory].size;
   int64_t end = fits ? given.begin + itemsize : 0;
+  const auto& several = instruction.position;
+  if (n == 0 && several.memory >= 0) end += (several.count - 1) * several.stride * itemsize;
   for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) {
     fits = given.strides[dim] >= 0 && instruction.sizes[dim] <= kLargest && given.strides[dim] <= kLargest;
     if (fits) end += (instruction.sizes[dim] - 1) * given.strides[dim] * itemsize;
@@ -191,8 +210,13 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
   for (int64_t i = 0; i < code.size(0); ++i) {
     const Instruction& instruction = instructions[i];
     check(instruction);
+    const int64_t at = position(instruction, memory);
     Operands operands;
     for (int n = 0; n < kOperands; ++n) operands[n] = operand(instruction, n, memory);
+    if (instruction.position.memory >= 0) {
+      if (at < 0 || at >= instruction.position.count) continue;
+      operands[0].data += at * instruction.position.stride * bytes_of(operands[0].type);
+    }
     const Sizes sizes = merged(operands, instruction);
     const Options options{{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
     execute(operands, sizes, options, line_of(instruction.kind), 0, {});
