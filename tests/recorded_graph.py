@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding.captured.recording import Constant, Operation, Place, record, tensors_in
+from fastgen.decoding.captured.recording import record, tensors_in
+from fastgen.decoding.operations import Constant, Operation, Place
 
 
 class RecordedGraph:

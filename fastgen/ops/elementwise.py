@@ -1,44 +1,66 @@
-"""Several elementwise operators in one call, on the CPU, for small tensors in float32 or bfloat16.
+"""Several elementwise operators and norms in one call, on the CPU, for small tensors in float32, bfloat16 or float16.
 
 A rotary position embedding, say, is spelled out as ten operators. With the few numbers of a decoding step, starting an
-operator takes longer than computing it. Each gives the bits that torch's gives.
+operator takes longer than computing it.
+
+Additions, subtractions, products, squares, cubes, ReLU, copies and conversions give the bits that torch's operators
+give. The others are computed in float32 and rounded once. The error of SiLU, sigmoid and tanh is at most 2.4e-7 of the
+result, that of GELU 1e-6 of it, and 2e-5 for arguments below -3. Norms add up in another order than torch's.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library
+from fastgen.ops import _library, rms_norm
+from fastgen.ops.triton import kv_write
 
 _aten = torch.ops.aten
-# As in csrc/cpu/elementwise.cpp.
-_COPY = 0
-_KINDS = {
-    _aten.neg.default: 1,
-    _aten.add.Tensor: 2,
-    _aten.sub.Tensor: 3,
-    _aten.mul.Tensor: 4,
+# As in csrc/cpu/elementwise/lines.h.
+_COPY, _NEGATE, _ADD, _SUBTRACT, _MULTIPLY, _RELU, _SILU, _SIGMOID, _TANH, _GELU, _GELU_TANH, _RMS, _LAYER = range(13)
+_FUNCTIONS = {
+    _aten.neg.default: _NEGATE,
+    _aten.relu.default: _RELU,
+    _aten.silu.default: _SILU,
+    _aten.sigmoid.default: _SIGMOID,
+    _aten.tanh.default: _TANH,
 }
-_TYPES = (torch.float32, torch.bfloat16)
-# With more numbers, torch's operators gain more by their loops than starting them costs.
-_MAX_NUMBERS = 2**14
+_ARITHMETIC = {_aten.add.Tensor: _ADD, _aten.sub.Tensor: _SUBTRACT, _aten.mul.Tensor: _MULTIPLY}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BYTES = {1: 3, 4: 4, 8: 5}  # by the bytes of a number: other types, whose numbers are only copied
+# Beyond this torch uses several threads, where there are some.
+_MAX_NUMBERS = 2**15 - 1
+_MAX_NUMBERS_OF_NORMS = 2**14
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
-_LENGTH = 3 + _MAX_DIMS + 3 * (2 + _MAX_DIMS)  # numbers of an instruction
+_OPERANDS = 3
+_LENGTH = 2 + _MAX_DIMS + 7 + (1 + _OPERANDS) * (3 + _MAX_DIMS)  # numbers of an instruction
 
 
 class Instruction(NamedTuple):
-    """One of the operators: its result and its operands, all of one shape. One with a single operand has it twice."""
+    """One of the operators.
+
+    Attributes:
+        out, operands: the result and up to three operands, all of one shape. In the place of one of the first two there
+            may be a number.
+        numbers: of a norm, eps and what is added to the weight.
+        rounds_scaled: as of `rms_norm`.
+        position: where `out` is the first of several that are next to each other in a dimension: one int64, which of
+            them is written when it is executed, the dimension's stride, and how many there are. Nothing is written if
+            the number is none of theirs.
+    """
 
     kind: int
     out: Tensor
-    first: Tensor
-    second: Tensor
+    operands: tuple[Tensor | float | None, ...]
+    numbers: tuple[float, ...] = ()
+    rounds_scaled: bool = False
+    position: tuple[Tensor, int, int] | None = None
 
 
 @functools.cache
@@ -47,32 +69,131 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::elementwise")
 
 
-def instructions(function: Any, args: Sequence[Any], out: Tensor) -> list[Instruction] | None:
-    """What writes the result of `function(*args)`, an operator of torch, to `out`; None if it is no such operator."""
-    if not is_available() or out.dtype not in _TYPES or out.numel() > _MAX_NUMBERS or out.dim() > _MAX_DIMS:
+def instructions(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor | None]
+) -> list[Instruction] | None:
+    """What executes `function(*args, **kwargs)`, an operator; None if that is left to the operator itself.
+
+    Args:
+        results: where its results go, in the order in which it returns them: None for those that nobody reads.
+    """
+    maker = _MAKERS.get(function)
+    if maker is None or not is_available():
         return None
-    if function is _aten.cat.default:
-        return _concatenation(out, *args)
-    if function not in _KINDS or not all(_fits(operand, out) for operand in args):
+    if function in (rms_norm.OPERATOR, kv_write.OPERATOR):  # which return nothing; their first argument is as small
+        results = args[:1]
+    if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
-    operands = [operand.expand_as(out) for operand in args]
-    return [Instruction(_KINDS[function], out, operands[0], operands[-1])]
+    out = results[0]
+    is_small = out.device.type == "cpu" and out.numel() <= _MAX_NUMBERS and out.dim() <= _MAX_DIMS
+    return maker(function, out, *args, **kwargs) if is_small else None
 
 
-def _concatenation(out: Tensor, parts: list[Tensor], dim: int = 0) -> list[Instruction] | None:
+def _function(function: Any, out: Tensor, x: Tensor) -> list[Instruction] | None:
+    return [Instruction(_FUNCTIONS[function], out, (x,))] if _are_numbers(out, x) else None
+
+
+def _gelu(function: Any, out: Tensor, x: Tensor, *, approximate: str = "none") -> list[Instruction] | None:
+    return [Instruction(_GELU if approximate == "none" else _GELU_TANH, out, (x,))] if _are_numbers(out, x) else None
+
+
+def _arithmetic(function: Any, out: Tensor, *operands: Any, alpha: float = 1) -> list[Instruction] | None:
+    if alpha != 1 or not all(_is_number(each, out.dtype) or _are_numbers(out, each) for each in operands):
+        return None
+    tensors = tuple(each.expand_as(out) if isinstance(each, Tensor) else float(each) for each in operands)
+    return [Instruction(_ARITHMETIC[function], out, tensors)]
+
+
+def _power(function: Any, out: Tensor, x: Tensor, exponent: float) -> list[Instruction] | None:
+    # Whether torch rounds between two products in half precision depends on where in memory a number is.
+    if exponent not in ((2, 3) if out.dtype is torch.float32 else (2,)) or not _are_numbers(out, x):
+        return None
+    return [Instruction(_MULTIPLY, out, (x, x)), Instruction(_MULTIPLY, out, (out, x))][: int(exponent) - 1]
+
+
+def _copied(function: Any, out: Tensor, source: Tensor, **options: Any) -> list[Instruction] | None:
+    """A copy, or a conversion between floating types."""
+    is_same = source.dtype is out.dtype and (out.dtype in _TYPES or out.itemsize in _BYTES)
+    if not (is_same or {source.dtype, out.dtype} <= _TYPES.keys()) or not (_fits(out) and _fits(source)):
+        return None
+    return [Instruction(_COPY, out, (source,))]
+
+
+def _concatenated(function: Any, out: Tensor, parts: list[Tensor], dim: int = 0) -> list[Instruction] | None:
     begin, found = 0, []
     for part in parts:
-        if part.dim() != out.dim() or not _fits(part, out):
+        is_alike = part.dim() == out.dim() and part.dtype is out.dtype
+        copy = _copied(function, out.narrow(dim, begin, part.shape[dim]), part) if is_alike else None
+        if copy is None:
             return None
-        size = part.shape[dim]
-        found.append(Instruction(_COPY, out.narrow(dim, begin, size), part, part))
-        begin += size
+        found += copy
+        begin += part.shape[dim]
     return found
 
 
-def _fits(operand: Any, out: Tensor) -> bool:
-    is_alike = isinstance(operand, Tensor) and operand.dtype is out.dtype and operand.device.type == "cpu"
-    return is_alike and all(stride <= _MAX_STRIDE for stride in operand.stride())
+def _rms_norm(
+    function: Any, out: Tensor, _: Tensor, x: Tensor, weight: Tensor, *options: Any
+) -> list[Instruction] | None:
+    eps, offset, rounds_scaled = options
+    if out.numel() > _MAX_NUMBERS_OF_NORMS or not out.numel() or not _are_numbers(out, x, weight):
+        return None
+    return [Instruction(_RMS, out, (x, weight.expand_as(out)), (eps, offset), rounds_scaled)]
+
+
+def _layer_norm(
+    function: Any, out: Tensor, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> list[Instruction] | None:
+    given = [each for each in (x, weight, bias) if each is not None]
+    if len(shape) != 1 or out.numel() > _MAX_NUMBERS_OF_NORMS or not out.numel() or not _are_numbers(out, *given):
+        return None
+    parts = tuple(each if each is None else each.expand_as(out) for each in (weight, bias))
+    return [Instruction(_LAYER, out, (x, *parts), (eps, 0.0))]
+
+
+def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> list[Instruction] | None:
+    """A copy of K and one of V, or, where each row has a position of its own, as many for each row."""
+    *caches, position = others
+    if not all(cache.shape[2] for cache in caches):
+        return None
+    rows = [slice(None)] if position.numel() == 1 else [slice(row, row + 1) for row in range(len(keys))]
+    found: list[Instruction] = []
+    for row, at in zip(rows, position.reshape(-1), strict=True):
+        for part, cache in zip((keys, values), caches, strict=True):
+            copy = _copied(function, cache[row].select(2, 0), part[row])
+            if copy is None:
+                return None
+            found.append(copy[0]._replace(position=(at, cache.stride(2), cache.shape[2])))
+    return found
+
+
+_MAKERS: dict[Any, Callable[..., list[Instruction] | None]] = {
+    **dict.fromkeys(_FUNCTIONS, _function),
+    **dict.fromkeys(_ARITHMETIC, _arithmetic),
+    _aten.gelu.default: _gelu,
+    _aten.pow.Tensor_Scalar: _power,
+    _aten.clone.default: _copied,
+    _aten._to_copy.default: _copied,
+    _aten.cat.default: _concatenated,
+    _aten.native_layer_norm.default: _layer_norm,
+    rms_norm.OPERATOR: _rms_norm,
+    kv_write.OPERATOR: _kv_written,
+}
+
+
+def _are_numbers(out: Tensor, *operands: Any) -> bool:
+    """Whether all are tensors of one type that is computed with."""
+    is_served = out.dtype in _TYPES and _fits(out)
+    return is_served and all(isinstance(each, Tensor) and each.dtype is out.dtype and _fits(each) for each in operands)
+
+
+def _is_number(operand: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a number that the type holds as it is, or float32 after rounding."""
+    is_number = isinstance(operand, int | float) and dtype in _TYPES
+    return is_number and (dtype is torch.float32 or torch.tensor(float(operand)).to(dtype).item() == operand)
+
+
+def _fits(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and all(stride <= _MAX_STRIDE for stride in tensor.stride())
 
 
 def bound(found: Sequence[Instruction]) -> functools.partial[None]:
@@ -88,15 +209,27 @@ def bound(found: Sequence[Instruction]) -> functools.partial[None]:
 
 def _encoded(instruction: Instruction, memory: dict[int, Tensor]) -> list[int]:
     """An instruction as the kernel reads it (`Instruction` in csrc/cpu/elementwise.cpp)."""
-    kind, out, *operands = instruction
-    line = [kind, out.itemsize, out.dim(), *_filled(out.shape)]
-    for tensor in (out, *operands):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in memory:
-            memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        place = list(memory).index(storage._cdata)
-        line += [place, int(tensor.storage_offset()) * tensor.itemsize, *_filled(tensor.stride())]
+    kind, out, operands, given, rounds_scaled, position = instruction
+    numbers = given or [each if isinstance(each, float) else 0.0 for each in operands]
+    bits = torch.tensor([*numbers, 0.0, 0.0][:2], dtype=torch.float64).view(torch.int64).tolist()
+    line = [kind, out.dim(), *_filled(out.shape), *bits, int(rounds_scaled)]
+    line += [-1, 0, 0, 0] if position is None else [*_place(position[0], memory), *position[1:]]
+    for tensor in (out, *operands, *[None] * (_OPERANDS - len(operands))):
+        if isinstance(tensor, Tensor):
+            place, begin = _place(tensor, memory)
+            type_ = _TYPES[tensor.dtype] if tensor.dtype in _TYPES else _BYTES[tensor.itemsize]
+            line += [place, type_, begin, *_filled(tensor.stride())]
+        else:
+            line += [-1, 0, 0, *_filled(())]
     return line
+
+
+def _place(tensor: Tensor, memory: dict[int, Tensor]) -> tuple[int, int]:
+    """In which piece of memory a tensor is, and where it begins there, in bytes."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in memory:
+        memory[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return list(memory).index(storage._cdata), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _filled(numbers: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from fastgen.ops import _library, triton
 from fastgen.ops.triton import norm
 
 # What the kernel on the CPU computes with.
-_CPU_TYPES = (torch.float32, torch.bfloat16)
+_CPU_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(like: Tensor) -> bool:
@@ -61,3 +61,4 @@ backend = partial(_library.backend, "fastgen::rms_norm_out")
 _library.define(
     "rms_norm_out(Tensor(a!) out, Tensor x, Tensor weight, float eps, float offset, bool rounds_scaled) -> ()"
 )
+OPERATOR = torch.ops.fastgen.rms_norm_out.default

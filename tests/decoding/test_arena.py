@@ -14,7 +14,8 @@ from torch import nn
 
 from fastgen.decoding import arena
 from fastgen.decoding.arena import ALIGNMENT, LEAST_CHUNK, Arena, Buffer, Chunk, Spot, lifetimes, plan
-from fastgen.decoding.captured.recording import Place, record
+from fastgen.decoding.captured.recording import record
+from fastgen.decoding.operations import Place
 
 
 def aligned(size: int) -> int:

@@ -38,8 +38,9 @@ def test_reference(case):
 @instruction_sets
 @pytest.mark.parametrize("rounds_scaled", [True, False])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 576, 1000])
-def test_half_precision_rounds_where_the_model_does(name, width, rounds_scaled):
-    x, weight = torch.randn(64, width).bfloat16(), torch.randn(width).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_where_the_model_does(name, dtype, width, rounds_scaled):
+    x, weight = torch.randn(64, width).to(dtype), torch.randn(width).to(dtype)
     with instruction_set(name):
         found = rms_norm(x, weight, 1e-5, offset=1.0, rounds_scaled=rounds_scaled)
     wanted = reference(x, weight, 1e-5, 1.0, rounds_scaled)
@@ -52,7 +53,7 @@ def test_half_precision_rounds_where_the_model_does(name, width, rounds_scaled):
 
 @needs_kernel
 @instruction_sets
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_that_are_none(name, dtype):
     x = torch.ones(4, 20, dtype=dtype)
     x[0, 3], x[1, 19], x[2, 2] = torch.nan, torch.inf, -torch.inf
@@ -84,7 +85,7 @@ def test_a_weight_of_another_width(shape):
         (torch.ones(2, 4), torch.ones(5)),
         (torch.ones(4, 2).T, torch.ones(4)),
         (torch.ones(2, 4), torch.ones(4).bfloat16()),
-        (torch.ones(2, 4).half(), torch.ones(4).half()),
+        (torch.ones(2, 4).double(), torch.ones(4).double()),
         (torch.ones(()), torch.ones(1)),
     ],
 )
@@ -104,7 +105,7 @@ def test_the_kernel_writes_nothing_else(out):
 
 @needs_kernel
 @instruction_sets
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(7,), (1, 3, 33), (0, 8), (3, 0)])
 def test_the_result_is_written_where_it_is_wanted(name, shape, dtype):
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)

@@ -1,6 +1,9 @@
-// Several elementwise operators in one call, for tensors so small that starting an operator takes longer than computing
-// it. The schema is defined in fastgen/ops/elementwise.py. Each gives the bits that torch's operator gives.
+// Several elementwise operators and norms in one call, for tensors so small that starting an operator takes longer than
+// computing it. The schema is defined in fastgen/ops/elementwise.py.
 #include "bfloat16.h"
+#include "elementwise/functions.h"
+#include "elementwise/lines.h"
+#include "float16.h"
 #include "instruction_set.h"
 
 #include <torch/csrc/stable/library.h>
@@ -8,46 +11,15 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
+namespace fastgen {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// As in fastgen/ops/elementwise.py.
-enum Kind : int64_t { kCopy, kNegate, kAdd, kSubtract, kMultiply, kKinds };
-
-// The result, and the two operands: where they begin, and how far apart their numbers are.
-constexpr int64_t kMaxDims = 8;
-struct Operand {
-  void* data;
-  std::array<int64_t, kMaxDims> strides;
-};
-using Operands = std::array<Operand, 3>;
-
-// One operator, as a line of the code: the kind, the bytes of a number, how many dimensions, their sizes; then of the
-// result and of each operand the piece of memory, where in it the first number is, and the strides, in numbers.
-struct Instruction {
-  int64_t kind, itemsize, dims;
-  std::array<int64_t, kMaxDims> sizes;
-  struct {
-    int64_t memory, begin;
-    std::array<int64_t, kMaxDims> strides;
-  } operands[3];
-};
-// So that no product of a size, a stride and the bytes of a number overflows.
-constexpr int64_t kLargest = int64_t{1} << 28;
-constexpr int64_t kLength = sizeof(Instruction) / sizeof(int64_t);
-
-struct Sizes {
-  int64_t dims = 0;
-  std::array<int64_t, kMaxDims> of{};
-};
-
-using Run = void (*)(const Operands&, const Sizes&, int64_t, std::array<int64_t, 3>);
 
 namespace portable {
 #define FASTGEN_TARGET
@@ -70,24 +42,81 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-Run run_of(const Instruction& instruction) {
+}  // namespace
+
+Line line_of(int64_t kind) {
 #ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return avx512::run_of(instruction.kind, instruction.itemsize);
-    case fastgen::InstructionSet::kAvx2: return avx2::run_of(instruction.kind, instruction.itemsize);
-    case fastgen::InstructionSet::kPortable: break;
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512: return avx512::line_of(kind);
+    case InstructionSet::kAvx2: return avx2::line_of(kind);
+    case InstructionSet::kPortable: break;
   }
 #endif
-  return portable::run_of(instruction.kind, instruction.itemsize);
+  return portable::line_of(kind);
 }
 
-// Dimensions of one are left out, and those that can be gone through as one become one.
+}  // namespace fastgen
+
+namespace {
+
+using namespace fastgen;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The result, and three operands: where they begin, and how far apart their numbers are.
+constexpr int64_t kMaxDims = 8, kOperands = 4;
+struct Operand {
+  char* data;
+  int64_t type;
+  std::array<int64_t, kMaxDims> strides;
+};
+using Operands = std::array<Operand, kOperands>;
+
+// One operator, as a line of the code: the kind, how many dimensions, their sizes, the options; then of the result and
+// of each operand the piece of memory (-1: none), the type, where in the memory the first number is, in bytes, and the
+// strides, in numbers. A result may be one of several that are `stride` numbers apart: which of them is a number in
+// memory, an int64; if it is none from 0 to count - 1, nothing is written.
+struct Instruction {
+  int64_t kind, dims;
+  std::array<int64_t, kMaxDims> sizes;
+  double numbers[2];
+  int64_t rounds_scaled;
+  struct {
+    int64_t memory, begin, stride, count;
+  } position;
+  struct {
+    int64_t memory, type, begin;
+    std::array<int64_t, kMaxDims> strides;
+  } operands[kOperands];
+};
+// So that no product of a size, a stride and the bytes of a number overflows.
+constexpr int64_t kLargest = int64_t{1} << 28;
+constexpr int64_t kLength = sizeof(Instruction) / sizeof(int64_t);
+
+struct Sizes {
+  int64_t dims = 0;
+  std::array<int64_t, kMaxDims> of{};
+};
+
+int64_t bytes_of(int64_t type) {
+  switch (type) {
+    case kBytes1: return 1;
+    case kBFloat16: case kFloat16: return 2;
+    case kBytes8: return 8;
+    default: return 4;
+  }
+}
+
+bool is_norm(int64_t kind) { return kind == kRmsNorm || kind == kLayerNorm; }
+
+// Dimensions of one are left out, and those that can be gone through as one become one; but a row stays as it is.
 Sizes merged(Operands& operands, const Instruction& instruction) {
   Sizes sizes;
+  const int64_t rows = is_norm(instruction.kind) ? instruction.dims - 1 : instruction.dims;
   for (int64_t dim = 0; dim < instruction.dims; ++dim) {
     const int64_t size = instruction.sizes[dim], last = sizes.dims - 1;
-    if (size == 1) continue;
-    bool joins = sizes.dims > 0;
+    if (size == 1 && dim < rows) continue;
+    bool joins = sizes.dims > 0 && dim < rows;
     for (const Operand& each : operands) joins = joins && each.strides[last] == each.strides[dim] * size;
     const int64_t to = joins ? last : sizes.dims++;
     sizes.of[to] = joins ? sizes.of[to] * size : size;
@@ -100,31 +129,71 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
   return sizes;
 }
 
+// The last dimension is a line, the others are gone through one after the other.
+void execute(const Operands& operands, const Sizes& sizes, const Options& options, Line line, int64_t dim,
+             std::array<int64_t, kOperands> offsets) {
+  if (dim + 1 < sizes.dims) {
+    for (int64_t i = 0; i < sizes.of[dim]; ++i) {
+      execute(operands, sizes, options, line, dim + 1, offsets);
+      for (int n = 0; n < kOperands; ++n) offsets[n] += operands[n].strides[dim];
+    }
+    return;
+  }
+  Piece pieces[kOperands];
+  for (int n = 0; n < kOperands; ++n) {
+    const Operand& each = operands[n];
+    pieces[n] = {each.data ? each.data + offsets[n] * bytes_of(each.type) : nullptr, each.type, each.strides[dim]};
+  }
+  line(pieces, sizes.of[dim], options);
+}
+
 struct Memory {
   char* data;
   int64_t size;
 };
 
 void check(const Instruction& instruction) {
-  bool fits = instruction.kind >= 0 && instruction.kind < kKinds && instruction.dims >= 0 &&
-              instruction.dims <= kMaxDims && (instruction.itemsize == 4 || instruction.itemsize == 2);
+  const int64_t kind = instruction.kind, type = instruction.operands[0].type;
+  bool fits = kind >= 0 && kind < kKinds && instruction.dims >= (is_norm(kind) ? 1 : 0) && instruction.dims <= kMaxDims;
   for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) fits = instruction.sizes[dim] > 0;
+  fits = fits && instruction.operands[0].memory >= 0 && (!is_norm(kind) || instruction.operands[1].memory >= 0);
+  for (const auto& each : instruction.operands) {
+    const bool has_numbers = each.type >= 0 && each.type <= kFloat16;
+    fits = fits && (each.memory < 0 || has_numbers || (kind == kCopy && each.type == type && type < kTypes));
+  }
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
+}
+
+// The number in memory that says which of several results is written; 0 if there is one.
+int64_t position(const Instruction& instruction, const std::vector<Memory>& memory) {
+  const auto& given = instruction.position;
+  if (given.memory == -1) return 0;
+  const bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
+                    given.begin <= memory[given.memory].size - static_cast<int64_t>(sizeof(int64_t)) &&
+                    given.stride >= 0 && given.stride <= kLargest && given.count > 0 && given.count <= kLargest;
+  STD_TORCH_CHECK(fits, "elementwise: no position");
+  int64_t number;
+  std::memcpy(&number, memory[given.memory].data + given.begin, sizeof(number));
+  return number;
 }
 
 // Where an operand begins, if all of it is inside of its memory.
 Operand operand(const Instruction& instruction, int n, const std::vector<Memory>& memory) {
   const auto& given = instruction.operands[n];
+  if (given.memory == -1) return {nullptr, kFloat32, {}};
+  const int64_t itemsize = bytes_of(given.type);
   bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
               given.begin <= memory[given.memory].size;
-  int64_t end = fits ? given.begin + instruction.itemsize : 0;
+  int64_t end = fits ? given.begin + itemsize : 0;
+  const auto& several = instruction.position;
+  if (n == 0 && several.memory >= 0) end += (several.count - 1) * several.stride * itemsize;
   for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) {
     fits = given.strides[dim] >= 0 && instruction.sizes[dim] <= kLargest && given.strides[dim] <= kLargest;
-    if (fits) end += (instruction.sizes[dim] - 1) * given.strides[dim] * instruction.itemsize;
+    if (fits) end += (instruction.sizes[dim] - 1) * given.strides[dim] * itemsize;
   }
-  STD_TORCH_CHECK(fits && end <= memory[given.memory].size && given.begin % instruction.itemsize == 0,
+  STD_TORCH_CHECK(fits && end <= memory[given.memory].size && given.begin % itemsize == 0,
                   "elementwise: an operand is outside of its memory");
-  return {memory[given.memory].data + given.begin, given.strides};
+  return {memory[given.memory].data + given.begin, given.type, given.strides};
 }
 
 void elementwise(std::vector<Tensor> tensors, Tensor code) {
@@ -141,9 +210,16 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
   for (int64_t i = 0; i < code.size(0); ++i) {
     const Instruction& instruction = instructions[i];
     check(instruction);
-    Operands operands{operand(instruction, 0, memory), operand(instruction, 1, memory), operand(instruction, 2, memory)};
+    const int64_t at = position(instruction, memory);
+    Operands operands;
+    for (int n = 0; n < kOperands; ++n) operands[n] = operand(instruction, n, memory);
+    if (instruction.position.memory >= 0) {
+      if (at < 0 || at >= instruction.position.count) continue;
+      operands[0].data += at * instruction.position.stride * bytes_of(operands[0].type);
+    }
     const Sizes sizes = merged(operands, instruction);
-    run_of(instruction)(operands, sizes, 0, {});
+    const Options options{{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
+    execute(operands, sizes, options, line_of(instruction.kind), 0, {});
   }
 }
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding import arena, products
-from fastgen.decoding.captured.recording import Constant, Operation, Place, Recording, record, tensors_in
+from fastgen.decoding.captured.recording import record, tensors_in
+from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.decoding.simplified import simplified
 from fastgen.ops import elementwise
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
@@ -60,11 +62,11 @@ class _Compiler:
     """From a recording to calls."""
 
     def __init__(self, recording: Recording, memory: arena.Arena) -> None:
-        operations = [each for each in recording.operations if not each.is_allocation]
-        _check_that_all_is_written(recording, operations)
-        self._groups = _grouped(operations)
+        _check_that_all_is_written(recording)
+        recording = simplified(recording)
+        self._groups = _grouped(recording.operations)
+        self._read = frozenset(storage for each in recording.operations for storage in each.used)
         self._storages = recording.storages
-        self._read = set[int]().union(*map(_storages, operations))
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
@@ -81,24 +83,24 @@ class _Compiler:
 
     def _work(self, operation: Operation) -> _Work:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
-        results = [None if place is None else self._value(place) for place in operation.fresh]
+        function, results = operation.function, [place and self._value(place) for place in operation.fresh]
+        read = [
+            None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
+        ]
+        work: _Work | None = elementwise.instructions(function, args, kwargs, read)
+        # A product with alpha or beta, the only named arguments, is none of a linear layer.
+        if work is None and not kwargs and len(results) == 1 and results[0] is not None:
+            work = products.of(function, args, results[0])
+        if work is not None:
+            return work
         if not any(result is not None for result in results):
-            return partial(operation.function, *args, **kwargs)
-        if len(results) == 1:
-            call = operation.function, args, results[0]
-            # A product with alpha or beta, the only named arguments, is none of a linear layer.
-            work = None if kwargs else elementwise.instructions(*call) or products.of(*call)
-            if work:
-                return work
-            if operation.function is torch.ops.aten.clone.default:  # whose form with `out` copies twice
-                return partial(torch.ops.aten.copy_.default, results[0], args[0])
-            found = _with_out(operation.function)
-            if found is not None:
-                return partial(found[0], *args, **kwargs, **{found[1]: results[0]})
-        # What nobody reads, as the statistics of a layer norm, is not copied.
-        places = zip(results, operation.fresh, strict=True)
-        results = [result if place is not None and place.storage in self._read else None for result, place in places]
-        return partial(_execute, partial(operation.function, *args, **kwargs), results)
+            return partial(function, *args, **kwargs)
+        if function is torch.ops.aten.clone.default and results[0] is not None:  # its form with `out` copies twice
+            return partial(torch.ops.aten.copy_.default, results[0], args[0])
+        with_out = _with_out(function, len(results))
+        if with_out is not None and None not in operation.fresh:
+            return partial(with_out[0], *args, **kwargs, **dict(zip(with_out[1], results, strict=True)))
+        return partial(_execute, partial(function, *args, **kwargs), read)
 
     def _value(self, leaf: Place | Constant) -> Any:
         if isinstance(leaf, Constant):
@@ -109,17 +111,19 @@ class _Compiler:
         return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
 
 
-def _check_that_all_is_written(recording: Recording, operations: list[Operation]) -> None:
+def _check_that_all_is_written(recording: Recording) -> None:
     """Raises RuntimeError where an operator reads memory that no recorded one has written.
 
     Then there is a kernel that the recorder has not seen: one that is not called through torch's dispatcher.
     """
     written: set[int] = set()
-    for operation in operations:
-        used = _storages(operation) & recording.made
-        if not operation.function._schema.is_mutable and not used <= written:
+    for operation in recording.operations:
+        if operation.is_allocation:
+            continue
+        used = operation.used & recording.made
+        if not operation.in_place and not used <= written:
             raise RuntimeError(f"{operation.function} reads what no operator of torch's has written")
-        written |= used | _fresh(operation)
+        written |= used | operation.made
 
 
 def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
@@ -131,16 +135,16 @@ def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
 
 
 @cache
-def _with_out(function: Any) -> tuple[Any, str] | None:
-    """The form of an operator that writes its only result to memory that is there, and the name of that argument."""
+def _with_out(function: Any, results: int) -> tuple[Any, list[str]] | None:
+    """The form of an operator that writes its results to memory that is there, and the names of those arguments."""
     wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         other = getattr(function.overloadpacket, name)
         written = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         others = [(a.name, str(a.type)) for a in other._schema.arguments if a not in written]
-        is_one = len(written) == 1 and written[0].kwarg_only and str(written[0].type) == "Tensor"
-        if is_one and others == wanted:
-            return other, written[0].name
+        are_all = len(written) == len(function._schema.returns) == results
+        if are_all and others == wanted and all(each.kwarg_only and str(each.type) == "Tensor" for each in written):
+            return other, [each.name for each in written]
     return None
 
 
@@ -148,27 +152,19 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     """The operators in an order in which products with one input are a group: none reads what another one writes."""
     found, left = [], list(operations)
     while left:
-        group, written, others = left[:1], _fresh(left[0]), 0
+        group, written, others = left[:1], left[0].made, 0
         for other in left[1:] if left[0].function in products.OPERATORS else []:
             is_alike = other.function in products.OPERATORS and other.leaves[-2] == left[0].leaves[-2]
-            if is_alike and not written & _storages(other):
+            if is_alike and not written & other.used:
                 group.append(other)
             else:
                 others += 1
                 if others > 2 or other.function._schema.is_mutable:  # between a gate and the rest is an activation
                     break
-            written |= _fresh(other)
+            written |= other.made
         found.append(group)
         left = left[1:] if len(group) == 1 else [each for each in left if not any(each is one for one in group)]
     return found
-
-
-def _fresh(operation: Operation) -> set[int]:
-    return {place.storage for place in operation.fresh if place is not None}
-
-
-def _storages(operation: Operation) -> set[int]:
-    return {leaf.storage for leaf in operation.leaves if isinstance(leaf, Place)}
 
 
 def _lifetimes(recording: Recording, groups: list[list[Operation]]) -> dict[int, arena.Buffer]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from fastgen.decoding.operations import Constant, Operation, Place, Recording
 
 _aten = torch.ops.aten
 
@@ -29,72 +30,6 @@ _TO_HOST = frozenset({Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__,
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor})
 # With a number in the place of a tensor these make a tensor of it on the host first.
 _CHOOSING = frozenset({torch.where, Tensor.where})
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor as a recording knows it: where it lies and how it is laid out."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """Bytes of the storage up to the last one that it may touch."""
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (self.offset + last + 1) * self.dtype.itemsize if all(self.size) else 0
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A host value, or a tensor without an address of its own."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A call of an operator.
-
-    Attributes:
-        leaves: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
-        fresh: the result's tensors; None for those that lie in memory which was there before.
-    """
-
-    function: Any
-    leaves: list[Place | Constant]
-    structure: Any
-    fresh: list[Place | None]
-
-    @property
-    def is_allocation(self) -> bool:
-        """Whether it only makes memory, and writes nothing to it."""
-        return self.function.overloadpacket in UNINITIALISED
-
-
-UNINITIALISED = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
-)
-
-
-class Recording:
-    """What `record` has found.
-
-    Attributes:
-        operations: in their order.
-        storages: by number: memory that operations use.
-        made: the numbers of those that operations have made.
-        frozen: the numbers of those that hold host values.
-    """
-
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.storages: list[torch.UntypedStorage] = []
-        self.made: set[int] = set()
-        self.frozen: set[int] = set()
 
 
 def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
@@ -166,7 +101,8 @@ class _Recorder(TorchDispatchMode):
         if func is _aten.lift_fresh.default:
             return self._lift(func, args)
 
-        for written in _written(func, args, kwargs):
+        changed = _written(func, args, kwargs)
+        for written in changed:
             self._save(written)
         self._draws |= torch.Tag.nondeterministic_seeded in func.tags
         for generator in kwargs.values():
@@ -179,7 +115,8 @@ class _Recorder(TorchDispatchMode):
         # What changes only how a tensor is laid out is in the places of those that follow.
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if writes or any(place is not None for place in fresh) or not fresh:
-            self.recording.operations.append(Operation(func, places, structure, fresh))
+            in_place = frozenset(self._number(written.untyped_storage()) for written in changed)
+            self.recording.operations.append(Operation(func, places, structure, fresh, in_place))
         return result
 
     def put_back(self) -> None:

@@ -73,3 +73,4 @@ def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tens
 _library.define(
     "kv_write(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor position) -> ()"
 )
+OPERATOR = torch.ops.fastgen.kv_write.default

@@ -1,71 +1,228 @@
-// Elementwise operators for one instruction set. Included once per instruction set by cpu/elementwise.cpp, inside a
-// namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction set.
-// No include guard: it is meant to be included several times.
+// Elementwise operators and norms for one instruction set. Included once per instruction set by cpu/elementwise.cpp,
+// inside a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction
+// set. No include guard: it is meant to be included several times.
+//
+// Everything is computed in float32, a few numbers at a time, which are converted before and after.
 
-#define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
+#ifdef __GNUC__
+#define FASTGEN_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define FASTGEN_INDEPENDENT
+#endif
 
-FASTGEN_INLINE float widen(float number) { return number; }
-FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
-FASTGEN_INLINE void write(float* to, float value) { *to = value; }
-FASTGEN_INLINE void write(uint16_t* to, float value) { *to = fastgen::to_bfloat16(value); }
+constexpr int64_t kChunk = 256;
+constexpr int64_t kLanes = 16;
 
-template <int64_t kind, typename Number>
-FASTGEN_INLINE void compute(Number* out, Number a, Number b) {
-  switch (kind) {
-    case kNegate: write(out, -widen(a)); break;
-    case kAdd: write(out, widen(a) + widen(b)); break;
-    case kSubtract: write(out, widen(a) - widen(b)); break;
-    case kMultiply: write(out, widen(a) * widen(b)); break;
-    default: *out = a;
-  }
-}
+// ---- numbers of a type, from and to float32
 
-// The usual strides have loops of their own, in which the compiler uses vectors.
-template <int64_t kind, typename Number>
-FASTGEN_TARGET void line(Number* out, int64_t out_stride, const Number* a, int64_t a_stride, const Number* b,
-                         int64_t b_stride, int64_t count) {
-  if (out_stride == 1 && a_stride == 1 && b_stride == 1) {
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, a[i], b[i]);
-  } else if (out_stride == 1 && a_stride == 1 && b_stride == 0) {
-    const Number same = *b;
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, a[i], same);
-  } else if (out_stride == 1 && a_stride == 0 && b_stride == 1) {
-    const Number same = *a;
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i, same, b[i]);
+struct Float32 {
+  using Number = float;
+  static FASTGEN_ALWAYS float widen(float number) { return number; }
+  static FASTGEN_ALWAYS float narrow(float number) { return number; }
+};
+
+struct BFloat16 {
+  using Number = uint16_t;
+  static FASTGEN_ALWAYS float widen(uint16_t number) { return fastgen::to_float(number); }
+  static FASTGEN_ALWAYS uint16_t narrow(float number) { return fastgen::to_bfloat16(number); }
+};
+
+struct Float16 {
+  using Number = uint16_t;
+  static FASTGEN_ALWAYS float widen(uint16_t number) { return fastgen::float16_to_float(number); }
+  static FASTGEN_ALWAYS uint16_t narrow(float number) { return fastgen::to_float16(number); }
+};
+
+template <typename Type>
+FASTGEN_TARGET void widen(float* to, const Piece& piece, int64_t begin, int64_t count) {
+  const auto* from = reinterpret_cast<const typename Type::Number*>(piece.data) + begin * piece.stride;
+  if (piece.stride == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = Type::widen(from[i]);
   } else {
-    for (int64_t i = 0; i < count; ++i) compute<kind>(out + i * out_stride, a[i * a_stride], b[i * b_stride]);
+    for (int64_t i = 0; i < count; ++i) to[i] = Type::widen(from[i * piece.stride]);
   }
 }
 
-// The last dimension in a loop of its own, the others one after the other.
-template <typename Number, int64_t kind>
-FASTGEN_TARGET void all(const Operands& operands, const Sizes& sizes, int64_t dim, std::array<int64_t, 3> offsets) {
-  if (dim + 1 < sizes.dims) {
-    for (int64_t i = 0; i < sizes.of[dim]; ++i) {
-      all<Number, kind>(operands, sizes, dim + 1, offsets);
-      for (int n = 0; n < 3; ++n) offsets[n] += operands[n].strides[dim];
-    }
-    return;
+template <typename Type>
+FASTGEN_TARGET void narrow(const Piece& piece, int64_t begin, int64_t count, const float* from) {
+  auto* to = reinterpret_cast<typename Type::Number*>(piece.data) + begin * piece.stride;
+  if (piece.stride == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = Type::narrow(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i * piece.stride] = Type::narrow(from[i]);
   }
-  const auto first = [&](int n) { return static_cast<Number*>(operands[n].data) + offsets[n]; };
-  line<kind, Number>(first(0), operands[0].strides[dim], first(1), operands[1].strides[dim], first(2),
-                     operands[2].strides[dim], sizes.of[dim]);
+}
+
+inline bool is_direct(const Piece& piece) { return piece.type == kFloat32 && piece.stride == 1 && piece.data; }
+
+// Some numbers of a line; without memory, the given one.
+FASTGEN_TARGET inline const float* loaded(const Piece& piece, int64_t begin, int64_t count, float other, float* buffer) {
+  if (is_direct(piece)) return reinterpret_cast<const float*>(piece.data) + begin;
+  if (!piece.data || piece.stride == 0) {
+    if (piece.type == kFloat32) other = piece.data ? *reinterpret_cast<const float*>(piece.data) : other;
+    else if (piece.data && piece.type == kBFloat16) other = BFloat16::widen(*reinterpret_cast<const uint16_t*>(piece.data));
+    else if (piece.data) other = Float16::widen(*reinterpret_cast<const uint16_t*>(piece.data));
+    for (int64_t i = 0; i < count; ++i) buffer[i] = other;
+  } else if (piece.type == kFloat32) {
+    widen<Float32>(buffer, piece, begin, count);
+  } else if (piece.type == kBFloat16) {
+    widen<BFloat16>(buffer, piece, begin, count);
+  } else {
+    widen<Float16>(buffer, piece, begin, count);
+  }
+  return buffer;
+}
+
+// Where some numbers of a result are computed.
+inline float* place_of(const Piece& piece, int64_t begin, float* buffer) {
+  return is_direct(piece) ? reinterpret_cast<float*>(piece.data) + begin : buffer;
+}
+
+FASTGEN_TARGET inline void store(const Piece& piece, int64_t begin, int64_t count, const float* from) {
+  if (is_direct(piece)) return;
+  if (piece.type == kFloat32) narrow<Float32>(piece, begin, count, from);
+  else if (piece.type == kBFloat16) narrow<BFloat16>(piece, begin, count, from);
+  else narrow<Float16>(piece, begin, count, from);
+}
+
+// ---- elementwise operators
+
+template <int64_t kind>
+FASTGEN_ALWAYS float computed(float a, float b) {
+  switch (kind) {
+    case kNegate: return -a;
+    case kAdd: return a + b;
+    case kSubtract: return a - b;
+    case kMultiply: return a * b;
+    case kRelu: return a < 0.0f ? 0.0f : a;
+    case kSilu: return fastgen::silu(a);
+    case kSigmoid: return fastgen::sigmoid(a);
+    case kTanh: return fastgen::hyperbolic_tangent(a);
+    case kGelu: return fastgen::gelu(a);
+    case kGeluTanh: return fastgen::gelu_tanh(a);
+    default: return a;
+  }
+}
+
+template <int64_t kind>
+FASTGEN_TARGET void compute(const Piece* pieces, int64_t count, const Options& options) {
+  constexpr bool has_second = kind == kAdd || kind == kSubtract || kind == kMultiply;
+  float buffers[3][kChunk];
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t size = std::min(kChunk, count - begin);
+    const float* a = loaded(pieces[1], begin, size, static_cast<float>(options.numbers[0]), buffers[1]);
+    const float* b = a;
+    if (has_second) b = loaded(pieces[2], begin, size, static_cast<float>(options.numbers[1]), buffers[2]);
+    float* out = place_of(pieces[0], begin, buffers[0]);
+    FASTGEN_INDEPENDENT
+    for (int64_t i = 0; i < size; ++i) out[i] = computed<kind>(a[i], b[i]);
+    store(pieces[0], begin, size, out);
+  }
 }
 
 template <typename Number>
-Run run_of_type(int64_t kind) {
-  switch (kind) {
-    case kNegate: return &all<Number, kNegate>;
-    case kAdd: return &all<Number, kAdd>;
-    case kSubtract: return &all<Number, kSubtract>;
-    case kMultiply: return &all<Number, kMultiply>;
-    default: return &all<Number, kCopy>;
+FASTGEN_TARGET void copy_numbers(const Piece& to, const Piece& from, int64_t count) {
+  auto* out = reinterpret_cast<Number*>(to.data);
+  const auto* numbers = reinterpret_cast<const Number*>(from.data);
+  if (to.stride == 1 && from.stride == 1) {
+    std::memmove(out, numbers, count * sizeof(Number));
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i * to.stride] = numbers[i * from.stride];
   }
 }
 
-inline Run run_of(int64_t kind, int64_t itemsize) {
-  return itemsize == 4 ? run_of_type<float>(kind) : run_of_type<uint16_t>(kind);
+FASTGEN_TARGET inline void copy(const Piece* pieces, int64_t count, const Options& options) {
+  const int64_t type = pieces[0].type;
+  if (type != pieces[1].type || !pieces[1].data) compute<kCopy>(pieces, count, options);
+  else if (type == kBytes8) copy_numbers<uint64_t>(pieces[0], pieces[1], count);
+  else if (type == kFloat32 || type == kBytes4) copy_numbers<uint32_t>(pieces[0], pieces[1], count);
+  else if (type == kBytes1) copy_numbers<uint8_t>(pieces[0], pieces[1], count);
+  else copy_numbers<uint16_t>(pieces[0], pieces[1], count);
 }
 
-#undef FASTGEN_INLINE
+// ---- norms: a line is a row
+
+// The sum of x - mean, or of its squares.
+template <bool squares>
+FASTGEN_TARGET float total(const Piece& row, int64_t width, float mean) {
+  float sums[kLanes] = {}, buffer[kChunk];
+  for (int64_t begin = 0; begin < width; begin += kChunk) {
+    const int64_t size = std::min(kChunk, width - begin), whole = size - size % kLanes;
+    const float* x = loaded(row, begin, size, 0.0f, buffer);
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float part = x[i + lane] - mean;
+        sums[lane] += squares ? part * part : part;
+      }
+    }
+    for (int64_t i = whole; i < size; ++i) {
+      const float part = x[i] - mean;
+      sums[i - whole] += squares ? part * part : part;
+    }
+  }
+  for (int64_t step = kLanes / 2; step > 0; step /= 2) {
+    for (int64_t lane = 0; lane < step; ++lane) sums[lane] += sums[lane + step];
+  }
+  return sums[0];
+}
+
+FASTGEN_TARGET inline void rms_norm(const Piece* pieces, int64_t width, const Options& options) {
+  const float mean = total<true>(pieces[1], width, 0.0f) / static_cast<float>(width);
+  const float scale = 1.0f / std::sqrt(mean + static_cast<float>(options.numbers[0]));
+  const float offset = static_cast<float>(options.numbers[1]);
+  float buffers[3][kChunk];
+  for (int64_t begin = 0; begin < width; begin += kChunk) {
+    const int64_t size = std::min(kChunk, width - begin);
+    const float* x = loaded(pieces[1], begin, size, 0.0f, buffers[1]);
+    const float* weight = loaded(pieces[2], begin, size, 1.0f, buffers[2]);
+    float* out = place_of(pieces[0], begin, buffers[0]);
+    FASTGEN_INDEPENDENT
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale;
+    if (options.rounds_scaled && pieces[0].type == kBFloat16) {
+      for (int64_t i = 0; i < size; ++i) out[i] = BFloat16::widen(BFloat16::narrow(out[i]));
+    } else if (options.rounds_scaled && pieces[0].type == kFloat16) {
+      for (int64_t i = 0; i < size; ++i) out[i] = Float16::widen(Float16::narrow(out[i]));
+    }
+    FASTGEN_INDEPENDENT
+    for (int64_t i = 0; i < size; ++i) out[i] *= weight[i] + offset;
+    store(pieces[0], begin, size, out);
+  }
+}
+
+FASTGEN_TARGET inline void layer_norm(const Piece* pieces, int64_t width, const Options& options) {
+  const float mean = total<false>(pieces[1], width, 0.0f) / static_cast<float>(width);
+  const float variance = total<true>(pieces[1], width, mean) / static_cast<float>(width);
+  const float scale = 1.0f / std::sqrt(variance + static_cast<float>(options.numbers[0]));
+  float buffers[4][kChunk];
+  for (int64_t begin = 0; begin < width; begin += kChunk) {
+    const int64_t size = std::min(kChunk, width - begin);
+    const float* x = loaded(pieces[1], begin, size, 0.0f, buffers[1]);
+    const float* weight = loaded(pieces[2], begin, size, 1.0f, buffers[2]);
+    const float* bias = loaded(pieces[3], begin, size, 0.0f, buffers[3]);
+    float* out = place_of(pieces[0], begin, buffers[0]);
+    FASTGEN_INDEPENDENT
+    for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+    store(pieces[0], begin, size, out);
+  }
+}
+
+inline Line line_of(int64_t kind) {
+  switch (kind) {
+    case kNegate: return &compute<kNegate>;
+    case kAdd: return &compute<kAdd>;
+    case kSubtract: return &compute<kSubtract>;
+    case kMultiply: return &compute<kMultiply>;
+    case kRelu: return &compute<kRelu>;
+    case kSilu: return &compute<kSilu>;
+    case kSigmoid: return &compute<kSigmoid>;
+    case kTanh: return &compute<kTanh>;
+    case kGelu: return &compute<kGelu>;
+    case kGeluTanh: return &compute<kGeluTanh>;
+    case kRmsNorm: return &rms_norm;
+    case kLayerNorm: return &layer_norm;
+    default: return &copy;
+  }
+}
+
+#undef FASTGEN_INDEPENDENT
 #undef FASTGEN_TARGET

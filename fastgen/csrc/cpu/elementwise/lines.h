@@ -1,0 +1,45 @@
+// What executes the instructions of fastgen/csrc/cpu/elementwise.cpp: one line of numbers at a time.
+#pragma once
+
+#include <cstdint>
+
+namespace fastgen {
+
+// As in fastgen/ops/elementwise.py. Numbers of the last three types are only copied.
+enum Kind : int64_t {
+  kCopy,
+  kNegate,
+  kAdd,
+  kSubtract,
+  kMultiply,
+  kRelu,
+  kSilu,
+  kSigmoid,
+  kTanh,
+  kGelu,
+  kGeluTanh,
+  kRmsNorm,
+  kLayerNorm,
+  kKinds
+};
+enum Type : int64_t { kFloat32, kBFloat16, kFloat16, kBytes1, kBytes4, kBytes8, kTypes };
+
+// Numbers that are `stride` numbers apart. Without data, all of them are one number of the options.
+struct Piece {
+  char* data;
+  int64_t type, stride;
+};
+
+// The numbers are the operands that have no memory; of norms, eps and what is added to the weight.
+struct Options {
+  double numbers[2];
+  bool rounds_scaled;  // a row is rounded to its type before it is multiplied by the weight, too
+};
+
+// A line of `count` numbers: the result, and three operands.
+using Line = void (*)(const Piece*, int64_t, const Options&);
+
+// With the widest vectors that the process may use.
+Line line_of(int64_t kind);
+
+}  // namespace fastgen

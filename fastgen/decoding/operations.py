@@ -1,0 +1,93 @@
+"""What a function has done, as a list of operators: what `fastgen.decoding.captured.recording` writes down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor as a recording knows it: where it lies and how it is laid out."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Bytes of the storage up to the last one that it may touch."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize if all(self.size) else 0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A host value, or a tensor without an address of its own."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of an operator.
+
+    Attributes:
+        leaves: its arguments, flattened; `structure` puts them together again (torch.utils._pytree).
+        fresh: the result's tensors; None for those that lie in memory which was there before.
+        in_place: the storages of the arguments that it writes to.
+    """
+
+    function: Any
+    leaves: list[Place | Constant]
+    structure: Any
+    fresh: list[Place | None]
+    in_place: frozenset[int] = frozenset()
+
+    @property
+    def used(self) -> frozenset[int]:
+        """The storages of its arguments."""
+        return frozenset(leaf.storage for leaf in self.leaves if isinstance(leaf, Place))
+
+    @property
+    def made(self) -> frozenset[int]:
+        """The storages of its results."""
+        return frozenset(place.storage for place in self.fresh if place is not None)
+
+    @property
+    def only_computes(self) -> bool:
+        """Whether it does nothing but write what it computes from its arguments."""
+        is_random = torch.Tag.nondeterministic_seeded in self.function.tags
+        return self.function.namespace in ("aten", "prims", "fastgen") and not is_random
+
+    @property
+    def is_allocation(self) -> bool:
+        """Whether it only makes memory, and writes nothing to it."""
+        return self.function.overloadpacket in UNINITIALISED
+
+
+_aten = torch.ops.aten
+UNINITIALISED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty, _aten.new_empty_strided}
+)
+
+
+class Recording:
+    """What `record` has found.
+
+    Attributes:
+        operations: in their order.
+        storages: by number: memory that operations use.
+        made: the numbers of those that operations have made.
+        frozen: the numbers of those that hold host values.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self.made: set[int] = set()
+        self.frozen: set[int] = set()

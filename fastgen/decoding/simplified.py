@@ -1,0 +1,105 @@
+"""A recording with fewer operators, which does the same.
+
+What is worked out here holds whatever is in memory: of a storage that was there before the recording, the contents may
+change between two replays, and only what a replay itself writes is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+
+import torch
+
+from fastgen.decoding.operations import Constant, Operation, Place, Recording
+
+_aten = torch.ops.aten
+# Of their tensor they use the shape and the type, and not the numbers.
+_BY_LAYOUT = frozenset(
+    {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros_like, _aten.ones_like, _aten.full_like}
+)
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+
+
+def simplified(recording: Recording) -> Recording:
+    """The recording without allocations, constants, copies that never differ, and results that nobody reads.
+
+    A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
+    """
+    found = Recording()
+    found.storages, found.frozen = recording.storages, recording.frozen
+    operations = [each for each in recording.operations if not each.is_allocation]
+    constants = _constants(operations)
+    found.made = recording.made - constants
+    operations = [each for each in operations if not each.made or not each.made <= constants]
+    found.operations = _needed(_without_copies(operations), found.made)
+    return found
+
+
+def _constants(operations: list[Operation]) -> set[int]:
+    """The storages that one operator writes, once, and always with the same numbers."""
+    writers = Counter(storage for each in operations for storage in (*each.made, *each.in_place))
+    found: set[int] = set()
+    for each in operations:
+        is_pure = each.only_computes and not each.in_place and None not in each.fresh
+        inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
+        if is_pure and inputs <= found and all(writers[storage] == 1 for storage in each.made):
+            found |= each.made
+    return found
+
+
+def _without_copies(operations: list[Operation]) -> list[Operation]:
+    """Whoever reads a copy reads the original, if neither of the two is written to until then."""
+    writes: defaultdict[int, list[int]] = defaultdict(list)
+    reads: defaultdict[int, list[int]] = defaultdict(list)
+    outside: set[int] = set()  # storages that are read as another type, or beyond the first result in them
+    results = {place.storage: place for each in operations for place in each.fresh if place is not None}
+    for number, each in enumerate(operations):
+        for storage in (*each.made, *each.in_place):
+            writes[storage].append(number)
+        for leaf in each.leaves:
+            if isinstance(leaf, Place):
+                reads[leaf.storage].append(number)
+                result = results.get(leaf.storage)
+                if result is None or leaf.dtype is not result.dtype or leaf.end > result.end:
+                    outside.add(leaf.storage)
+
+    originals: dict[int, tuple[Place, Place]] = {}  # by the copy's storage: the original and the copy
+
+    def original(leaf: Place | Constant) -> Place | Constant:
+        if not isinstance(leaf, Place) or leaf.storage not in originals:
+            return leaf
+        place, copy = originals[leaf.storage]
+        return dataclasses.replace(leaf, storage=place.storage, offset=leaf.offset - copy.offset + place.offset)
+
+    found = []
+    for number, each in enumerate(operations):
+        if not originals.keys().isdisjoint(each.used):
+            each = dataclasses.replace(each, leaves=[original(leaf) for leaf in each.leaves])
+        found.append(each)
+        source, copy = each.leaves[0] if each.leaves else None, each.fresh[0] if each.fresh else None
+        if each.function not in _COPIES or not isinstance(source, Place) or copy is None:
+            continue
+        last = max(reads[copy.storage], default=number)
+        is_written = len(writes[copy.storage]) > 1 or any(number < at <= last for at in writes[source.storage])
+        if _has_layout(source, copy) and not is_written and copy.storage not in outside:
+            originals[copy.storage] = source, copy
+    return found
+
+
+def _has_layout(one: Place, other: Place) -> bool:
+    """Whether two tensors have the same type, and the same distances between their numbers."""
+    distances = [[d for n, d in zip(each.size, each.stride, strict=True) if n > 1] for each in (one, other)]
+    return one.dtype is other.dtype and one.size == other.size and distances[0] == distances[1]
+
+
+def _needed(operations: list[Operation], made: set[int]) -> list[Operation]:
+    """Those that write what somebody reads, or memory that is not of the recording, or do anything else."""
+    read: set[int] = set()
+    found = []
+    for each in reversed(operations):
+        written = each.made | each.in_place
+        if not each.only_computes or not written or not written <= made or written & read:
+            found.append(each)
+            read |= each.used
+    return found[::-1]

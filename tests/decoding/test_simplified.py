@@ -1,0 +1,192 @@
+"""What is left out of a recording, and what is not. Replays are compared in tests/decoding/captured/test_program.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.recording import record
+from fastgen.decoding.simplified import simplified
+
+aten = torch.ops.aten
+X = torch.randn(3, 5)
+OUT = torch.zeros(3, 5)
+
+
+def left(function: Callable[[], Any]) -> list[str]:
+    """The names of the operators that are left of a function; replays do what calls do."""
+    with torch.inference_mode():
+        recording, _ = record(function)
+        found = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+        program = Program()
+        program.capture(function)
+    for _ in range(2):
+        x = X.normal_().clone()
+        OUT.zero_()
+        program.replay()
+        results = X.clone(), OUT.clone()
+        X.copy_(x)
+        OUT.zero_()
+        function()
+        torch.testing.assert_close((X, OUT), results, rtol=0, atol=0)
+    return [name.removeprefix("aten::") for name in found]
+
+
+def test_constants() -> None:
+    def steps() -> None:
+        ones = X.new_ones(5) + torch.arange(5.0) * 2
+        OUT.copy_(X + ones)
+
+    assert left(steps) == ["add", "copy_"]
+
+
+def test_a_constant_lives_as_long_as_the_program() -> None:
+    program = Program()
+    program.capture(lambda: OUT.copy_(torch.arange(15.0).view(3, 5)))
+    for _ in range(2):
+        torch.full((3, 5), 7.0)
+        program.replay()
+        assert OUT.flatten().tolist() == list(range(15))
+        OUT.zero_()
+
+
+def written() -> None:
+    ones = torch.ones(3, 5)
+    ones.add_(X)
+    OUT.copy_(ones)
+
+
+def written_through_a_view() -> None:
+    ones = torch.ones(3, 5)
+    first = ones * 2
+    ones[1:].t().mul_(3.0)
+    OUT.copy_(ones + first)
+
+
+def written_as_out() -> None:
+    ones = torch.ones(3, 5)
+    torch.add(X, ones, out=ones)
+    OUT.copy_(ones)
+
+
+def filled() -> None:
+    """Memory that is allocated and filled is written by an operator that changes it."""
+    OUT.copy_(torch.empty(3, 5).fill_(3.0) + X)
+
+
+@pytest.mark.parametrize(
+    ("function", "count"), [(written, 3), (written_through_a_view, 5), (written_as_out, 3), (filled, 3)]
+)
+def test_what_is_written_later_is_no_constant(function: Callable[[], None], count: int) -> None:
+    assert len(left(function)) == count
+
+
+def test_what_was_there_before_is_no_constant() -> None:
+    """A weight may be changed, or something that the user keeps."""
+    given = torch.ones(5)
+    program = Program()
+    program.capture(lambda: OUT.copy_((given * 2).expand(3, 5)))
+    given.fill_(4.0)
+    program.replay()
+    assert (OUT == 8).all()
+
+
+def test_random_numbers_are_drawn_though_nobody_reads_them() -> None:
+    def steps() -> None:
+        torch.rand(3)
+        torch.zeros(3).uniform_()
+        OUT.copy_(X)
+
+    with torch.inference_mode():
+        recording, _ = record(steps)
+    names = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+    assert names == ["aten::rand", "aten::zeros", "aten::uniform_", "aten::copy_"]
+
+
+def test_results_that_nobody_reads() -> None:
+    def steps() -> None:
+        unread = (X * 2).exp()
+        unread.add_(1.0)
+        OUT.copy_(X.topk(5).values)
+
+    assert left(steps) == ["topk", "copy_"]
+
+
+def test_copies_that_never_differ() -> None:
+    def steps() -> None:
+        same = X.clone().contiguous().to(torch.float32, copy=True)
+        OUT.copy_(same.clone().t().sin().t() + same[1])
+
+    assert left(steps) == ["sin", "add", "copy_"]
+
+
+def original_changes() -> None:
+    copy = X.clone()
+    X.add_(1.0)
+    OUT.copy_(copy)
+
+
+def copy_changes() -> None:
+    copy = X.clone()
+    copy[1] = X[2]
+    OUT.copy_(copy + X)
+
+
+def original_of_a_copy_of_a_copy_changes() -> None:
+    copy = X.clone().clone()
+    X[2].mul_(2.0)
+    OUT.copy_(copy)
+
+
+def other_layout() -> None:
+    OUT.copy_(X.t().clone(memory_format=torch.contiguous_format).view(3, 5))
+
+
+def other_type() -> None:
+    OUT.copy_(X.to(torch.float64).to(torch.float32))
+
+
+def other_view() -> None:
+    OUT.copy_(X.clone().view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("function", "copies"),
+    [
+        (original_changes, 1),
+        (copy_changes, 1),
+        (original_of_a_copy_of_a_copy_changes, 1),
+        (other_layout, 1),
+        (other_type, 2),
+        (other_view, 1),
+    ],
+)
+def test_copies_that_are_needed(function: Callable[[], None], copies: int) -> None:
+    names = left(function)
+    assert names.count("clone") + names.count("_to_copy") == copies
+
+
+def test_the_original_may_change_when_the_copy_is_not_read_any_more() -> None:
+    def steps() -> None:
+        OUT.copy_(X.clone() * 2)
+        X.mul_(3.0)
+
+    assert left(steps) == ["mul", "copy_", "mul_"]
+
+
+def test_a_part_of_a_copy_of_a_part() -> None:
+    def steps() -> None:
+        part = X[1:, 2:].clone(memory_format=torch.preserve_format)
+        OUT[:1, :2].copy_(part.t()[1:, :1].t())
+
+    assert left(steps) == ["clone", "copy_"]  # next to each other, as the part is not
+
+    def rows() -> Tensor:
+        return OUT[1:].copy_(X[1:].clone()[1:, 2:3])
+
+    assert left(rows) == ["copy_"]
