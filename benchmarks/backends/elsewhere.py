@@ -102,7 +102,8 @@ class Elsewhere(Backend):
             line = ""
         if not line:
             said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
-            raise RuntimeError(f"the process with {self.library} has ended: {' '.join(said) or 'it said nothing'}")
+            ended = f"the process with {self.library} has ended with status {process.wait()}"
+            raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
         return json.loads(line)
 
     def close(self) -> None:
