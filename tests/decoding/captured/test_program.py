@@ -555,7 +555,11 @@ def test_memory_is_used_again() -> None:
 def test_programs_share_their_memory() -> None:
     """Whatever others have left there, each gives what it gives alone. The memory goes with the last of them."""
     memory, x = Arena(), torch.randn(300)
-    functions: list[Callable[[], Any]] = [lambda: x.exp().cumsum(0), lambda: (x * 2).exp().cumsum(0) - x, lambda: x.topk(9)[0] + x[:9]]
+    functions: list[Callable[[], Any]] = [
+        lambda: x.exp().cumsum(0),
+        lambda: (x * 2).exp().cumsum(0) - x,
+        lambda: x.topk(9)[0] + x[:9],
+    ]
     programs = [Replayed(memory) for _ in functions]
     results = [made.capture(function) for made, function in zip(programs, functions, strict=True)]
     assert (memory.allocations, memory.nbytes) == (1, LEAST_CHUNK)
