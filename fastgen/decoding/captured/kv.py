@@ -26,6 +26,7 @@ class StepState:
 
     def __init__(self, batch: int, per_input: int, capacity: int, device: torch.device, width: int = 1) -> None:
         self.batch, self.per_input, self.capacity, self.width = batch, per_input, capacity, width
+        self.rows = batch * per_input
         self._first = torch.arange(width + 1, device=device).unsqueeze(1)
         self._numbers = self._first.repeat(1, self.rows)
         *self.positions, self.filled = self._numbers.unbind()
@@ -34,10 +35,6 @@ class StepState:
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
         self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
         self._biases: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.per_input
 
     def begin(self, inputs: slice = slice(None)) -> None:
         """Nothing is stored of these inputs; the others go on."""
@@ -52,9 +49,8 @@ class StepState:
 
         That is all there is to a reorder: no K or V is moved. What the next step stores lies in the row itself.
 
-        Args:
-            count: how many positions stay of what the step has stored: of all rows, or [rows], int64. Rows that change
-                places are as long as each other.
+        Of what it has stored, `count` positions stay, [rows], int64, or so many of all. The rows that change places are
+        as long as each other.
         """
         self._numbers.add_(count)
         if self.ancestry is not None and parents is not None:
@@ -96,7 +92,8 @@ class StaticKV:
 
     Attributes:
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
-        prefix_capacity: positions of the prefix.
+        prefix_capacity, length: positions of the prefix, and of both.
+        width: positions of a step that are stored, and that a mask tells apart.
 
     Args:
         keys, values: [any, heads, any, dim]: as those that will be stored.
@@ -113,7 +110,9 @@ class StaticKV:
         window: int | None = None,
     ) -> None:
         self._state, self._window = state, window
-        self.prefix_capacity = prefix_capacity
+        self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
+        self.length = prefix_capacity + (state.capacity if has_suffix else 0)
+        self.width = state.width if has_suffix else 1
         self.host_may_wait = False
         self._says_nothing_new: bool | None = None
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
@@ -124,19 +123,6 @@ class StaticKV:
 
         self._prefix = zeros(state.batch, prefix_capacity)
         self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
-
-    @property
-    def width(self) -> int:
-        """Positions of a step that are stored, and that a mask tells apart."""
-        return self._state.width if self._suffix else 1
-
-    @property
-    def has_suffix(self) -> bool:
-        return bool(self._suffix)
-
-    @property
-    def length(self) -> int:
-        return self.prefix_capacity + (self._state.capacity if self._suffix else 0)
 
     def load(
         self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool, inputs: slice = slice(None)
@@ -158,9 +144,8 @@ class StaticKV:
 
     def take_over(self, other: StaticKV) -> None:
         """Goes on with what `other`, whose suffix has a smaller capacity, has stored."""
-        self.starts.copy_(other.starts)
-        self.ends.copy_(other.ends)
-        for old, new in zip(self._prefix, other._prefix, strict=True):
+        pairs = zip(self._prefix, other._prefix, strict=True)
+        for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new)
         for old, new in zip(self._suffix, other._suffix, strict=True):
             old[:, :, : new.shape[2]] = new
@@ -284,9 +269,8 @@ class StaticKV:
             visible = mask > torch.finfo(mask.dtype).min
             if not bool((~visible | (mask == 0)).all()):
                 return False  # it changes scores in other ways than taking them out
-        if mask.shape[-1] != self.length:
-            return False
-        if visible.shape[0] not in (1, self._state.rows) or self.width not in (1, visible.shape[2]):
+        rows, _, queries, length = mask.shape
+        if length != self.length or rows not in (1, self._state.rows) or self.width not in (1, queries):
             return False
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
         real = (self.ends > self.starts).repeat_interleave(self._state.per_input).view(-1, 1, 1, 1)

@@ -29,8 +29,7 @@ class Search:
     Attributes:
         prompt_capacity, new_capacity: positions for the prompt and for what is generated.
         running_sequences: [batch, per_input, prompt_capacity + new_capacity], int64: filled up to `length`.
-        start, length, limit: [batch, per_input], int64, positions of the buffers: where sequences begin, up to where
-            they are filled, and how far they may go.
+        start, length, limit: [batch, per_input], int64: where sequences begin, up to where they are filled, and may go.
         prompt: one int64: where all prompts end.
         unfinished: [batch, per_input], bool: sequences that go on; of beam search, those of inputs that do.
         tokens: [rows], int64: what each row is continued with.
@@ -63,6 +62,7 @@ class Search:
         self.start, self.length, self.limit = self._positions.new_zeros(3, batch, per_input).unbind()
         self.unfinished = torch.ones_like(self.length, dtype=torch.bool)
         self.taken = torch.zeros_like(self.length)
+        self._fill = torch.zeros_like(self.tokens)
         self.done = torch.zeros((), dtype=torch.bool, device=device)
         self.is_spoilt = torch.zeros_like(self.done)
         # Inputs that are there; the others fill the batch up.
@@ -96,6 +96,7 @@ class Search:
         sequences[:, :, :start] = NOTHING
         sequences[:count, :, start : self.prompt_capacity] = prompt.unsqueeze(1)
         self._by_input(self.tokens)[inputs] = sequences[:, :, self.prompt_capacity - 1].clamp(min=0)
+        self._by_input(self._fill)[inputs] = fill
         self.start[inputs] = start
         self.length[inputs] = self.prompt_capacity
         self.limit[inputs] = self.prompt_capacity + new_tokens
@@ -154,51 +155,41 @@ class Search:
     def _by_input(self, rows: Tensor) -> Tensor:
         return rows.view(self._batch, -1)
 
-    def _moves(self) -> Tensor:
-        """[batch, per_input], bool: what a step changes: nothing behind limits, or after the end of the search."""
-        return ~(self.done | (self.length >= self.limit))
+    def _change(self, unfinished: Tensor, *changes: tuple[Tensor, Tensor]) -> Tensor:
+        """The end of a step: new contents of buffers, [batch, per_input, ...]. Says where, [batch, per_input], bool.
 
-    def _change(self, moves: Tensor, unfinished: Tensor, over: Tensor, *changes: tuple[Tensor, Tensor]) -> None:
-        """The end of a step: new contents of buffers, [batch, per_input, ...], of those that `_moves` has named."""
+        At its limit, and after the end of the search, a sequence stays what it is.
+        """
+        moves = ~(self.done | (self.length >= self.limit))
         for old, new in changes:
             old.copy_(torch.where(moves if old.dim() == 2 else moves.unsqueeze(2), new, old))
         self.taken.copy_(moves)
         self.length.add_(self.taken)
         self.unfinished.copy_(unfinished)
+        over = ~unfinished.any()
         self.done.logical_or_(over | self.is_spoilt if self._samples else over)
+        return moves
 
 
 class RowSearch(Search):
     """Every row is continued for itself: with the most probable token, or with one that is drawn."""
 
-    def __init__(self, *sizes: Any, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self._fill = torch.zeros_like(self.tokens)
-
-    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, inputs: slice = slice(None)) -> None:
-        super().begin(prompt, new_tokens, fill=fill, inputs=inputs)
-        self._by_input(self._fill)[inputs] = fill
-
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor]:
         """The largest of each row, or one that is drawn; behind the end of a sequence, what fills it up."""
-        scores = self._races(scores) if self._samples else scores
-        return (self._filled(scores.argmax(dim=-1)),)
+        tokens = (self._races(scores) if self._samples else scores).argmax(dim=-1)
+        return (torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens,)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
         rows = inputs * self._per_input
         return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
 
-    def _filled(self, tokens: Tensor) -> Tensor:
-        return torch.where(self.unfinished.view(-1), tokens, self._fill) if len(self._eos) else tokens
-
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        tokens = self._by_input(self._filled(proposal[0]))
+        tokens = self._by_input(proposal[0])
         is_next = self._positions == self.length.unsqueeze(2)
         written = torch.where(is_next, tokens.unsqueeze(2), self.running_sequences)
         ends = self._ends(tokens, stops) | (self.length + 1 >= self.limit)
-        unfinished = self.unfinished & ~ends
         changes = (self.running_sequences, written), (self._by_input(self.tokens), tokens)
-        self._change(self._moves(), unfinished, ~unfinished.any(), *changes)
+        self._change(self.unfinished & ~ends, *changes)
 
     def results(self, inputs: int, count: int) -> Tensor:
         start, end = int(self.start[:inputs].min()), int(self.length[:inputs].max())
@@ -246,17 +237,14 @@ class BeamSearch(Search):
         inputs = options.get("inputs", slice(None))
         self.sequences[inputs] = self.running_sequences[inputs]
         # All beams are the same at first: only one of them may be continued.
-        self.running_scores[inputs] = 0
-        self.running_scores[inputs, 1:] = _NEVER
-        self.scores[inputs] = _NEVER
-        self.running_indices[inputs] = -1
-        self.indices[inputs] = -1
-        self.finished[inputs] = False
+        scores = (self.running_scores, 0), (self.running_scores[:, 1:], _NEVER), (self.scores, _NEVER)
+        for buffer, value in (*scores, (self.running_indices, -1), (self.indices, -1), (self.finished, False)):
+            buffer[inputs] = value
         self._by_input(self.parents)[inputs] = self._by_input(self._own_rows)[inputs]
         self._improvable[inputs] = self._is_real[inputs]
         # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
         penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.new_capacity + 2)]
-        self._penalties[inputs] = torch.tensor(penalties, dtype=torch.float64).float().to(self._penalties.device)
+        self._penalties[inputs] = torch.tensor(penalties, dtype=torch.float64).float()
         self._favours_length[inputs] = length_penalty > 0.0
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
@@ -274,7 +262,7 @@ class BeamSearch(Search):
         return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
-        candidates, moves = Candidates(*proposal), self._moves()
+        candidates = Candidates(*proposal)
         length, limit = self.length[:, :1], self.limit[:, :1]
         step = length - self.prompt_capacity
 
@@ -313,19 +301,15 @@ class BeamSearch(Search):
         hoped = self._per_length(running_scores[:, :1], steps)
         worst = scores.amin(dim=1, keepdim=True).masked_fill(~finished, _NEVER)
         improvable = self._improvable & (hoped > worst).any(dim=1, keepdim=True)
-        unfinished = improvable & ~is_last
+        unfinished = improvable & ~is_last & ~(ends | ~self._is_real).all()
         if self._early_stopping is True:
             unfinished = unfinished & ~finished.all(dim=1, keepdim=True)
 
         # What is read above is written below, and only here. An input that is over goes on to its limit, as in the
         # library while there are others: nothing that it finds is any better.
-        parents = torch.where(moves, parents, self._by_input(self._own_rows))
-        self._by_input(self.parents).copy_(parents)
         self._improvable.copy_(improvable)
-        self._change(
-            moves,
+        moves = self._change(
             unfinished,
-            ~unfinished.any() | (ends | ~self._is_real).all(),
             (self.sequences, _pick(torch.cat([self.sequences, sequences], dim=1), kept)),
             (self.indices, _pick(torch.cat([self.indices, indices], dim=1), kept)),
             (self.running_sequences, _pick(sequences, chosen)),
@@ -335,6 +319,7 @@ class BeamSearch(Search):
             (self.finished, finished),
             (self._by_input(self.tokens), tokens),
         )
+        self._by_input(self.parents).copy_(torch.where(moves, parents, self._by_input(self._own_rows)))
 
     def results(self, inputs: int, count: int) -> Tensor:
         start, end = int(self.start[:inputs].min()), self.prompt_capacity + self._written(inputs, count)

@@ -23,8 +23,7 @@ class StepTokens(NamedTuple):
     """The running sequences at a step, all on the device: a replay sees what is in these int64 tensors then."""
 
     tokens: Tensor  # [rows, capacity]: a sequence in each row at [start, length), -1 in front of it, anything behind it
-    # [rows, 1] or 0-dim, as the others: how many positions in front belong to no sequence (the filling of a bucket).
-    start: Tensor
+    start: Tensor  # [rows, 1] or 0-dim, as the others: so many positions in front belong to no sequence
     length: Tensor  # where the sequences end: the library's current length is length - start
     prompt: Tensor  # where the prompt ends: the library's length of the prompt is prompt - start
     limit: Tensor  # the library's `max_length`, counted from `start`

@@ -168,10 +168,7 @@ class CapturedStep:
         """Takes over a prompt. The other arguments are those of the search's `begin`.
 
         That of single `inputs`, which begin while others go on, has K and V of all tokens but the last: the next step
-        reads that one, as its tensors say, and chooses the first token. `choose_first` is for a whole batch.
-
-        Raises:
-            ValueError: the inputs of this step are at one position.
+        reads that one, as its tensors say, and chooses the first token. ValueError: they can only begin together.
         """
         key = self.key
         is_by_row = key.processors == () and not (key.has_criteria or key.encoder or any(key.windows))
@@ -195,15 +192,12 @@ class CapturedStep:
         self._flag.reset()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
-        rows = given.shape[0] * self.key.per_input
         given = given.repeat_interleave(self.key.per_input, dim=0)
+        end = self.key.stored_capacity if self._grows(name) else given.shape[1]
         buffer.zero_()
+        buffer[: given.shape[0], end - given.shape[1] : end] = given
         if self._grows(name):
-            end = self.key.stored_capacity
-            buffer[:rows, end - given.shape[1] : end] = given
             buffer[:, end] = 1  # that of the first step
-        else:
-            buffer[:rows, : given.shape[1]] = given
 
     def _grows(self, name: str) -> bool:
         """Whether an input is a mask of the sequences, and not of what the encoder has read."""
@@ -336,7 +330,7 @@ class CapturedStep:
         self._send()
 
     def _measure(self) -> None:
-        """To the model the cache is as long as its longest row. The mask takes out what others do not have."""
+        """To the model the cache is as long as its longest row."""
         torch.amax(self._state.position, 0, out=self._seen)
         self._seen.add_(self.key.stored_capacity)
 
