@@ -23,6 +23,7 @@ from benchmarks.machine import ROOT
 ENVIRONMENTS = ROOT / ".venvs"
 _FOLDER = Path(__file__).parent
 _LINES_OF_ERROR = 3
+_SECONDS_TO_END = 10
 
 
 class Elsewhere(Backend):
@@ -101,8 +102,13 @@ class Elsewhere(Backend):
         except BrokenPipeError:
             line = ""
         if not line:
+            try:
+                status = process.wait(timeout=_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:  # it hangs where it should end
+                process.kill()
+                status = process.wait()
             said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
-            ended = f"the process with {self.library} has ended with status {process.wait()}"
+            ended = f"the process with {self.library} has ended with status {status}"
             raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
         return json.loads(line)
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import smollm2
 from benchmarks.backends.base import Job, Unsupported
 from benchmarks.backends.elsewhere import Elsewhere
+
+# The types of models with which weights of these kinds are compared. The others have fewer bits than any model.
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class LlamaCpp(Elsewhere):
@@ -31,6 +36,8 @@ class LlamaCpp(Elsewhere):
     def check(self, job: Job) -> None:
         if not self._file(job).is_file():
             raise Unsupported(f"there is no {smollm2.GGUF} beside the model")
+        if self._precision in _TYPES and _TYPES[self._precision] is not job.model.dtype:
+            raise Unsupported(f"llama.cpp in {self._precision} is compared with models in that type")
         # A single beam and no samples are what it does.
         unknown = {name for name, value in job.workload.options.items() if name != "do_sample" and value != 1}
         if unknown:

@@ -1,11 +1,11 @@
 """Memory of recorded programs: planned ahead from what is known of its use, in chunks that programs share.
 
-When a result is made and when it is read for the last time is known once a program has been recorded. So nothing is
-allocated while it runs, and results that are not in use at the same time lie in the same place.
+When a result is made and when it is read for the last time is known once a program has been recorded. So no memory
+is needed for results while it runs, and those that are not in use at the same time lie in the same place.
 
 The plan is that of TurboTransformers (Fang et al., "TurboTransformers: An Efficient GPU Serving System For Transformer
-Models", PPoPP 2021, Algorithm 1), but for what does not fit into the chunks that there are: that goes into one new
-chunk as large as its own plan, instead of a chunk for each result that is 1.2 times as large as that.
+Models", PPoPP 2021, Algorithm 1) with one change. There, each result that fits nowhere gets a chunk of 1.2 times its
+size. Here, all of these share one new chunk, which is as large as they need.
 """
 
 from __future__ import annotations

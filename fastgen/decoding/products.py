@@ -24,8 +24,8 @@ _STREAMED = torch.ops.fastgen.streamed_linear_out.default
 _WIDENED = widened_linear.widened_linear_out
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
-# A packed weight must take less time by this part to be packed for: less is not worth a copy of it. Dot products must,
-# too, to be used: calling them takes a little longer than what is measured.
+# A packed weight must take less time by this part to be packed for: less is not worth a copy of it. In layers in half
+# precision, so must FastGen's products to be used: calling them takes a little longer than what is measured.
 _MARGIN = 0.05
 
 

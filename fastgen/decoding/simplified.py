@@ -27,7 +27,7 @@ def simplified(recording: Recording) -> Recording:
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
     """
     found = Recording()
-    found.storages, found.frozen = recording.storages, recording.frozen
+    found.storages = recording.storages
     operations = [each for each in recording.operations if not each.is_allocation]
     constants = _constants(operations)
     found.made = recording.made - constants
@@ -41,7 +41,11 @@ def _constants(operations: list[Operation]) -> set[int]:
     writers = Counter(storage for each in operations for storage in (*each.made, *each.in_place))
     found: set[int] = set()
     for each in operations:
-        is_pure = each.only_computes and not each.in_place and None not in each.fresh
+        # What is sparse has no place in memory that is known: its numbers may change.
+        has_places = not any(
+            isinstance(leaf, Constant) and isinstance(leaf.value, torch.Tensor) for leaf in each.leaves
+        )
+        is_pure = has_places and each.only_computes and not each.in_place and None not in each.fresh
         inputs = frozenset() if each.function.overloadpacket in _BY_LAYOUT else each.used
         if is_pure and inputs <= found and all(writers[storage] == 1 for storage in each.made):
             found |= each.made

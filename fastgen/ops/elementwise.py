@@ -46,8 +46,8 @@ class Instruction(NamedTuple):
     """One of the operators.
 
     Attributes:
-        out, operands: the result and up to three operands, all of one shape. In the place of one of the first two there
-            may be a number.
+        out, operands: the result and up to three operands, all of one shape. In the place of the second there may be a
+            number.
         numbers: of a norm, eps and what is added to the weight.
         rounds_scaled: as of `rms_norm`.
         position: where `out` is the first of several that are next to each other in a dimension: one int64, which of
@@ -80,7 +80,10 @@ def instructions(
     maker = _MAKERS.get(function)
     if maker is None or not is_available():
         return None
-    if function in (rms_norm.OPERATOR, kv_write.OPERATOR):  # which return nothing; their first argument is as small
+    if function in (
+        rms_norm.OPERATOR,
+        kv_write.OPERATOR,
+    ):  # they return nothing: the size of the first argument decides
         results = args[:1]
     if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
@@ -187,7 +190,7 @@ def _are_numbers(out: Tensor, *operands: Any) -> bool:
 
 
 def _is_number(operand: Any, dtype: torch.dtype) -> bool:
-    """Whether it is a number that the type holds as it is, or float32 after rounding."""
+    """Whether it is a number: any for float32, in half precision only one that the type holds exactly."""
     is_number = isinstance(operand, int | float) and dtype in _TYPES
     return is_number and (dtype is torch.float32 or torch.tensor(float(operand)).to(dtype).item() == operand)
 

@@ -1,6 +1,7 @@
 """RMS norm as one operation (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 4).
 
-On a GPU it is a kernel of Triton's, on the CPU one in csrc/cpu/rms_norm.cpp, elsewhere plain torch.
+On a GPU it is a kernel of Triton's, on the CPU the one of `elementwise`
+(csrc/cpu/elementwise/loops.h), elsewhere plain torch.
 """
 
 from __future__ import annotations

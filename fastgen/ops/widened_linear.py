@@ -39,12 +39,13 @@ class Costs(NamedTuple):
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are for it: more rows [..., inputs] than `dot_linear` takes, [outputs, inputs] and [outputs].
 
-    All are of one type, float16 or bfloat16.
+    All are of one type, float16 or bfloat16. A user may let torch round what it multiplies in float32: then it serves none.
     """
     others = (weight,) if bias is None else (weight, bias)
     return (
         all(tensor.dtype is x.dtype and tensor.device.type == "cpu" for tensor in (x, *others))
         and x.dtype in _TYPES
+        and torch.get_float32_matmul_precision() == "highest"
         and weight.dim() == 2
         and weight.stride(1) == 1
         and x.shape[-1:] == weight.shape[1:]

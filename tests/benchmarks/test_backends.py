@@ -375,6 +375,11 @@ def test_llama_cpp_says_what_it_cannot_do(options, reason, environments, tmp_pat
         backends.make("llama.cpp-f32").setup(task)
 
 
+def test_llama_cpp_is_compared_in_the_type_of_the_model(environments, tmp_path):
+    with pytest.raises(Unsupported, match="BF16 is compared with models in that type"):
+        backends.make("llama.cpp-bf16").setup(beside_a_gguf(tmp_path))
+
+
 class FakeLlama(SimpleNamespace):
     """As much of the library as the script calls. The next token is made from all tokens of its sequence."""
 

@@ -96,6 +96,16 @@ def test_what_was_there_before_is_no_constant() -> None:
     assert (OUT == 8).all()
 
 
+def test_numbers_of_a_sparse_tensor_are_no_constant() -> None:
+    sparse = torch.eye(3).to_sparse()
+    result = torch.zeros(3, 3)
+    program = Program()
+    program.capture(lambda: result.copy_(sparse.to_dense()))
+    sparse._values().mul_(5)
+    program.replay()
+    assert result.equal(5 * torch.eye(3))
+
+
 def test_random_numbers_are_drawn_though_nobody_reads_them() -> None:
     def steps() -> None:
         torch.rand(3)

@@ -128,6 +128,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
         {"has_criteria": True},
         {"processors": None},
         {"tensors": ("attention_mask",)},
+        {"samples": True},
         {"capacity": 7},  # another step would take over
     ],
 )
@@ -137,3 +138,22 @@ def test_inputs_that_can_only_begin_together(changes: dict[str, Any]) -> None:
     step = step_for(prompt, 1, (), **changes)
     with pytest.raises(ValueError, match="only begin together"):
         step.begin(prompt, PAD, slice(0, 1))
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    model = KNOWN["llama"].build()
+    running, other = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 11]])
+    wanted = alone(model, running, 12, 1, ())
+    start, begun = first_pass(model, running, 12, True, 1), first_pass(model, other, NEW + 1, False, 1)
+    step = step_for(start, 1, ())
+    with torch.no_grad():
+        step.begin(start, PAD)
+        step.choose_first(start.logits, HOST)
+        for done in range(1, 12):
+            if done == 5:
+                with pytest.raises(ValueError, match="new tokens into buffers"):
+                    step.begin(begun, PAD, slice(0, 1))
+                with pytest.raises(ValueError, match="only begin together"):
+                    step.begin(first_pass(model, other, 8, False, 1), PAD, slice(0, 3, 2))
+            step.start(model, done, HOST)
+    assert result(step, 0) == wanted

@@ -296,7 +296,7 @@ def test_named_arguments_and_other_results() -> None:
 
 
 DIMS, SIZE, MEMORY, TYPE, BEGIN, STRIDE = 1, 2, 17, 18, 19, 20  # where they are in an instruction: those of the result
-SECOND = 39  # where its second operand begins
+FIRST, SECOND = 28, 39  # where its operands begin
 
 
 @pytest.mark.parametrize(
@@ -338,6 +338,18 @@ def test_memory_of_others_is_not_touched(place: int, value: int) -> None:
     memory, code = elementwise.bound([elementwise.Instruction(2, out, (first, second))]).args
     assert code.shape == (1, 61) and code[0, SIZE] == 2 and code[0, STRIDE] == 3 and code[0, SECOND] == 2
     code[0, place] = value
+    with pytest.raises(RuntimeError, match="elementwise"):
+        torch.ops.fastgen.elementwise(memory, code)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("changes", [{TYPE: 3}, {TYPE: 3, SECOND: -1}, {TYPE: -1, FIRST + 1: -1}, {FIRST: -1}])
+def test_copies_are_of_one_type_or_of_numbers(changes: dict[int, int]) -> None:
+    out, first = torch.zeros(4), torch.ones(4)
+    memory, code = elementwise.bound([elementwise.Instruction(0, out, (first,))]).args
+    assert code[0, FIRST] == 1 and code[0, FIRST + 1] == code[0, TYPE] == 0
+    for place, value in changes.items():
+        code[0, place] = value
     with pytest.raises(RuntimeError, match="elementwise"):
         torch.ops.fastgen.elementwise(memory, code)
     assert not out.any()

@@ -79,6 +79,17 @@ def test_what_it_does_not_serve(x: torch.Tensor, weight: torch.Tensor, bias: tor
     assert widened_linear.serves(*good) and not widened_linear.serves(*(tensor.float() for tensor in good))
 
 
+def test_products_in_less_than_float32_are_left_to_torch() -> None:
+    x, weight = torch.zeros(17, 4).half(), torch.zeros(3, 4).half()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not widened_linear.serves(x, weight, None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert widened_linear.serves(x, weight, None)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []

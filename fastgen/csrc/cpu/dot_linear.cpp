@@ -102,7 +102,8 @@ Kernel kernel(ScalarType type, bool by_outputs) {
     case fastgen::InstructionSet::kAvx512:
 #ifdef FASTGEN_BF16_PAIRS
       // ATEN_CPU_CAPABILITY names vectors without this.
-      if (type == ScalarType::BFloat16 && !fastgen::instruction_set_is_given() && __builtin_cpu_supports("avx512bf16")) {
+      if (type == ScalarType::BFloat16 && !fastgen::instruction_set_is_given() &&
+          __builtin_cpu_supports("avx512bf16")) {
         return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
       }
 #endif

@@ -64,13 +64,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // The result, and three operands: where they begin, and how far apart their numbers are.
-constexpr int64_t kMaxDims = 8, kOperands = 4;
+constexpr int64_t kMaxDims = 8, kTensors = 4;
 struct Operand {
   char* data;
   int64_t type;
   std::array<int64_t, kMaxDims> strides;
 };
-using Operands = std::array<Operand, kOperands>;
+using Operands = std::array<Operand, kTensors>;
 
 // One operator, as a line of the code: the kind, how many dimensions, their sizes, the options; then of the result and
 // of each operand the piece of memory (-1: none), the type, where in the memory the first number is, in bytes, and the
@@ -87,7 +87,7 @@ struct Instruction {
   struct {
     int64_t memory, type, begin;
     std::array<int64_t, kMaxDims> strides;
-  } operands[kOperands];
+  } operands[kTensors];
 };
 // So that no product of a size, a stride and the bytes of a number overflows.
 constexpr int64_t kLargest = int64_t{1} << 28;
@@ -131,16 +131,16 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
 
 // The last dimension is a line, the others are gone through one after the other.
 void execute(const Operands& operands, const Sizes& sizes, const Options& options, Line line, int64_t dim,
-             std::array<int64_t, kOperands> offsets) {
+             std::array<int64_t, kTensors> offsets) {
   if (dim + 1 < sizes.dims) {
     for (int64_t i = 0; i < sizes.of[dim]; ++i) {
       execute(operands, sizes, options, line, dim + 1, offsets);
-      for (int n = 0; n < kOperands; ++n) offsets[n] += operands[n].strides[dim];
+      for (int n = 0; n < kTensors; ++n) offsets[n] += operands[n].strides[dim];
     }
     return;
   }
-  Piece pieces[kOperands];
-  for (int n = 0; n < kOperands; ++n) {
+  Piece pieces[kTensors];
+  for (int n = 0; n < kTensors; ++n) {
     const Operand& each = operands[n];
     pieces[n] = {each.data ? each.data + offsets[n] * bytes_of(each.type) : nullptr, each.type, each.strides[dim]};
   }
@@ -154,12 +154,18 @@ struct Memory {
 
 void check(const Instruction& instruction) {
   const int64_t kind = instruction.kind, type = instruction.operands[0].type;
+  const bool copies = kind == kCopy && type >= 0 && type < kTypes && type == instruction.operands[1].type;
   bool fits = kind >= 0 && kind < kKinds && instruction.dims >= (is_norm(kind) ? 1 : 0) && instruction.dims <= kMaxDims;
-  for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) fits = instruction.sizes[dim] > 0;
-  fits = fits && instruction.operands[0].memory >= 0 && (!is_norm(kind) || instruction.operands[1].memory >= 0);
+  int64_t numbers = 1;
+  for (int64_t dim = 0; fits && dim < instruction.dims; ++dim) {
+    const int64_t size = instruction.sizes[dim];
+    fits = size > 0 && size <= kLargest / numbers;
+    if (fits) numbers *= size;
+  }
+  fits = fits && instruction.operands[0].memory >= 0 && instruction.operands[1].memory >= 0;
   for (const auto& each : instruction.operands) {
     const bool has_numbers = each.type >= 0 && each.type <= kFloat16;
-    fits = fits && (each.memory < 0 || has_numbers || (kind == kCopy && each.type == type && type < kTypes));
+    fits = fits && (each.memory < 0 || has_numbers || (copies && each.type == type));
   }
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
 }
@@ -212,7 +218,7 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
     check(instruction);
     const int64_t at = position(instruction, memory);
     Operands operands;
-    for (int n = 0; n < kOperands; ++n) operands[n] = operand(instruction, n, memory);
+    for (int n = 0; n < kTensors; ++n) operands[n] = operand(instruction, n, memory);
     if (instruction.position.memory >= 0) {
       if (at < 0 || at >= instruction.position.count) continue;
       operands[0].data += at * instruction.position.stride * bytes_of(operands[0].type);

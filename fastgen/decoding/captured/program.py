@@ -1,7 +1,7 @@
 """A graph for the CPU: what a function does, recorded once and executed again on the same memory.
 
 The recorded operators are executed one after the other, with their results in memory that was planned ahead. Between
-two of them there is one call from Python and nothing else: no module, no view, no allocation.
+two of them there is one call from Python: no module, and for nearly all of them no view and no allocation.
 
 Products with a weight become FastGen's where that is measured to be faster, and small elementwise operators one call.
 """
@@ -88,7 +88,7 @@ class _Compiler:
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]
         work: _Work | None = elementwise.instructions(function, args, kwargs, read)
-        # A product with alpha or beta, the only named arguments, is none of a linear layer.
+        # Named arguments are alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
             work = products.of(function, args, results[0])
         if work is not None:

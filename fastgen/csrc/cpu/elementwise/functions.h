@@ -44,7 +44,8 @@ FASTGEN_ALWAYS float exponential(float x) {
   // In two factors, as the power may be beyond what one number holds.
   const int32_t power = static_cast<int32_t>(bits_of(shifted) - bits_of(shift));
   const int32_t half = power >> 1;
-  return sum * of_bits(static_cast<uint32_t>(half + 127) << 23) * of_bits(static_cast<uint32_t>(power - half + 127) << 23);
+  const float first = of_bits(static_cast<uint32_t>(half + 127) << 23);
+  return sum * first * of_bits(static_cast<uint32_t>(power - half + 127) << 23);
 }
 
 FASTGEN_ALWAYS float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

@@ -56,12 +56,14 @@ FASTGEN_TARGET void narrow(const Piece& piece, int64_t begin, int64_t count, con
 inline bool is_direct(const Piece& piece) { return piece.type == kFloat32 && piece.stride == 1 && piece.data; }
 
 // Some numbers of a line; without memory, the given one.
-FASTGEN_TARGET inline const float* loaded(const Piece& piece, int64_t begin, int64_t count, float other, float* buffer) {
+FASTGEN_TARGET inline const float* loaded(const Piece& piece, int64_t begin, int64_t count, float other,
+                                          float* buffer) {
   if (is_direct(piece)) return reinterpret_cast<const float*>(piece.data) + begin;
   if (!piece.data || piece.stride == 0) {
+    const uint16_t* half = reinterpret_cast<const uint16_t*>(piece.data);
     if (piece.type == kFloat32) other = piece.data ? *reinterpret_cast<const float*>(piece.data) : other;
-    else if (piece.data && piece.type == kBFloat16) other = BFloat16::widen(*reinterpret_cast<const uint16_t*>(piece.data));
-    else if (piece.data) other = Float16::widen(*reinterpret_cast<const uint16_t*>(piece.data));
+    else if (half && piece.type == kBFloat16) other = BFloat16::widen(*half);
+    else if (half) other = Float16::widen(*half);
     for (int64_t i = 0; i < count; ++i) buffer[i] = other;
   } else if (piece.type == kFloat32) {
     widen<Float32>(buffer, piece, begin, count);
@@ -110,7 +112,7 @@ FASTGEN_TARGET void compute(const Piece* pieces, int64_t count, const Options& o
   float buffers[3][kChunk];
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t size = std::min(kChunk, count - begin);
-    const float* a = loaded(pieces[1], begin, size, static_cast<float>(options.numbers[0]), buffers[1]);
+    const float* a = loaded(pieces[1], begin, size, 0.0f, buffers[1]);
     const float* b = a;
     if (has_second) b = loaded(pieces[2], begin, size, static_cast<float>(options.numbers[1]), buffers[2]);
     float* out = place_of(pieces[0], begin, buffers[0]);
@@ -133,7 +135,7 @@ FASTGEN_TARGET void copy_numbers(const Piece& to, const Piece& from, int64_t cou
 
 FASTGEN_TARGET inline void copy(const Piece* pieces, int64_t count, const Options& options) {
   const int64_t type = pieces[0].type;
-  if (type != pieces[1].type || !pieces[1].data) compute<kCopy>(pieces, count, options);
+  if (type != pieces[1].type) compute<kCopy>(pieces, count, options);
   else if (type == kBytes8) copy_numbers<uint64_t>(pieces[0], pieces[1], count);
   else if (type == kFloat32 || type == kBytes4) copy_numbers<uint32_t>(pieces[0], pieces[1], count);
   else if (type == kBytes1) copy_numbers<uint8_t>(pieces[0], pieces[1], count);

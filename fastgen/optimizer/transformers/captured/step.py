@@ -173,8 +173,11 @@ class CapturedStep:
         key = self.key
         is_by_row = key.processors == () and not (key.has_criteria or key.encoder or any(key.windows))
         is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= key.capacity
+        is_by_row &= not key.samples and inputs.step in (None, 1)
         if inputs != slice(None) and not is_by_row:
             raise ValueError("inputs of this step can only begin together")
+        # First: it refuses what does not fit, and nothing has been changed then.
+        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, inputs=inputs, **options)
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
             span = ((bound - dropped).clamp(min=0) for bound in prompt.span)
@@ -188,7 +191,6 @@ class CapturedStep:
             self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
         self._state.begin(inputs)
         self._measure()
-        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, inputs=inputs, **options)
         self._flag.reset()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
