@@ -39,7 +39,7 @@ class Costs(NamedTuple):
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are for it: more rows [..., inputs] than `dot_linear` takes, [outputs, inputs] and [outputs].
 
-    All are of one type, float16 or bfloat16. A user may let torch round what it multiplies in float32: then it serves none.
+    All are of one type, float16 or bfloat16. Where a user lets torch round the operands in float32, it serves none.
     """
     others = (weight,) if bias is None else (weight, bias)
     return (
