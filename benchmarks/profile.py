@@ -81,7 +81,7 @@ def measure_rates() -> Rates:
 
 def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
     """Operations and bytes of a call in float32, by the shapes of its arguments ([] for what is no tensor); None where
-    it is neither a product nor attention."""
+    it is neither a product nor attention, or where the profiler does not know its shapes: those of lists."""
     if operator in ("aten::mm", "aten::bmm"):
         return _product(*shapes[:2])
     if operator in ("aten::addmm", "aten::baddbmm"):
@@ -91,6 +91,9 @@ def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
         return _product(rows, (inputs, panels * width))
     if operator == "fastgen::streamed_linear":
         rows, (outputs, inputs) = shapes[:2]
+        return _product(rows, (inputs, outputs))
+    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out"):
+        _, rows, (outputs, inputs) = shapes[:3]
         return _product(rows, (inputs, outputs))
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.

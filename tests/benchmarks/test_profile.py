@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.profile import OTHERS, Rates, profile, work_of
-from fastgen.ops import attention, linear
+from fastgen.ops import attention, dot_linear, linear
 
 # An operation a second, and as many bytes as one likes; and the other way round.
 _BY_OPERATIONS, _BY_BYTES = Rates(1.0, float("inf")), Rates(float("inf"), 1.0)
@@ -61,6 +61,13 @@ def test_the_work_of_the_operators():
     assert work == Rates(2 * 3 * 5 * 96, 4 * (15 + 5 * 96 + 3 * 96))
     found = profile(lambda: linear.streamed_linear(x, weight, None), lambda: _BY_OPERATIONS)
     assert sum(found.floor.values()) == work.operations
+
+    y = torch.empty(3, 96)
+    operators = [torch.ops.fastgen.streamed_linear_out] if linear.is_available() else []
+    operators += [torch.ops.fastgen.dot_linear_out] if dot_linear.is_available() else []
+    for operator in operators:
+        found = profile(lambda operator=operator: operator(y, x, weight, None), lambda: _BY_OPERATIONS)
+        assert sum(found.floor.values()) == work.operations
 
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)
