@@ -26,9 +26,9 @@ from torch.nn.utils import parametrize
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
-from fastgen.decoding.products import HALF, FixedProducts, HalfProducts, MeasuredProducts
+from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
 from fastgen.memory import free_host_memory
-from fastgen.ops import linear, quantized_linear
+from fastgen.ops import dot_linear, linear, quantized_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -245,7 +245,7 @@ class _Linear(_OwnProduct):
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
         parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
-        if parameter is None or not (gain.is_faster or gain.streams):
+        if parameter is None or not (gain.is_faster or gain.streams or gain.dots):
             return None
         weight = self._weight  # read once: another thread may replace it
         if weight is None or not weight.is_of(parameter):
@@ -258,9 +258,13 @@ class _Linear(_OwnProduct):
             if weight.panels is not None:
                 self.used = True
                 return self.products.multiply(x, weight.panels, parameters["bias"])
-        if gain.streams and weight.is_plain:
-            return linear.streamed_linear(x, self._as_rows(parameter), parameters["bias"])
-        return None
+        return self._unpacked(gain, x, self._as_rows(parameter), parameters["bias"]) if weight.is_plain else None
+
+    @staticmethod
+    def _unpacked(gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        if gain.dots and dot_linear.serves(x, weight, bias):
+            return dot_linear.dot_linear(x, weight, bias)
+        return linear.streamed_linear(x, weight, bias) if gain.streams else None
 
     def _as_rows(self, parameter: Tensor) -> Tensor:
         return parameter.t() if self._transposed else parameter

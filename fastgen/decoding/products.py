@@ -34,7 +34,8 @@ class Gain(NamedTuple):
 
     is_faster: bool  # with a packed weight than without, once it is packed
     seconds: float  # that it takes less then, as far as they count for packing it
-    streams: bool  # without one, it is faster here than torch's
+    streams: bool  # without one, it is fastest with the weight laid out piece by piece
+    dots: bool = False  # without one, it is fastest as dot products with the lines of the weight
 
 
 _NO_GAIN = Gain(False, 0.0, False)
@@ -134,15 +135,26 @@ class MeasuredProducts(FixedProducts):
         known = self._gains.get(rows)
         if known is not None:
             return known
-        costs = linear.costs(rows, *self._shape, measure=self._uses.are_enough(rows))
-        if costs is None:
+        may_measure = self._uses.are_enough(rows)
+        costs = linear.costs(rows, *self._shape, measure=may_measure)
+        dots = self._dots(rows, may_measure)
+        if costs is None or dots is None:
             return _NO_GAIN
         self.packing = costs.packing
-        unpacked = min(costs.plain, costs.streamed)
+        unpacked = min(costs.plain, costs.streamed, dots)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
-        self._gains[rows] = Gain(saved > 0.0, seconds, streams=costs.streamed < costs.plain)
+        streams, multiplies_dots = (way == unpacked < costs.plain for way in (costs.streamed, dots))
+        self._gains[rows] = Gain(saved > 0.0, seconds, streams and not multiplies_dots, multiplies_dots)
         return self._gains[rows]
+
+    def _dots(self, rows: int, may_measure: bool) -> float | None:
+        """Seconds of dot products with the lines of the weight; None as long as it is not known."""
+        if rows > dot_linear.MAX_ROWS or not dot_linear.is_available():
+            return math.inf
+        inputs, outputs, transposed = self._shape
+        costs = dot_linear.costs(rows, inputs, outputs, torch.float32, measure=may_measure, transposed=transposed)
+        return None if costs is None else costs.dots
 
 
 class Product(NamedTuple):

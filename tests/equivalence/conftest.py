@@ -61,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layers.FastLayers, "_half_shapes", {})
     monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(plain=2.0, dots=1.0))
     monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(plain=2.0, widened=1.0))
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=1.0, packing=0.0))
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=0.5, packing=0.0))
     fastgen.enable()
     fastgen.reset_stats()
     yield

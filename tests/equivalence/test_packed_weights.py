@@ -59,7 +59,7 @@ def test_they_are_used_and_nothing_stays(family: Any, products: list[int], stric
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The faster of the two ways without torch's product."""
     if request.param == "as they are":
-        monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, streamed=1.0))
+        monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, streamed=0.5))
         monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
 
 

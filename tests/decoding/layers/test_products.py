@@ -12,7 +12,7 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import linear
+from fastgen.ops import dot_linear, linear
 from tests.decoding.layers.tiny import KINDS, Transposed
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
@@ -177,3 +177,35 @@ def test_calls_that_begin_while_others_run_do_not_use_up_the_memory(
             with FastLayers.of(model):
                 model(x)
     assert len(packed_at_once) == 3
+
+
+@pytest.mark.skipif(not dot_linear.is_available(), reason="there is no kernel for dot products")
+@pytest.mark.parametrize("kind", [nn.Linear, Transposed])
+@pytest.mark.parametrize(("dots", "packs", "multiplies"), [(0.9, False, True), (1.4, True, False), (0.98, False, True)])
+def test_dot_products_serve_few_rows_without_packing(
+    kind: type[nn.Module], dots: float, packs: bool, multiplies: bool,
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A weight is packed for what packing saves of the time of dot products, not of torch's product."""
+    found: list[int] = []
+    product = dot_linear.dot_linear
+    monkeypatch.setattr(dot_linear, "dot_linear", lambda x, *rest: found.append(len(x)) or product(x, *rest))
+    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure, transposed: dot_linear.Costs(2.0, dots))
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 0.95, 0.0, streamed=1.5))
+    model, few, many = nn.Sequential(kind(20, 12)), torch.randn(3, 20), torch.randn(17, 20)
+    expected = model(few)
+    with FastLayers.of(model, KINDS):
+        torch.testing.assert_close(model(few), expected)
+        assert bool(packed_at_once) is packs and bool(found) is multiplies
+        packed_at_once.clear()
+        torch.testing.assert_close(model(many)[:1], model(many[:1]))
+    assert set(found) <= {1, 3}
+
+
+def test_a_way_that_is_not_known_waits(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dot products cost decides whether a weight is packed."""
+    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure, transposed: None)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with FastLayers.of(model, KINDS):
+        model(torch.randn(2, 4))
+    assert len(packed_at_once) == (not dot_linear.is_available())
