@@ -1,7 +1,9 @@
-// Numbers of float16, as their bits, from and to float32: by integers, or with the instructions of AVX2 (F16C) and
-// AVX-512. All give the same bits, denormal numbers and infinities too; what is not a number stays so.
+// Numbers of float16, as their bits, from and to float32, by integers; and vectors of them to float32, with the
+// instructions of AVX2 (F16C) and AVX-512 too. All give the same bits, denormal numbers and infinities included; what
+// is not a number stays so.
 #pragma once
 
+#include "bits.h"
 #include "instruction_set.h"
 
 #include <cstdint>
@@ -20,27 +22,16 @@ inline float float16_to_float(uint16_t number) {
   const uint32_t normal = (size << 13) + (112u << 23) + (size >= 0x7c00u ? 112u << 23 : 0u) +
                           (size > 0x7c00u ? 0x400000u & ~(size << 13) : 0u);
   const float small = static_cast<float>(static_cast<int32_t>(size)) * 0x1p-24f;  // where the exponent is 0
-  uint32_t bits;
-  std::memcpy(&bits, &small, sizeof(bits));
-  bits = (size < 0x400u ? bits : normal) | (static_cast<uint32_t>(number & 0x8000u) << 16);
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
+  return of_bits((size < 0x400u ? bits_of(small) : normal) | (static_cast<uint32_t>(number & 0x8000u) << 16));
 }
 
 // To the nearest, and of two that are as near to the even one.
 inline uint16_t to_float16(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof(bits));
+  const uint32_t bits = bits_of(number);
   const uint32_t size = bits & 0x7fffffffu;
   const uint32_t normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
   // Below 2^-14 the sum with 0.5 is rounded where float16 ends.
-  float magnitude;
-  std::memcpy(&magnitude, &size, sizeof(magnitude));
-  magnitude += 0.5f;
-  uint32_t small;
-  std::memcpy(&small, &magnitude, sizeof(small));
-  small -= 0x3f000000u;
+  const uint32_t small = bits_of(of_bits(size) + 0.5f) - 0x3f000000u;
   const uint32_t finite = size < 0x38800000u ? small : normal;
   const uint32_t odd = size > 0x7f800000u ? 0x7e00u | ((size >> 13) & 0x3ffu) : 0x7c00u;
   return static_cast<uint16_t>((size >= 0x477ff000u ? odd : finite) | ((bits >> 16) & 0x8000u));
@@ -57,12 +48,6 @@ struct Float16 {
     for (int i = 0; i < kCount; ++i) numbers[i] = float16_to_float(from[i]);
     std::memcpy(&to, numbers, sizeof(numbers));
   }
-  template <typename Floats>
-  static inline __attribute__((always_inline)) void store(uint16_t* to, const Floats& from) {
-    float numbers[kCount];
-    std::memcpy(numbers, &from, sizeof(numbers));
-    for (int i = 0; i < kCount; ++i) to[i] = to_float16(numbers[i]);
-  }
 };
 
 #ifdef FASTGEN_X86
@@ -76,15 +61,6 @@ struct Float16F16c {
       std::memcpy(reinterpret_cast<char*>(&to) + i * sizeof(float), &numbers, sizeof(numbers));
     }
   }
-  template <typename Floats>
-  static inline __attribute__((always_inline, target("avx,f16c"))) void store(uint16_t* to, const Floats& from) {
-    for (int i = 0; i < kCount; i += 8) {
-      __m256 numbers;
-      std::memcpy(&numbers, reinterpret_cast<const char*>(&from) + i * sizeof(float), sizeof(numbers));
-      const __m128i narrow = _mm256_cvtps_ph(numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), narrow);
-    }
-  }
 };
 
 template <int kCount>  // a multiple of 16
@@ -94,15 +70,6 @@ struct Float16Avx512 {
     for (int i = 0; i < kCount; i += 16) {
       const __m512 numbers = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
       std::memcpy(reinterpret_cast<char*>(&to) + i * sizeof(float), &numbers, sizeof(numbers));
-    }
-  }
-  template <typename Floats>
-  static inline __attribute__((always_inline, target("avx512f"))) void store(uint16_t* to, const Floats& from) {
-    for (int i = 0; i < kCount; i += 16) {
-      __m512 numbers;
-      std::memcpy(&numbers, reinterpret_cast<const char*>(&from) + i * sizeof(float), sizeof(numbers));
-      const __m256i narrow = _mm512_cvtps_ph(numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), narrow);
     }
   }
 };

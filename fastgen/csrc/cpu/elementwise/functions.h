@@ -1,28 +1,11 @@
 // Functions of one number in float32, without branches, so that loops of these become vectors.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include "../bits.h"
 
-#ifdef __GNUC__
-#define FASTGEN_ALWAYS inline __attribute__((always_inline))
-#else
-#define FASTGEN_ALWAYS inline
-#endif
+#include <cstdint>
 
 namespace fastgen {
-
-FASTGEN_ALWAYS uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-FASTGEN_ALWAYS float of_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
 
 // e to the power of x, up to 2 units in the last place: 2 to a whole power, times the Taylor series of what is left.
 FASTGEN_ALWAYS float exponential(float x) {

@@ -24,13 +24,14 @@ enum Kind : int64_t {
 };
 enum Type : int64_t { kFloat32, kBFloat16, kFloat16, kBytes1, kBytes4, kBytes8, kTypes };
 
-// Numbers that are `stride` numbers apart. Without data, all of them are one number of the options.
+// Numbers that are `stride` numbers apart. Without data, all of them are one number.
 struct Piece {
   char* data;
   int64_t type, stride;
 };
 
-// The numbers are the operands that have no memory; of norms, eps and what is added to the weight.
+// The second number is the second operand where that has no memory. Of norms, the numbers are eps and what is added to
+// the weight.
 struct Options {
   double numbers[2];
   bool rounds_scaled;  // a row is rounded to its type before it is multiplied by the weight, too
