@@ -20,6 +20,7 @@ OPERATORS = (
     "no_repeat_ngram",
     "quantized_linear",
     "rms_norm",
+    "search_step",
     "widened_linear",
 )
 """The operators by name, which is also the name of their module in this package."""

@@ -1,13 +1,13 @@
 """The best continuations of each input over all its beams: an addition and a top-k in one pass over the scores.
 
 In torch, the addition reads and writes everything, and the top-k copies everything once more, with its indices. Here
-everything is read once. The operator is float32 only. It gives what torch gives, ties included: where equal scores
-leave open which comes first, torch itself is asked.
+everything is read once. The operator is float32 only. It gives what torch gives: of equal scores the same, in the same
+order, which depends on the algorithm. So that of the torch in use is compared once, on scores with many ties.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 import torch
 from torch import Tensor
@@ -34,16 +34,43 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
     Raises:
         RuntimeError: shapes, types or `count` are not as above.
     """
-    if (
+    if not serves(scores, running, count):
+        return _reference(scores, running, count)
+    values, beams, tokens = by_beam(scores, running, count)
+    return values, tokens.add_(beams, alpha=scores.shape[1])
+
+
+def serves(scores: Tensor, running: Tensor, count: int) -> bool:
+    """Whether the kernel takes these."""
+    return (
         count <= _MAX_COUNT
         and scores.dtype is running.dtype is torch.float32
         and scores.device.type == running.device.type == "cpu"
         and not (torch.is_grad_enabled() and (scores.requires_grad or running.requires_grad))
-    ):
-        values, indices = torch.ops.fastgen.best_candidates(scores.contiguous(), running.contiguous(), count)
-        if indices.numel():
-            return values, indices
-    return _reference(scores, running, count)
+        and _orders_as_torch()
+    )
+
+
+def by_beam(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `best_candidates` for what `serves` says, with the index as two: values, beams and tokens, [inputs, count]."""
+    values = scores.new_empty(len(running), count)
+    beams, tokens = (torch.empty_like(values, dtype=torch.int64) for _ in range(2))
+    torch.ops.fastgen.best_candidates_out(values, beams, tokens, scores.contiguous(), running.contiguous())
+    return values, beams, tokens
+
+
+@functools.cache
+def _orders_as_torch() -> bool:
+    """Whether there is a kernel, and equal scores come in the order that torch has. It has one for few and for many."""
+    if not _library.has_kernel("fastgen::best_candidates_out"):
+        return False
+    for vocabulary, count in ((8000, 12), (60, 12)):
+        scores = (torch.arange(3 * vocabulary, device="cpu") * 7919 % 101 % 8).to(torch.float32).view(3, -1)
+        running = scores.new_zeros(1, 3)
+        _, beams, tokens = by_beam(scores, running, count)
+        if not torch.equal(beams * vocabulary + tokens, _reference(scores, running, count)[1]):
+            return False
+    return True
 
 
 def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -53,5 +80,7 @@ def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Ten
     return values, indices
 
 
-backend = partial(_library.backend, "fastgen::best_candidates")
-_library.define("best_candidates(Tensor scores, Tensor running, int count) -> (Tensor, Tensor)", _reference)
+backend = functools.partial(_library.backend, "fastgen::best_candidates_out")
+_library.define(
+    "best_candidates_out(Tensor(a!) values, Tensor(b!) beams, Tensor(c!) tokens, Tensor scores, Tensor running) -> ()"
+)

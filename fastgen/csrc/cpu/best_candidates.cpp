@@ -1,9 +1,12 @@
 // The best continuations of each input over all its beams, on the CPU. The schema is defined in
 // fastgen/ops/best_candidates.py.
 //
-// Almost no score is among the best. So the scores are compared, a cache line at a time, with the worst of the best so
-// far, and only a line with a better one is looked at number by number. Everything is read once.
+// Almost no score is among the best. So the scores are compared, some cache lines at a time, with the worst of the best so
+// far, and only where there is a better one they are looked at number by number. Everything is read once. What is no
+// better changes nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the
+// same algorithm, in their order, and the result is torch's.
 #include "instruction_set.h"
+#include "topk.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,18 +16,19 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <limits>
-#include <tuple>
 #include <vector>
 
 #ifdef __GNUC__  // vectors as a language extension: gcc and clang
 
 namespace {
 
+using fastgen::Candidate;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Scores of one task.
 constexpr int64_t kPart = 32768;
 // Scores that are compared in one go.
@@ -69,99 +73,85 @@ AnyAbove any_above() {
   return &portable::any_above;
 }
 
-struct Candidate {
-  float score;
-  int64_t index;
-};
-
-// The `size` best candidates seen, best first. Of equal ones all but the first seen may be missing.
-class Best {
- public:
-  explicit Best(int64_t size) : size_(size) { found_.reserve(size + 1); }
-
-  // What a score must be above to be among the best.
-  float limit() const {
-    return static_cast<int64_t>(found_.size()) < size_ ? kNegativeInfinity : found_.back().score;
-  }
-
-  void add(Candidate candidate) {
-    if (candidate.score != candidate.score) has_nan_ = true;
-    if (!(candidate.score > limit())) return;
-    if (static_cast<int64_t>(found_.size()) == size_) found_.pop_back();
-    const auto at = std::upper_bound(found_.begin(), found_.end(), candidate,
-                                     [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-    found_.insert(at, candidate);
-  }
-
-  void add(const Best& other) {
-    has_nan_ = has_nan_ || other.has_nan_;
-    for (const Candidate& candidate : other.found_) add(candidate);
-  }
-
-  bool has_nan() const { return has_nan_; }
-  const std::vector<Candidate>& found() const { return found_; }
-
- private:
-  int64_t size_;
-  bool has_nan_ = false;
-  std::vector<Candidate> found_;
-};
-
-void scan(Best& best, const float* scores, int64_t count, float added, int64_t index, AnyAbove above) {
+// The candidates of a part, in their order, without those that are no better than `count` in front of them.
+std::vector<Candidate> found_in(const float* scores, int64_t size, float added, int64_t index, int64_t count,
+                                AnyAbove above) {
+  std::vector<Candidate> found;
+  std::vector<float> best;  // a heap of the scores of the best, the worst of them in front
+  const auto look_at = [&](int64_t i) {
+    const float score = scores[i] + added;
+    if (static_cast<int64_t>(best.size()) == count) {
+      if (score <= best.front()) return;
+      std::pop_heap(best.begin(), best.end(), std::greater<float>());
+      best.pop_back();
+    }
+    best.push_back(score == score ? score : kInfinity);
+    std::push_heap(best.begin(), best.end(), std::greater<float>());
+    found.push_back({score, index + i});
+  };
   int64_t i = 0;
-  for (; i + kLine <= count; i += kLine) {
-    if (!above(scores + i, added, best.limit())) continue;
-    for (int64_t j = i; j < i + kLine; ++j) best.add({scores[j] + added, index + j});
+  for (; i < std::min(count, size); ++i) look_at(i);
+  for (; i + kLine <= size; i += kLine) {
+    if (!above(scores + i, added, best.front())) continue;
+    for (int64_t j = i; j < i + kLine; ++j) look_at(j);
   }
-  for (; i < count; ++i) best.add({scores[i] + added, index + i});
+  for (; i < size; ++i) look_at(i);
+  return found;
 }
 
-// Scores and indices of the best, [inputs, count] each; the indices are empty where the scores alone do not decide what
-// comes first, or there are fewer than `count` above -inf, or one is not a number.
-std::tuple<Tensor, Tensor> best_candidates(Tensor scores, Tensor running, int64_t count) {
+// The `count` best of scores [inputs * beams, vocabulary], plus what is added to each row, [inputs, beams]: their values,
+// beams and tokens, [inputs, count] each.
+void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running) {
   STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.scalar_type() == ScalarType::Float &&
                       running.scalar_type() == ScalarType::Float && scores.is_contiguous() && running.is_contiguous() &&
                       scores.size(0) == running.size(0) * running.size(1),
                   "best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams], of float32");
-  const int64_t inputs = running.size(0), beams = running.size(1), vocabulary = scores.size(1);
-  STD_TORCH_CHECK(count >= 1 && count <= beams * vocabulary, "best_candidates: there are not so many candidates");
-  Tensor values = torch::stable::new_empty(scores, {inputs, count});
-  Tensor indices = torch::stable::new_empty(scores, {inputs, count}, ScalarType::Long);
+  STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == running.size(0) && values.scalar_type() == ScalarType::Float &&
+                      values.is_contiguous(),
+                  "best_candidates: the values must be [inputs, count], of float32");
+  for (const Tensor* each : {&beams, &tokens}) {
+    STD_TORCH_CHECK(each->dim() == 2 && each->size(0) == values.size(0) && each->size(1) == values.size(1) &&
+                        each->scalar_type() == ScalarType::Long && each->is_contiguous(),
+                    "best_candidates: beams and tokens must be [inputs, count], of int64");
+  }
+  const int64_t inputs = running.size(0), per_input = running.size(1), vocabulary = scores.size(1);
+  const int64_t count = values.size(1), all = per_input * vocabulary;
+  STD_TORCH_CHECK(count >= 1 && count <= all, "best_candidates: there are not so many candidates");
   const float* data = static_cast<const float*>(scores.const_data_ptr());
   const float* added = static_cast<const float*>(running.const_data_ptr());
   float* value = static_cast<float*>(values.mutable_data_ptr());
-  int64_t* index = static_cast<int64_t*>(indices.mutable_data_ptr());
+  int64_t* beam = static_cast<int64_t*>(beams.mutable_data_ptr());
+  int64_t* token = static_cast<int64_t*>(tokens.mutable_data_ptr());
 
+  const bool one_pass = fastgen::is_one_pass(count, all);
+  const int64_t kept = one_pass ? count : all;  // otherwise nothing may be left out
   const int64_t parts = (vocabulary + kPart - 1) / kPart;
   const AnyAbove above = any_above();
-  // One more than is wanted, to see whether it is equal to the last one that is.
-  std::vector<Best> found;
-  found.reserve(inputs * beams * parts);
-  for (int64_t task = 0; task < inputs * beams * parts; ++task) found.emplace_back(count + 1);
+  std::vector<std::vector<Candidate>> found(inputs * per_input * parts);
   torch::stable::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / parts, first = task % parts * kPart;
-      scan(found[task], data + row * vocabulary + first, std::min(kPart, vocabulary - first), added[row],
-           row % beams * vocabulary + first, above);
+      found[task] = found_in(data + row * vocabulary + first, std::min(kPart, vocabulary - first), added[row],
+                             row % per_input * vocabulary + first, kept, above);
     }
   });
+  std::vector<Candidate> candidates;
   for (int64_t input = 0; input < inputs; ++input) {
-    Best best(count + 1);
-    for (int64_t part = 0; part < beams * parts; ++part) best.add(found[input * beams * parts + part]);
-    const std::vector<Candidate>& all = best.found();
-    bool decided = !best.has_nan() && static_cast<int64_t>(all.size()) >= count;
-    for (size_t i = 1; decided && i < all.size(); ++i) decided = all[i - 1].score != all[i].score;
-    if (!decided) return {values, torch::stable::new_empty(scores, {0}, ScalarType::Long)};
+    candidates.clear();
+    for (int64_t part = input * per_input * parts; part < (input + 1) * per_input * parts; ++part) {
+      candidates.insert(candidates.end(), found[part].begin(), found[part].end());
+    }
+    fastgen::topk(candidates, count, one_pass);
     for (int64_t i = 0; i < count; ++i) {
-      value[input * count + i] = all[i].score;
-      index[input * count + i] = all[i].index;
+      value[input * count + i] = candidates[i].score;
+      beam[input * count + i] = candidates[i].index / vocabulary;
+      token[input * count + i] = candidates[i].index % vocabulary;
     }
   }
-  return {values, indices};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_candidates", TORCH_BOX(&best_candidates)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_candidates_out", TORCH_BOX(&best_candidates_out)); }
 
 #endif

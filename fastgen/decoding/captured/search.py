@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.ops import search_step
 from fastgen.ops.triton.beam_step import Candidates, best_continuations
 
 # Stands in front of a prompt that is shorter than its part of the buffer: no token.
@@ -184,6 +185,12 @@ class RowSearch(Search):
         return torch.cat([self.running_tokens[:rows, start:end], proposal[0][:rows].unsqueeze(1)], dim=1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        if search_step.available(self.tokens):
+            torch.ops.fastgen.take_rows_(
+                *proposal, stops, self._eos, self.limit, self.is_spoilt, self.running_sequences, self.tokens,
+                self.length, self.taken, self.unfinished, self.done,
+            )  # fmt: skip
+            return
         tokens = self._by_input(proposal[0])
         is_next = self._positions == self.length.unsqueeze(2)
         written = torch.where(is_next, tokens.unsqueeze(2), self.running_sequences)
@@ -262,6 +269,15 @@ class BeamSearch(Search):
         return torch.cat([sequences, candidates.tokens.unsqueeze(2)], dim=2).flatten(0, 1)
 
     def take(self, proposal: tuple[Tensor, ...], stops: Tensor | None = None) -> None:
+        if search_step.available(self.tokens):
+            torch.ops.fastgen.take_beams_(
+                *proposal, stops, self._eos, self._penalties, self._favours_length, self._is_real, self.limit,
+                self.is_spoilt, self.running_sequences, self.running_indices, self.running_scores, self.sequences,
+                self.indices, self.scores, self.finished, self._improvable, self.tokens, self.parents, self.length,
+                self.taken, self.unfinished, self.done, self.prompt_capacity,
+                search_step.EARLY_STOPPING[self._early_stopping],
+            )  # fmt: skip
+            return
         candidates = Candidates(*proposal)
         length, limit = self.length[:, :1], self.limit[:, :1]
         step = length - self.prompt_capacity

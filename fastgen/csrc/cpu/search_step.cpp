@@ -1,0 +1,274 @@
+// The bookkeeping of a step of a search, on the CPU, in the buffers of the search. The schemas are defined in
+// fastgen/ops/search_step.py. The rules are those of fastgen/decoding/captured/search.py, where they are explained: this
+// is the same number by number, and the names are the same.
+#include "topk.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using fastgen::Candidate;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr float kNever = -1.0e9f;
+enum EarlyStopping : int64_t { kIfNoneIsBetter = 0, kAtOnce = 1, kNeverEarly = 2 };
+
+template <typename T>
+constexpr ScalarType type_of();
+template <>
+constexpr ScalarType type_of<float>() { return ScalarType::Float; }
+template <>
+constexpr ScalarType type_of<int64_t>() { return ScalarType::Long; }
+template <>
+constexpr ScalarType type_of<int32_t>() { return ScalarType::Int; }
+template <>
+constexpr ScalarType type_of<bool>() { return ScalarType::Bool; }
+
+// The numbers of a tensor whose shape and type are as wanted.
+template <typename T>
+T* checked(const Tensor& tensor, std::initializer_list<int64_t> sizes, const char* name) {
+  bool fits = tensor.scalar_type() == type_of<std::remove_const_t<T>>() && tensor.dim() == static_cast<int64_t>(sizes.size()) &&
+              tensor.is_contiguous();
+  int64_t dim = 0;
+  for (const int64_t size : sizes) fits = fits && tensor.size(dim++) == size;
+  STD_TORCH_CHECK(fits, "search_step: wrong shape, type or layout of ", name);
+  if constexpr (std::is_const_v<T>) return static_cast<T*>(tensor.const_data_ptr());
+  else return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// What all searches have: how far the sequences are, and whether they are over. Pointers to the numbers of the buffers.
+struct Progress {
+  int64_t batch, per_input, width;
+  const int64_t* limit;
+  int64_t* length;
+  int64_t* taken;
+  bool* unfinished;
+  bool* done;
+  const bool* is_spoilt;
+
+  Progress(const Tensor& sequences, const Tensor& limits, const Tensor& lengths, const Tensor& takens,
+           const Tensor& goes_on, const Tensor& is_done, const Tensor& spoilt) {
+    STD_TORCH_CHECK(sequences.dim() == 3, "search_step: sequences must be [batch, per input, positions]");
+    batch = sequences.size(0), per_input = sequences.size(1), width = sequences.size(2);
+    limit = checked<const int64_t>(limits, {batch, per_input}, "limit");
+    length = checked<int64_t>(lengths, {batch, per_input}, "length");
+    taken = checked<int64_t>(takens, {batch, per_input}, "taken");
+    unfinished = checked<bool>(goes_on, {batch, per_input}, "unfinished");
+    done = checked<bool>(is_done, {}, "done");
+    is_spoilt = checked<const bool>(spoilt, {}, "is_spoilt");
+  }
+
+  // At its limit, and after the end of the search, a sequence stays what it is.
+  bool moves(int64_t row) const { return !*done && length[row] < limit[row]; }
+
+  void go_on(int64_t row, bool moves) {
+    taken[row] = moves;
+    length[row] += moves;
+  }
+
+  void end_step() {
+    const bool* end = unfinished + batch * per_input;
+    *done = *done || std::find(const_cast<const bool*>(unfinished), end, true) == end || *is_spoilt;
+  }
+};
+
+// Which tokens end a sequence.
+struct Ends {
+  const int64_t* eos;
+  int64_t count;
+  const bool* stops;
+
+  Ends(const Tensor& tokens, const std::optional<Tensor>& stop, int64_t numbers)
+      : eos(checked<const int64_t>(tokens, {tokens.numel()}, "eos")), count(tokens.numel()),
+        stops(stop.has_value() ? checked<const bool>(*stop, {numbers}, "stops") : nullptr) {}
+
+  bool operator()(int64_t token, int64_t number) const {
+    return (stops && stops[number]) || std::find(eos, eos + count, token) != eos + count;
+  }
+};
+
+void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor limit, Tensor is_spoilt,
+                Tensor running_sequences, Tensor next_tokens, Tensor length, Tensor taken, Tensor unfinished,
+                Tensor done) {
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+  const int64_t rows = progress.batch * progress.per_input, width = progress.width;
+  int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, width}, "sequences");
+  const int64_t* token = checked<const int64_t>(tokens, {rows}, "tokens");
+  int64_t* next = checked<int64_t>(next_tokens, {rows}, "the next tokens");
+  const Ends ends(eos, stops, rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = progress.length[row];
+    const bool moves = progress.moves(row);
+    if (ends(token[row], row) || at + 1 >= progress.limit[row]) progress.unfinished[row] = false;
+    if (moves) {
+      if (at >= 0 && at < width) sequences[row * width + at] = token[row];
+      next[row] = token[row];
+    }
+    progress.go_on(row, moves);
+  }
+  progress.end_step();
+}
+
+// Some sequences of an input with what belongs to each of their positions, before and after a step.
+template <typename T>
+struct Histories {
+  T *running, *finished;
+  int64_t beams, width;
+  std::vector<T> before{};
+
+  // Running sequence j goes on with candidate chosen[j], and finished sequence j becomes kept[j]: one of those that there
+  // were, or a candidate. The candidate c has added[c] at position `at`.
+  void take(int64_t input, const std::vector<Candidate>& chosen, const std::vector<Candidate>& kept,
+            const int64_t* parents, const std::vector<T>& added, int64_t at) {
+    T* to_running = running + input * beams * width;
+    T* to_finished = finished + input * beams * width;
+    before.assign(to_running, to_running + beams * width);
+    before.insert(before.end(), to_finished, to_finished + beams * width);
+    const auto put = [&](T* to, int64_t candidate) {
+      std::copy_n(before.begin() + parents[candidate] * width, width, to);
+      if (at >= 0 && at < width) to[at] = added[candidate];
+    };
+    for (int64_t j = 0; j < beams; ++j) {
+      put(to_running + j * width, chosen[j].index);
+      const int64_t from = kept[j].index;
+      if (from >= beams) put(to_finished + j * width, from - beams);
+      else std::copy_n(before.begin() + (beams + from) * width, width, to_finished + j * width);
+    }
+  }
+};
+
+void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candidate_tokens, std::optional<Tensor> stops,
+                 Tensor eos, Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor is_spoilt,
+                 Tensor running_sequences, Tensor running_indices, Tensor running_scores, Tensor sequences,
+                 Tensor indices, Tensor scores, Tensor finished, Tensor improvable, Tensor next_tokens, Tensor parents,
+                 Tensor length, Tensor taken, Tensor unfinished, Tensor done, int64_t prompt_capacity,
+                 int64_t early_stopping) {
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+  const int64_t batch = progress.batch, beams = progress.per_input, width = progress.width;
+  STD_TORCH_CHECK(candidate_scores.dim() == 2 && running_indices.dim() == 3 && penalties.dim() == 2,
+                  "search_step: wrong shapes");
+  const int64_t count = candidate_scores.size(1), steps = running_indices.size(2), lengths = penalties.size(1);
+  STD_TORCH_CHECK(count >= beams && beams >= 1 && lengths >= 1, "search_step: fewer candidates than beams");
+  const float* of_candidate = checked<const float>(candidate_scores, {batch, count}, "candidates' scores");
+  const int64_t* beam = checked<const int64_t>(candidate_beams, {batch, count}, "candidates' beams");
+  const int64_t* token = checked<const int64_t>(candidate_tokens, {batch, count}, "candidates' tokens");
+  const float* penalty = checked<const float>(penalties, {batch, lengths}, "penalties");
+  const bool* favours = checked<const bool>(favours_length, {batch, 1}, "favours_length");
+  const bool* real = checked<const bool>(is_real, {batch, 1}, "is_real");
+  float* running = checked<float>(running_scores, {batch, beams}, "running_scores");
+  float* best = checked<float>(scores, {batch, beams}, "scores");
+  bool* is_finished = checked<bool>(finished, {batch, beams}, "finished");
+  bool* can_improve = checked<bool>(improvable, {batch, 1}, "improvable");
+  int64_t* next = checked<int64_t>(next_tokens, {batch * beams}, "the next tokens");
+  int64_t* parent = checked<int64_t>(parents, {batch * beams}, "parents");
+  Histories<int64_t> tokens{checked<int64_t>(running_sequences, {batch, beams, width}, "running_sequences"),
+                            checked<int64_t>(sequences, {batch, beams, width}, "sequences"), beams, width};
+  Histories<int32_t> rows{checked<int32_t>(running_indices, {batch, beams, steps}, "running_indices"),
+                          checked<int32_t>(indices, {batch, beams, steps}, "indices"), beams, steps};
+  STD_TORCH_CHECK(std::all_of(beam, beam + batch * count, [&](int64_t b) { return b >= 0 && b < beams; }),
+                  "search_step: a candidate of a beam that is not there");
+  const Ends is_end(eos, stops, batch * count);
+
+  std::vector<char> ends(batch * count);
+  bool all_end = true;
+  for (int64_t number = 0; number < batch * count; ++number) {
+    const int64_t input = number / count;
+    ends[number] = is_end(token[number], number) || progress.length[input * beams] + 1 >= progress.limit[input * beams];
+    all_end = all_end && (ends[number] || !real[input]);
+  }
+
+  std::vector<Candidate> chosen, kept;
+  std::vector<int64_t> added_tokens(count);
+  std::vector<int32_t> added_rows(count);
+  std::vector<char> now_finished(beams);
+  for (int64_t input = 0; input < batch; ++input) {
+    const int64_t first = input * beams, at = progress.length[first], last = progress.limit[first];
+    const int64_t step = at - prompt_capacity;
+    const char* ends_now = ends.data() + input * count;
+    const auto per_length = [&](float score, int64_t generated) {
+      return score / penalty[input * lengths + std::clamp<int64_t>(generated, 0, lengths - 1)];
+    };
+
+    // Those that go on.
+    chosen.clear();
+    for (int64_t c = 0; c < count; ++c) {
+      const float score = of_candidate[input * count + c];
+      chosen.push_back({ends_now[c] ? score + kNever : score, c});
+    }
+    fastgen::topk(chosen, beams, fastgen::is_one_pass(beams, count));
+
+    // Those that are finished.
+    const bool* were_finished = is_finished + first;
+    const bool had_all = std::all_of(were_finished, were_finished + beams, [](bool each) { return each; });
+    kept.clear();
+    for (int64_t j = 0; j < beams; ++j) kept.push_back({best[first + j], j});
+    for (int64_t c = 0; c < count; ++c) {
+      float score = per_length(of_candidate[input * count + c], step + 1);
+      if (early_stopping == kAtOnce && had_all) score += kNever;
+      if (!can_improve[input]) score += kNever;
+      if (!ends_now[c] || c >= beams) score += kNever;
+      kept.push_back({score, beams + c});
+    }
+    fastgen::topk(kept, beams, fastgen::is_one_pass(beams, beams + count));
+    for (int64_t j = 0; j < beams; ++j) {
+      const int64_t from = kept[j].index;
+      now_finished[j] = from < beams ? were_finished[from] : ends_now[from - beams] && from - beams < beams;
+    }
+
+    // Is there anything left that could become better than what is there? What is not a number is no better and no worse.
+    const bool hopes_for_all = early_stopping == kNeverEarly && favours[input];
+    const float hoped = per_length(chosen[0].score, hopes_for_all ? last - prompt_capacity : step + 1);
+    float worst = kept[0].score;
+    for (int64_t j = 1; j < beams; ++j) {
+      if (kept[j].score < worst || kept[j].score != kept[j].score) worst = kept[j].score;
+    }
+    bool hopes = false, has_all = true;
+    for (int64_t j = 0; j < beams; ++j) {
+      hopes = hopes || hoped > (now_finished[j] ? worst : kNever);
+      has_all = has_all && now_finished[j];
+    }
+    can_improve[input] = can_improve[input] && hopes;
+    const bool goes_on =
+        can_improve[input] && at + 1 < last && !all_end && !(early_stopping == kAtOnce && has_all);
+    std::fill_n(progress.unfinished + first, beams, goes_on);
+
+    const bool moves = progress.moves(first);
+    if (moves) {
+      for (int64_t c = 0; c < count; ++c) {
+        added_tokens[c] = token[input * count + c];
+        added_rows[c] = static_cast<int32_t>(first + beam[input * count + c]);
+      }
+      tokens.take(input, chosen, kept, beam + input * count, added_tokens, at);
+      rows.take(input, chosen, kept, beam + input * count, added_rows, step);
+    }
+    for (int64_t j = 0; j < beams; ++j) {
+      parent[first + j] = first + j;
+      progress.go_on(first + j, moves);
+      if (!moves) continue;
+      running[first + j] = chosen[j].score;
+      best[first + j] = kept[j].score;
+      is_finished[first + j] = now_finished[j];
+      next[first + j] = added_tokens[chosen[j].index];
+      parent[first + j] = added_rows[chosen[j].index];
+    }
+  }
+  progress.end_step();
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("take_rows_", TORCH_BOX(&take_rows_));
+  library.impl("take_beams_", TORCH_BOX(&take_beams_));
+}

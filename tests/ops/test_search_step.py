@@ -1,0 +1,191 @@
+"""The bookkeeping of a search in one operator against the same in torch: all buffers, bit by bit."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
+from fastgen.ops import _library, search_step
+from tests.decoding.captured.test_program import Replayed
+
+pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
+
+CPU = torch.device("cpu")
+VOCABULARY = 9
+NEVER = -1.0e9
+
+
+def buffers(search: Search) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(search).items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same(found: Search, wanted: Search) -> None:
+    for name, value in buffers(wanted).items():
+        other = buffers(found)[name]
+        assert other.dtype is value.dtype
+        torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True, msg=f"{name}: {other} for {value}")
+
+
+def take_both(ours: Search, torchs: Search, proposal: tuple[torch.Tensor, ...], stops: torch.Tensor | None) -> None:
+    kept = [part.clone() for part in proposal]
+    ours.take(proposal, stops)
+    with mock.patch.object(search_step, "available", lambda like: False):
+        torchs.take(proposal, stops)
+    assert all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in zip(kept, proposal, strict=True))
+    assert_same(ours, torchs)
+
+
+searches = {
+    "batch": st.integers(1, 4),
+    "per_input": st.integers(1, 5),
+    "present": st.integers(0, 4),
+    "new_tokens": st.integers(1, 6),
+    "spare": st.integers(0, 2),
+    "eos": st.sampled_from([(), (2,), (2, 5), (0, 3, 7)]),
+    "has_stops": st.booleans(),
+    "steps": st.integers(1, 9),
+    "later": st.none() | st.tuples(st.integers(0, 3), st.integers(0, 5)),
+    "samples": st.booleans(),
+    "seed": st.integers(0, 2**31),
+}
+
+
+def pair_of(kind: type[Search], batch: int, per_input: int, new_tokens: int, spare: int, **options: object) -> list[Search]:
+    return [kind(batch, per_input, 3 + spare, new_tokens + spare, CPU, **options) for _ in range(2)]
+
+
+def prompts(inputs: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (inputs, width), generator=generator)
+
+
+def candidates_of(search: BeamSearch, levels: int, odd: float, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Sorted scores of few values, so that there are ties, and among them what a mask or the first step leaves."""
+    batch, count = len(search.running_scores), search.candidates
+    scores = -(torch.rand(batch, count, generator=generator) * levels).round() / 4
+    odds = torch.tensor([NEVER, -torch.inf, NEVER - 64, torch.nan])
+    chosen = odds[torch.randint(4, scores.shape, generator=generator)]
+    scores = torch.where(torch.rand(scores.shape, generator=generator) < odd, chosen, scores)
+    beams = torch.randint(search.running_scores.shape[1], (batch, count), generator=generator)
+    tokens = torch.randint(VOCABULARY, (batch, count), generator=generator)
+    return scores.sort(dim=1, descending=True).values, beams, tokens
+
+
+@given(
+    early_stopping=st.sampled_from([False, True, "never"]),
+    length_penalty=st.sampled_from([-1.0, 0.0, 0.6, 1.0, 2.0]),
+    levels=st.sampled_from([3, 20, 10000]),
+    odd=st.sampled_from([0.0, 0.1, 0.6]),
+    **searches,
+)
+@settings(max_examples=300)
+def test_beams(
+    batch, per_input, present, new_tokens, spare, eos, has_stops, steps, later, samples, seed, early_stopping,
+    length_penalty, levels, odd,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    options = {"eos": eos, "early_stopping": early_stopping, "samples": samples}
+    ours, torchs = pair_of(BeamSearch, batch, per_input, new_tokens, spare, **options)
+    prompt = prompts(min(present, batch), 2, generator)
+    for search in (ours, torchs):
+        search.begin(prompt, new_tokens, fill=1, length_penalty=length_penalty)
+    for step in range(steps):
+        if later is not None and step == later[1]:  # an input begins while the others go on
+            for search in (ours, torchs):
+                one = slice(later[0] % batch, later[0] % batch + 1)
+                search.begin(prompt[:1], max(new_tokens - 1, 1), inputs=one, length_penalty=0.5)
+        if samples and seed % 5 == 0 and step == 2:
+            for search in (ours, torchs):
+                search.is_spoilt.fill_(True)
+        proposal = candidates_of(ours, levels, odd, generator)
+        stops = torch.rand(proposal[0].numel(), generator=generator) < 0.3 if has_stops else None
+        take_both(ours, torchs, proposal, stops)
+
+
+@given(**searches)
+@settings(max_examples=100)
+def test_rows(batch, per_input, present, new_tokens, spare, eos, has_stops, steps, later, samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ours, torchs = pair_of(RowSearch, batch, per_input, new_tokens, spare, eos=eos, samples=samples)
+    prompt = prompts(min(present, batch), 2, generator)
+    for search in (ours, torchs):
+        search.begin(prompt, new_tokens, fill=1)
+    for step in range(steps):
+        if later is not None and step == later[1]:
+            for search in (ours, torchs):
+                search.begin(prompt[:1], new_tokens, inputs=slice(later[0] % batch, later[0] % batch + 1))
+        tokens = torch.randint(VOCABULARY, (batch * per_input,), generator=generator)
+        stops = torch.rand(len(tokens), generator=generator) < 0.2 if has_stops else None
+        take_both(ours, torchs, (tokens,), stops)
+
+
+@pytest.mark.parametrize("kind", [BeamSearch, RowSearch])
+def test_recorded(kind):
+    """A replay reads what is in the buffers then, and the capture changes nothing."""
+    generator = torch.Generator().manual_seed(3)
+    recorded, plain = pair_of(kind, 2, 3, 6, 0, eos=(2,))
+    for search in (recorded, plain):
+        search.begin(prompts(2, 3, torch.Generator().manual_seed(1)), 6)
+
+    def some() -> tuple[torch.Tensor, ...]:
+        if kind is RowSearch:
+            return (torch.randint(VOCABULARY, (6,), generator=generator),)
+        return candidates_of(plain, 20, 0.0, generator)
+
+    proposal, stops = some(), torch.zeros(0)
+    stops = torch.zeros(proposal[0].numel(), dtype=torch.bool)
+    program = Replayed()
+    program.capture(lambda: recorded.take(proposal, stops))
+    assert len(program.functions) == 1
+    assert_same(recorded, plain)
+    for step in range(7):
+        for buffer, new in zip((*proposal, stops), (*some(), torch.rand(len(stops)) < 0.2 * step), strict=True):
+            buffer.copy_(new)
+        program.replay()
+        plain.take(proposal, stops)
+        assert_same(recorded, plain)
+    assert plain.done
+
+
+def arguments(search: BeamSearch) -> list[object]:
+    with mock.patch.object(torch.ops.fastgen, "take_beams_", create=True) as operator:
+        search.take(candidates_of(search, 20, 0.0, torch.Generator().manual_seed(0)))
+    return list(operator.call_args.args)
+
+
+@pytest.mark.parametrize("number", [n for n in range(24) if n != 3])
+@pytest.mark.parametrize("change", ["type", "shape", "layout"])
+def test_what_does_not_fit_is_refused(number, change):
+    """Whoever calls the operator itself gets an error, and nothing has been written."""
+    search = BeamSearch(2, 3, 4, 6, CPU, (2, 5))
+    search.begin(torch.ones(2, 3, dtype=torch.int64), 6)
+    given = arguments(search)
+    before = {name: value.clone() for name, value in buffers(search).items()}
+    tensor = given[number]
+    if change == "type":
+        given[number] = tensor.to(torch.float64)
+    elif change == "shape":
+        given[number] = tensor.unsqueeze(0)
+    else:
+        given[number] = torch.stack([tensor, tensor], dim=-1)[..., 0]
+        if given[number].is_contiguous():
+            pytest.skip("one number is always contiguous")
+    with pytest.raises(RuntimeError, match="search_step"):
+        torch.ops.fastgen.take_beams_(*given)
+    for name, value in buffers(search).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("beam", [-1, 3, 2**40])
+def test_a_beam_that_is_not_there(beam):
+    search = BeamSearch(2, 3, 4, 6, CPU, (2,))
+    search.begin(torch.ones(2, 3, dtype=torch.int64), 6)
+    proposal = candidates_of(search, 20, 0.0, torch.Generator().manual_seed(0))
+    proposal[1][1, 2] = beam
+    with pytest.raises(RuntimeError, match="a beam that is not there"):
+        search.take(proposal)
+    assert (search.length == 4).all()
