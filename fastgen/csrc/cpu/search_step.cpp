@@ -226,13 +226,10 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
       now_finished[j] = from < beams ? were_finished[from] : ends_now[from - beams] && from - beams < beams;
     }
 
-    // Is there anything left that could become better than what is there? What is not a number is no better and no worse.
+    // Is there anything left that could become better than what is there?
     const bool hopes_for_all = early_stopping == kNeverEarly && favours[input];
     const float hoped = per_length(chosen[0].score, hopes_for_all ? last - prompt_capacity : step + 1);
-    float worst = kept[0].score;
-    for (int64_t j = 1; j < beams; ++j) {
-      if (kept[j].score < worst || kept[j].score != kept[j].score) worst = kept[j].score;
-    }
+    const float worst = kept[beams - 1].score;
     bool hopes = false, has_all = true;
     for (int64_t j = 0; j < beams; ++j) {
       hopes = hopes || hoped > (now_finished[j] ? worst : kNever);
