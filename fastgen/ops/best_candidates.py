@@ -1,8 +1,9 @@
-"""The best continuations of each input over all its beams: an addition and a top-k in one pass over the scores.
+"""The best continuations of each input over all its beams: a log-softmax, an addition and a top-k in one pass.
 
-In torch, the addition reads and writes everything, and the top-k copies everything once more, with its indices. Here
-everything is read once. The operator is float32 only. It gives what torch gives: of equal scores the same, in the same
-order, which depends on the algorithm. So that of the torch in use is compared once, on scores with many ties.
+In torch, each of the first two reads and writes everything, and the top-k copies everything once more, with its indices.
+Here everything is read once. It gives what torch gives: of equal scores the same, in the same order, which depends on the
+algorithm. So that of the torch in use is compared once, on scores with many ties. Only the last digits of a log-softmax
+may be others: its denominator is added up in another order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fastgen.ops import _library
 MIN_SCORES = 2**16
 # With more candidates than that a pass over the scores is no longer what takes the time.
 _MAX_COUNT = 256
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +36,7 @@ def best_candidates(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor
     Raises:
         RuntimeError: shapes, types or `count` are not as above.
     """
-    if not serves(scores, running, count):
+    if not serves(scores, running, count) or scores.dtype is not running.dtype:
         return _reference(scores, running, count)
     values, beams, tokens = by_beam(scores, running, count)
     return values, tokens.add_(beams, alpha=scores.shape[1])
@@ -44,18 +46,28 @@ def serves(scores: Tensor, running: Tensor, count: int) -> bool:
     """Whether the kernel takes these."""
     return (
         count <= _MAX_COUNT
-        and scores.dtype is running.dtype is torch.float32
+        and scores.dtype in _TYPES
+        and running.dtype is torch.float32
         and scores.device.type == running.device.type == "cpu"
         and not (torch.is_grad_enabled() and (scores.requires_grad or running.requires_grad))
         and _orders_as_torch()
     )
 
 
-def by_beam(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `best_candidates` for what `serves` says, with the index as two: values, beams and tokens, [inputs, count]."""
-    values = scores.new_empty(len(running), count)
+def by_beam(scores: Tensor, running: Tensor, count: int, *, normalise: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """As `best_candidates`, for what `serves` says, with each index as two: values, beams and tokens, [inputs, count].
+
+    Args:
+        scores: [inputs * beams, vocabulary], float32, bfloat16 or float16: what is computed from them is float32.
+        running: [inputs, beams], float32.
+        normalise: the scores are logits, of which the log-softmax is taken.
+
+    Returns:
+        float32, int64 and int64.
+    """
+    values = running.new_empty(len(running), count)
     beams, tokens = (torch.empty_like(values, dtype=torch.int64) for _ in range(2))
-    torch.ops.fastgen.best_candidates_out(values, beams, tokens, scores.contiguous(), running.contiguous())
+    torch.ops.fastgen.best_candidates_out(values, beams, tokens, scores.contiguous(), running.contiguous(), normalise)
     return values, beams, tokens
 
 
@@ -82,5 +94,6 @@ def _reference(scores: Tensor, running: Tensor, count: int) -> tuple[Tensor, Ten
 
 backend = functools.partial(_library.backend, "fastgen::best_candidates_out")
 _library.define(
-    "best_candidates_out(Tensor(a!) values, Tensor(b!) beams, Tensor(c!) tokens, Tensor scores, Tensor running) -> ()"
+    "best_candidates_out(Tensor(a!) values, Tensor(b!) beams, Tensor(c!) tokens, Tensor scores, Tensor running,"
+    " bool normalise) -> ()"
 )

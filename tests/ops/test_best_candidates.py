@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
+from tests.decoding.captured.test_program import Replayed
 from tests.ops.instructions import instruction_set
 
 
@@ -76,6 +77,103 @@ def test_every_instruction_set(instructions: str) -> None:
     scores[5, 999] = 50.0
     with instruction_set(instructions):
         _check(scores, torch.randn(3, 4), 10)
+
+
+def _check_normalised(scores: torch.Tensor, running: torch.Tensor, count: int) -> None:
+    """Chosen as torch chooses from the same values, and these are those of float64, rounded."""
+    vocabulary = scores.shape[1]
+    values, beams, tokens = operator.by_beam(scores, running, count, normalise=True)
+    logs = scores.float().double().log_softmax(dim=1).view(*running.shape, -1) + running.double().unsqueeze(2)
+    wanted = logs.flatten(1).topk(count).values
+    indices = beams * vocabulary + tokens
+    for found in (values.double(), logs.flatten(1).gather(1, indices)):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-5, equal_nan=True)
+    assert all(len(set(row)) == count for row in indices.tolist())
+    # Equal logits of a row, and rows that are equal, leave ties that are torch's, too.
+    if scores.dtype is not torch.float32 and not wanted.isnan().any():
+        few = torch.log_softmax(scores.float(), dim=1).view(*running.shape, -1) + running.unsqueeze(2)
+        assert indices.tolist() == few.flatten(1).topk(count).indices.tolist()
+
+
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    masked=st.sampled_from([0.0, 0.0, 0.9, 1.0]),
+    odd=st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
+    part=st.floats(0, 1),
+    **shapes,
+)
+def test_a_log_softmax(
+    inputs: int, beams: int, vocabulary: int, seed: int, part: float, dtype: torch.dtype, scale: float, masked: float,
+    odd: float | None,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = vocabulary * 40 if seed % 4 == 0 else vocabulary
+    scores = (torch.randn(inputs * beams, vocabulary, generator=generator) * scale).to(dtype)
+    scores[torch.rand(scores.shape, generator=generator) < masked] = -math.inf
+    if odd is not None:
+        scores[seed % len(scores), seed % vocabulary] = odd
+    running = torch.randint(-20, 0, (inputs, beams), generator=generator).float()
+    if seed % 3 == 0:
+        running[:, 1:] = -1e9
+    _check_normalised(scores, running, 1 + int(part * (min(beams * vocabulary, 64) - 1)))
+
+
+@pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_log_softmax_on_every_instruction_set(instructions: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(8, 70001, generator=generator).to(dtype) * 4
+    with instruction_set(instructions):
+        _check_normalised(scores, -torch.rand(2, 4, generator=generator), 8)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    scores, running, threads = torch.randn(8, 70001), torch.randn(2, 4), torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.append(operator.by_beam(scores, running, 8, normalise=True))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.topk promises nothing about may be otherwise in another release."""
+    topk = torch.topk
+    reference = operator._reference
+
+    def reversed_ties(scores: torch.Tensor, running: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = topk((scores.view(*running.shape, -1) + running.unsqueeze(2)).flatten(1).flip(1), count)
+        return values, scores.shape[1] * running.shape[1] - 1 - indices
+
+    operator._orders_as_torch.cache_clear()
+    try:
+        assert operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+        operator._orders_as_torch.cache_clear()
+        monkeypatch.setattr(operator, "_reference", reversed_ties)
+        assert not operator.serves(torch.randn(4, 9), torch.randn(1, 4), 2)
+    finally:
+        monkeypatch.setattr(operator, "_reference", reference)
+        operator._orders_as_torch.cache_clear()
+
+
+def test_recorded() -> None:
+    """A replay reads what is in the buffers then, and takes one call."""
+    scores, running = torch.randn(8, 900), torch.randn(2, 4)
+    operator.serves(scores, running, 8)
+    program = Replayed()
+    found = program.capture(lambda: operator.by_beam(scores, running, 8, normalise=True))
+    assert program.functions.count(torch.ops.fastgen.best_candidates_out.default) == 1
+    for _ in range(3):
+        scores.normal_()
+        running.normal_()
+        program.replay()
+        for one, two in zip(found, operator.by_beam(scores, running, 8, normalise=True), strict=True):
+            assert torch.equal(one, two)
 
 
 def test_more_candidates_than_the_kernel_takes() -> None:

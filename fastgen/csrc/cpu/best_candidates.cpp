@@ -1,10 +1,15 @@
-// The best continuations of each input over all its beams, on the CPU. The schema is defined in
-// fastgen/ops/best_candidates.py.
+// The best continuations of each input over all its beams, on the CPU, in float32, bfloat16 or float16. The schema is
+// defined in fastgen/ops/best_candidates.py.
 //
 // Almost no score is among the best. So the scores are compared, some cache lines at a time, with the worst of the best so
-// far, and only where there is a better one they are looked at number by number. Everything is read once. What is no
-// better changes nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the
-// same algorithm, in their order, and the result is torch's.
+// far, and only where there is a better one they are looked at number by number. The denominator of a softmax is added up
+// meanwhile (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): everything is read once.
+//
+// A log-softmax and what is added to a row change the order in the row at most to equality. And what is no better changes
+// nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the same algorithm, in
+// their order, and it chooses what it would have chosen of all.
+#include "elementwise/functions.h"
+#include "float16.h"
 #include "instruction_set.h"
 #include "topk.h"
 
@@ -15,12 +20,11 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <vector>
-
-#ifdef __GNUC__  // vectors as a language extension: gcc and clang
 
 namespace {
 
@@ -29,83 +33,148 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Scores of one task.
-constexpr int64_t kPart = 32768;
-// Scores that are compared in one go.
-constexpr int64_t kLine = 64;
-
-// Whether one of kLine scores, with `added`, is above `limit`, or is not a number.
-using AnyAbove = bool (*)(const float*, float, float);
-
-#define FASTGEN_ANY_ABOVE(WIDTH, TARGET)                                                              \
-  typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));  \
-  TARGET bool any_above(const float* scores, float added, float limit) {                             \
-    auto within = reinterpret_cast<const Vector*>(scores)[0] + added <= limit;                       \
-    for (int64_t i = 1; i < kLine / WIDTH; ++i) {                                                    \
-      within &= reinterpret_cast<const Vector*>(scores)[i] + added <= limit;                         \
-    }                                                                                                \
-    int all = -1;                                                                                    \
-    for (int64_t i = 0; i < WIDTH; ++i) all &= within[i];                                            \
-    return all == 0;                                                                                 \
-  }
+constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
+// Scores of one task; of a block, which stays in the first cache; and those that are compared in one go.
+constexpr int64_t kPart = 32768, kBlock = 2048, kLine = 64;
 
 namespace portable {
-FASTGEN_ANY_ABOVE(4, )
-}
+#define FASTGEN_TARGET
+#include "best_candidates/loops.h"
+#undef FASTGEN_TARGET
+}  // namespace portable
+
 #ifdef FASTGEN_X86
 namespace avx2 {
-FASTGEN_ANY_ABOVE(8, __attribute__((target("avx2"))))
-}
-namespace avx512 {
-FASTGEN_ANY_ABOVE(16, __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl"))))
-}
-#endif
-#undef FASTGEN_ANY_ABOVE
+#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
+#include "best_candidates/loops.h"
+#undef FASTGEN_TARGET
+}  // namespace avx2
 
-AnyAbove any_above() {
+namespace avx512 {
+#ifdef __clang__
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+#include "best_candidates/loops.h"
+#undef FASTGEN_TARGET
+}  // namespace avx512
+#endif
+
+struct Loops {
+  bool (*any_above)(const float*, float);
+  float (*largest)(const float*, int64_t);
+  float (*sum_of_exponentials)(const float*, int64_t, float);
+  void (*widen)(float*, const uint16_t*, int64_t, bool);
+};
+
+#define FASTGEN_LOOPS(NAMESPACE) \
+  Loops { &NAMESPACE::any_above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials, &NAMESPACE::widen }
+Loops loops() {
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return &avx512::any_above;
-    case fastgen::InstructionSet::kAvx2: return &avx2::any_above;
+    case fastgen::InstructionSet::kAvx512: return FASTGEN_LOOPS(avx512);
+    case fastgen::InstructionSet::kAvx2: return FASTGEN_LOOPS(avx2);
     case fastgen::InstructionSet::kPortable: break;
   }
 #endif
-  return &portable::any_above;
+  return FASTGEN_LOOPS(portable);
 }
+#undef FASTGEN_LOOPS
 
-// The candidates of a part, in their order, without those that are no better than `count` in front of them.
-std::vector<Candidate> found_in(const float* scores, int64_t size, float added, int64_t index, int64_t count,
-                                AnyAbove above) {
-  std::vector<Candidate> found;
-  std::vector<float> best;  // a heap of the scores of the best, the worst of them in front
-  const auto look_at = [&](int64_t i) {
-    const float score = scores[i] + added;
-    if (static_cast<int64_t>(best.size()) == count) {
-      if (score <= best.front()) return;
-      std::pop_heap(best.begin(), best.end(), std::greater<float>());
-      best.pop_back();
+// The sum of e to the power of some scores is total * e^maximum.
+struct Denominator {
+  float maximum = -kInfinity;
+  double total = 0.0;
+
+  void add(float other, double sum) {
+    if (other > maximum) {
+      total *= std::exp(static_cast<double>(maximum) - other);
+      maximum = other;
     }
-    best.push_back(score == score ? score : kInfinity);
-    std::push_heap(best.begin(), best.end(), std::greater<float>());
-    found.push_back({score, index + i});
-  };
-  int64_t i = 0;
-  for (; i < std::min(count, size); ++i) look_at(i);
-  for (; i + kLine <= size; i += kLine) {
-    if (!above(scores + i, added, best.front())) continue;
-    for (int64_t j = i; j < i + kLine; ++j) look_at(j);
+    total += other == -kInfinity ? sum : sum * std::exp(static_cast<double>(other) - maximum);
   }
-  for (; i < size; ++i) look_at(i);
-  return found;
+};
+
+// What a part of a row comes to: its candidates in their order, without those that are no better than `count` in front of
+// them, and its share of the denominator.
+class Part {
+ public:
+  void scan(const void* scores, ScalarType type, int64_t size, int64_t index, int64_t count, bool normalise,
+            const Loops& loops) {
+    index_ = index;
+    count_ = count;
+    float widened[kBlock];
+    for (int64_t begin = 0; begin < size; begin += kBlock) {
+      const int64_t numbers = std::min(kBlock, size - begin);
+      const float* block = widened;
+      if (type == ScalarType::Float) block = static_cast<const float*>(scores) + begin;
+      else loops.widen(widened, static_cast<const uint16_t*>(scores) + begin, numbers, type == ScalarType::BFloat16);
+      if (normalise) {
+        const float maximum = loops.largest(block, numbers);
+        denominator.add(maximum, loops.sum_of_exponentials(block, numbers, maximum == -kInfinity ? 0.0f : maximum));
+      }
+      look_at(block, numbers, begin, loops);
+    }
+  }
+
+  std::vector<Candidate> found;
+  Denominator denominator;
+
+ private:
+  void look_at(const float* block, int64_t numbers, int64_t begin, const Loops& loops) {
+    for (int64_t i = 0; i < numbers;) {
+      const bool is_line = i + kLine <= numbers && is_full();
+      const int64_t end = is_line ? i + kLine : i + 1;
+      if (is_line && !loops.any_above(block + i, best_.front())) i = end;
+      for (; i < end; ++i) look_at(block[i], begin + i);
+    }
+  }
+
+  void look_at(float score, int64_t place) {
+    if (is_full()) {
+      if (score <= best_.front()) return;
+      std::pop_heap(best_.begin(), best_.end(), std::greater<float>());
+      best_.pop_back();
+    }
+    best_.push_back(score == score ? score : kInfinity);
+    std::push_heap(best_.begin(), best_.end(), std::greater<float>());
+    found.push_back({score, index_ + place});
+  }
+
+  bool is_full() const { return static_cast<int64_t>(best_.size()) == count_; }
+
+  int64_t index_ = 0, count_ = 0;
+  std::vector<float> best_;  // a heap of the scores of the best, the worst of them in front
+};
+
+// The candidates of a row, with the scores that they have among those of all rows.
+void add_row(std::vector<Candidate>& candidates, const std::vector<Part>& parts, int64_t begin, int64_t end,
+             int64_t first, int64_t count, float running, bool normalise) {
+  Denominator all;
+  for (int64_t part = begin; part < end; ++part) all.add(parts[part].denominator.maximum, parts[part].denominator.total);
+  const float logarithm = static_cast<float>(std::log(all.total));
+  if (normalise && !(std::isfinite(all.maximum) && std::isfinite(logarithm))) {  // there is no softmax of it
+    for (int64_t i = 0; i < count; ++i) candidates.push_back({kNoNumber, first + i});
+    return;
+  }
+  for (int64_t part = begin; part < end; ++part) {
+    for (const Candidate& each : parts[part].found) {
+      const float score = normalise ? each.score - all.maximum - logarithm : each.score;
+      candidates.push_back({score + running, each.index});
+    }
+  }
 }
 
-// The `count` best of scores [inputs * beams, vocabulary], plus what is added to each row, [inputs, beams]: their values,
-// beams and tokens, [inputs, count] each.
-void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running) {
-  STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.scalar_type() == ScalarType::Float &&
-                      running.scalar_type() == ScalarType::Float && scores.is_contiguous() && running.is_contiguous() &&
-                      scores.size(0) == running.size(0) * running.size(1),
-                  "best_candidates: scores must be [inputs * beams, vocabulary] and running [inputs, beams], of float32");
+// The `count` best of scores [inputs * beams, vocabulary], or of their log-softmax, plus what is added to each row,
+// [inputs, beams]: their values, beams and tokens, [inputs, count] each.
+void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running, bool normalise) {
+  const ScalarType type = scores.scalar_type();
+  STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.size(0) == running.size(0) * running.size(1) &&
+                      (type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half) &&
+                      running.scalar_type() == ScalarType::Float && scores.is_contiguous() && running.is_contiguous(),
+                  "best_candidates: scores must be [inputs * beams, vocabulary] of float32, bfloat16 or float16, and "
+                  "running [inputs, beams] of float32");
   STD_TORCH_CHECK(values.dim() == 2 && values.size(0) == running.size(0) && values.scalar_type() == ScalarType::Float &&
                       values.is_contiguous(),
                   "best_candidates: the values must be [inputs, count], of float32");
@@ -117,7 +186,7 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
   const int64_t inputs = running.size(0), per_input = running.size(1), vocabulary = scores.size(1);
   const int64_t count = values.size(1), all = per_input * vocabulary;
   STD_TORCH_CHECK(count >= 1 && count <= all, "best_candidates: there are not so many candidates");
-  const float* data = static_cast<const float*>(scores.const_data_ptr());
+  const char* data = static_cast<const char*>(scores.const_data_ptr());
   const float* added = static_cast<const float*>(running.const_data_ptr());
   float* value = static_cast<float*>(values.mutable_data_ptr());
   int64_t* beam = static_cast<int64_t*>(beams.mutable_data_ptr());
@@ -125,21 +194,23 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
 
   const bool one_pass = fastgen::is_one_pass(count, all);
   const int64_t kept = one_pass ? count : all;  // otherwise nothing may be left out
+  const int64_t bytes = type == ScalarType::Float ? sizeof(float) : sizeof(uint16_t);
   const int64_t parts = (vocabulary + kPart - 1) / kPart;
-  const AnyAbove above = any_above();
-  std::vector<std::vector<Candidate>> found(inputs * per_input * parts);
+  const Loops chosen = loops();
+  std::vector<Part> found(inputs * per_input * parts);
   torch::stable::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / parts, first = task % parts * kPart;
-      found[task] = found_in(data + row * vocabulary + first, std::min(kPart, vocabulary - first), added[row],
-                             row % per_input * vocabulary + first, kept, above);
+      found[task].scan(data + (row * vocabulary + first) * bytes, type, std::min(kPart, vocabulary - first),
+                       row % per_input * vocabulary + first, kept, normalise, chosen);
     }
   });
   std::vector<Candidate> candidates;
   for (int64_t input = 0; input < inputs; ++input) {
     candidates.clear();
-    for (int64_t part = input * per_input * parts; part < (input + 1) * per_input * parts; ++part) {
-      candidates.insert(candidates.end(), found[part].begin(), found[part].end());
+    for (int64_t row = input * per_input; row < (input + 1) * per_input; ++row) {
+      add_row(candidates, found, row * parts, (row + 1) * parts, row % per_input * vocabulary,
+              std::min(kept, vocabulary), added[row], normalise);
     }
     fastgen::topk(candidates, count, one_pass);
     for (int64_t i = 0; i < count; ++i) {
@@ -153,5 +224,3 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_candidates_out", TORCH_BOX(&best_candidates_out)); }
-
-#endif

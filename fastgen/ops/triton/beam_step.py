@@ -5,12 +5,10 @@
 The scores are read once: every program finds the best of its part of a row together with its share of the denominator,
 and a second launch, on the few that are left, adds what the parts lack.
 
-On the CPU it is torch's log-softmax and `fastgen.ops.best_candidates`, with the results of torch, ties included.
-
-On a GPU, of equal scores the one of the lower beam comes first, and of one beam that of the lower token. torch.topk
-promises no order, and there it may differ between two calls. So with ties at the end of what is kept, other candidates may be chosen
-than by torch.topk, with the same scores. Scores that differ before the softmax are ordered by what they were then, even
-if they are equal after it.
+On the CPU this is `fastgen.ops.best_candidates`, with the ties of torch.topk. torch.topk promises no order, and on a GPU
+it may differ between two calls. There, of equal scores the one of the lower beam comes first, and of one beam that of the
+lower token. So with ties at the end of what is kept, other candidates may be chosen than by torch.topk, with the same
+scores. Scores that differ before the softmax are ordered by what they were then, even if they are equal after it.
 """
 
 from __future__ import annotations
@@ -65,10 +63,9 @@ def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise
         or candidates > _MOST_CANDIDATES
         or not package.available(scores, running)
     ):
-        values = _normalised(scores, normalise)
-        if best_candidates.serves(values, running, count):
-            return Candidates(*best_candidates.by_beam(values, running, count))
-        return _best(values, running, count)
+        if best_candidates.serves(scores, running, count):
+            return Candidates(*best_candidates.by_beam(scores, running, count, normalise=normalise))
+        return reference(scores, running, count, normalise=normalise)
     from fastgen.ops.triton import _kernels as kernels
 
     part_best = scores.new_empty(rows * parts * keep, dtype=torch.int64)
@@ -107,15 +104,9 @@ def best_continuations(scores: Tensor, running: Tensor, count: int, *, normalise
 
 def reference(scores: Tensor, running: Tensor, count: int, *, normalise: bool = True) -> Candidates:
     """`best_continuations` in plain torch, for any device and type, with the ties of torch.topk."""
-    return _best(_normalised(scores, normalise), running, count)
-
-
-def _normalised(scores: Tensor, normalise: bool) -> Tensor:
+    vocabulary = scores.shape[1]
     accurate = torch.promote_types(scores.dtype, torch.float32)
-    return torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
-
-
-def _best(values: Tensor, running: Tensor, count: int) -> Candidates:
-    vocabulary = values.shape[1]
-    best, indices = (values.view(*running.shape, vocabulary) + running.unsqueeze(2)).flatten(1).topk(count)
+    values = torch.log_softmax(scores, dim=-1, dtype=accurate) if normalise else scores.to(accurate)
+    values = values.view(*running.shape, vocabulary) + running.unsqueeze(2)
+    best, indices = values.flatten(1).topk(count)
     return Candidates(best, indices // vocabulary, indices % vocabulary)

@@ -1,0 +1,44 @@
+// Loops over the scores of a row, for one instruction set: included once for each, inside a namespace, with
+// FASTGEN_TARGET defined. Each of them becomes vectors. No include guard.
+
+// Whether one of kLine scores is above `limit`, or is not a number.
+FASTGEN_TARGET bool any_above(const float* scores, float limit) {
+  int found = 0;
+  for (int64_t i = 0; i < kLine; ++i) found |= !(scores[i] <= limit);
+  return found != 0;
+}
+
+// The largest; what is not a number does not count.
+FASTGEN_TARGET float largest(const float* scores, int64_t size) {
+  float lanes[kLine];
+  for (float& each : lanes) each = -kInfinity;
+  int64_t i = 0;
+  for (; i + kLine <= size; i += kLine) {
+    for (int64_t j = 0; j < kLine; ++j) lanes[j] = scores[i + j] > lanes[j] ? scores[i + j] : lanes[j];
+  }
+  for (int64_t j = 0; i + j < size; ++j) lanes[j] = scores[i + j] > lanes[j] ? scores[i + j] : lanes[j];
+  float found = -kInfinity;
+  for (const float each : lanes) found = each > found ? each : found;
+  return found;
+}
+
+// The sum of e to the power of each minus `maximum`.
+FASTGEN_TARGET float sum_of_exponentials(const float* scores, int64_t size, float maximum) {
+  float lanes[kLine] = {};
+  int64_t i = 0;
+  for (; i + kLine <= size; i += kLine) {
+    for (int64_t j = 0; j < kLine; ++j) lanes[j] += fastgen::exponential(scores[i + j] - maximum);
+  }
+  for (int64_t j = 0; i + j < size; ++j) lanes[j] += fastgen::exponential(scores[i + j] - maximum);
+  float sum = 0.0f;
+  for (const float each : lanes) sum += each;
+  return sum;
+}
+
+FASTGEN_TARGET void widen(float* to, const uint16_t* from, int64_t size, bool is_bfloat16) {
+  if (is_bfloat16) {
+    for (int64_t i = 0; i < size; ++i) to[i] = fastgen::of_bits(static_cast<uint32_t>(from[i]) << 16);
+  } else {
+    for (int64_t i = 0; i < size; ++i) to[i] = fastgen::float16_to_float(from[i]);
+  }
+}
