@@ -1,8 +1,8 @@
 // The best continuations of each input over all its beams, on the CPU, in float32, bfloat16 or float16. The schema is
 // defined in fastgen/ops/best_candidates.py.
 //
-// Almost no score is among the best. So the scores are compared, some cache lines at a time, with the worst of the best so
-// far, and only where there is a better one they are looked at number by number. The denominator of a softmax is added up
+// Almost no score is among the best. So a block of scores is compared with the worst of the best so far, then its lines,
+// and only those with a better one are looked at number by number. The denominator of a softmax is added up
 // meanwhile (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): everything is read once.
 //
 // A log-softmax and what is added to a row change the order in the row at most to equality. And what is no better changes
@@ -34,19 +34,23 @@ using torch::stable::Tensor;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
-// Scores of one task; of a block, which stays in the first cache; and those that are compared in one go.
-constexpr int64_t kPart = 32768, kBlock = 2048, kLine = 64;
+// Scores of one task; of a block, which stays in the first cache; and of a line: those looked at number by number.
+constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64;
 
 namespace portable {
 #define FASTGEN_TARGET
+#define FASTGEN_FLOAT16 fastgen::Float16
 #include "best_candidates/loops.h"
+#undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace portable
 
 #ifdef FASTGEN_X86
 namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
+#define FASTGEN_FLOAT16 fastgen::Float16F16c
 #include "best_candidates/loops.h"
+#undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace avx2
 
@@ -56,20 +60,26 @@ namespace avx512 {
 #else
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
+#define FASTGEN_FLOAT16 fastgen::Float16Avx512
 #include "best_candidates/loops.h"
+#undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace avx512
 #endif
 
 struct Loops {
-  bool (*any_above)(const float*, float);
+  bool (*any_above)(const float*, int64_t, float);
   float (*largest)(const float*, int64_t);
   float (*sum_of_exponentials)(const float*, int64_t, float);
-  void (*widen)(float*, const uint16_t*, int64_t, bool);
+  void (*widen_bfloat16)(float*, const uint16_t*, int64_t);
+  void (*widen_float16)(float*, const uint16_t*, int64_t);
 };
 
-#define FASTGEN_LOOPS(NAMESPACE) \
-  Loops { &NAMESPACE::any_above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials, &NAMESPACE::widen }
+#define FASTGEN_LOOPS(NAMESPACE)                                                             \
+  Loops {                                                                                    \
+    &NAMESPACE::any_above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials,             \
+        &NAMESPACE::widen_bfloat16, &NAMESPACE::widen_float16                                \
+  }
 Loops loops() {
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
@@ -108,8 +118,12 @@ class Part {
     for (int64_t begin = 0; begin < size; begin += kBlock) {
       const int64_t numbers = std::min(kBlock, size - begin);
       const float* block = widened;
-      if (type == ScalarType::Float) block = static_cast<const float*>(scores) + begin;
-      else loops.widen(widened, static_cast<const uint16_t*>(scores) + begin, numbers, type == ScalarType::BFloat16);
+      if (type == ScalarType::Float) {
+        block = static_cast<const float*>(scores) + begin;
+      } else {
+        const auto widen = type == ScalarType::BFloat16 ? loops.widen_bfloat16 : loops.widen_float16;
+        widen(widened, static_cast<const uint16_t*>(scores) + begin, numbers);
+      }
       if (normalise) {
         const float maximum = loops.largest(block, numbers);
         denominator.add(maximum, loops.sum_of_exponentials(block, numbers, maximum == -kInfinity ? 0.0f : maximum));
@@ -123,11 +137,13 @@ class Part {
 
  private:
   void look_at(const float* block, int64_t numbers, int64_t begin, const Loops& loops) {
-    for (int64_t i = 0; i < numbers;) {
-      const bool is_line = i + kLine <= numbers && is_full();
-      const int64_t end = is_line ? i + kLine : i + 1;
-      if (is_line && !loops.any_above(block + i, best_.front())) i = end;
-      for (; i < end; ++i) look_at(block[i], begin + i);
+    const auto has_none = [&](int64_t i, int64_t size) {
+      return i + size <= numbers && is_full() && !loops.any_above(block + i, size, best_.front());
+    };
+    if (has_none(0, kBlock)) return;
+    for (int64_t i = 0; i < numbers; i += kLine) {
+      if (has_none(i, kLine)) continue;
+      for (int64_t j = i; j < std::min(i + kLine, numbers); ++j) look_at(block[j], begin + j);
     }
   }
 
