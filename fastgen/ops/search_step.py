@@ -1,4 +1,5 @@
-"""The bookkeeping of a step of a search, in place: what `take` does in `fastgen.decoding.captured.search`, in one call.
+"""The bookkeeping of a step of a search, in place, in two calls: what `take` does in `fastgen.decoding.captured.search`,
+and what of K and V, masks and positions goes on with the search (`StepState.advance` in `fastgen.decoding.captured.kv`).
 
 There it is spelled out in torch, in some sixty operators for beam search, whose numbers are so few that starting the
 operators is all that takes time. That is the reference, and what other devices use; the names of the arguments are those
@@ -9,14 +10,21 @@ the order of torch.topk.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
 `best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: a number of `EARLY_STOPPING`.
 
-Both raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
+`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks)`: `numbers` and `ancestry` of `StepState`, and
+`seen`, one int64, by how many positions there are of the longest row: `stored` and its own. Positions, int64 [rows, 1],
+go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get a one for the next
+position.
+
+All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fastgen.ops import _library
@@ -24,15 +32,23 @@ from fastgen.ops import _library
 EARLY_STOPPING = {False: 0, True: 1, "never": 2}
 """`early_stopping` of `generate`, as the operator gets it."""
 
+_MASKS = (torch.int64, torch.int32, torch.float32, torch.bool)
+_OPERATORS = ("take_rows_", "take_beams_", "advance_")
+
 
 def available(like: Tensor) -> bool:
     """Whether there are kernels for the device of this tensor."""
     return like.device.type == "cpu" and _has_kernels()
 
 
+def serves(positions: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
+    """Whether `advance_` writes to positions and masks of these types."""
+    return all(each.dtype is torch.int64 for each in positions) and all(mask.dtype in _MASKS for mask in masks)
+
+
 @functools.cache
 def _has_kernels() -> bool:
-    return _library.has_kernel("fastgen::take_rows_") and _library.has_kernel("fastgen::take_beams_")
+    return all(_library.has_kernel(f"fastgen::{name}") for name in _OPERATORS)
 
 
 backend = partial(_library.backend, "fastgen::take_beams_")
@@ -48,4 +64,8 @@ _library.define(
     " Tensor(e!) indices, Tensor(f!) scores, Tensor(g!) finished, Tensor(h!) improvable, Tensor(i!) next_tokens,"
     " Tensor(j!) parents, Tensor(k!) length, Tensor(l!) taken, Tensor(m!) unfinished, Tensor(n!) done,"
     " int prompt_capacity, int early_stopping) -> ()"
+)
+_library.define(
+    "advance_(Tensor? parents, Tensor taken, int stored, Tensor(a!) numbers, Tensor(b!)? ancestry, Tensor(c!) seen,"
+    " Tensor(d!)[] positions, Tensor(e!)[] masks) -> ()"
 )

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgen.ops import _library
 from fastgen.ops import best_candidates as operator
 from fastgen.ops.best_candidates import best_candidates
 from tests.decoding.captured.test_program import Replayed
@@ -30,6 +31,7 @@ def _check(scores: torch.Tensor, running: torch.Tensor, count: int) -> None:
     torch.testing.assert_close(scores, kept, atol=0, rtol=0, equal_nan=True)
 
 
+needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 shapes = {
     "inputs": st.integers(1, 5),
     "beams": st.integers(1, 6),
@@ -95,6 +97,7 @@ def _check_normalised(scores: torch.Tensor, running: torch.Tensor, count: int) -
         assert indices.tolist() == few.flatten(1).topk(count).indices.tolist()
 
 
+@needs_kernel
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
@@ -119,6 +122,7 @@ def test_a_log_softmax(
     _check_normalised(scores, running, 1 + int(part * (min(beams * vocabulary, 64) - 1)))
 
 
+@needs_kernel
 @pytest.mark.parametrize("instructions", ["default", "avx2", "avx512"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_log_softmax_on_every_instruction_set(instructions: str, dtype: torch.dtype) -> None:
@@ -128,6 +132,7 @@ def test_a_log_softmax_on_every_instruction_set(instructions: str, dtype: torch.
         _check_normalised(scores, -torch.rand(2, 4, generator=generator), 8)
 
 
+@needs_kernel
 def test_the_number_of_threads_changes_nothing() -> None:
     scores, running, threads = torch.randn(8, 70001), torch.randn(2, 4), torch.get_num_threads()
     try:
@@ -141,6 +146,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
+@needs_kernel
 def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.topk promises nothing about may be otherwise in another release."""
     topk = torch.topk
@@ -161,6 +167,7 @@ def test_another_order_of_ties_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatc
         operator._orders_as_torch.cache_clear()
 
 
+@needs_kernel
 def test_recorded() -> None:
     """A replay reads what is in the buffers then, and takes one call."""
     scores, running = torch.randn(8, 900), torch.randn(2, 4)

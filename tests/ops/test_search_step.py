@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed
@@ -55,7 +56,9 @@ searches = {
 }
 
 
-def pair_of(kind: type[Search], batch: int, per_input: int, new_tokens: int, spare: int, **options: object) -> list[Search]:
+def pair_of(
+    kind: type[Search], batch: int, per_input: int, new_tokens: int, spare: int, **options: object
+) -> list[Search]:
     return [kind(batch, per_input, 3 + spare, new_tokens + spare, CPU, **options) for _ in range(2)]
 
 
@@ -150,6 +153,65 @@ def test_recorded(kind):
         plain.take(proposal, stops)
         assert_same(recorded, plain)
     assert plain.done
+
+
+@given(
+    batch=st.integers(1, 3),
+    per_input=st.integers(1, 4),
+    capacity=st.integers(1, 9),
+    stored=st.integers(0, 5),
+    width=st.integers(1, 2),
+    types=st.lists(st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool]), max_size=2),
+    has_parents=st.booleans(),
+    steps=st.integers(1, 11),
+    seed=st.integers(0, 2**31),
+)
+def test_advance(batch, per_input, capacity, stored, width, types, has_parents, steps, seed):
+    """Rows that go on, some of them beyond the capacity, and rows that stay."""
+    generator = torch.Generator().manual_seed(seed)
+    ours, torchs = (StepState(batch, per_input, capacity, CPU, width) for _ in range(2))
+    rows = ours.rows
+    seen, positions = torch.zeros((), dtype=torch.int64), [torch.arange(rows).unsqueeze(1)]
+    masks = [torch.zeros(rows, stored + capacity, dtype=dtype) for dtype in types]
+    wanted_position, wanted_masks = positions[0].clone(), [mask.clone() for mask in masks]
+    for _ in range(steps):
+        first = torch.arange(batch).unsqueeze(1) * per_input
+        parents = (first + torch.randint(per_input, (batch, per_input), generator=generator)).view(-1)
+        taken = (torch.rand(batch, 1, generator=generator) < 0.8).long().repeat(1, per_input).view(-1)
+        given_parents = parents if has_parents else None
+        torch.ops.fastgen.advance_(given_parents, taken, stored, ours.numbers, ours.ancestry, seen, positions, masks)
+        torchs.advance(given_parents, taken)
+        assert torch.equal(ours.numbers, torchs.numbers) and int(seen) == stored + int(torchs.position.max())
+        assert ours.ancestry is None if per_input == 1 else torch.equal(ours.ancestry, torchs.ancestry)
+        assert torch.equal(positions[0], wanted_position.add_(taken.unsqueeze(1)))
+        for found, mask in zip(masks, wanted_masks, strict=True):
+            mask[torch.arange(stored + capacity) == stored + torchs.position.unsqueeze(1)] = 1
+            assert torch.equal(found, mask)
+
+
+@pytest.mark.parametrize(
+    ("number", "given"),
+    [
+        (0, torch.tensor([0, 9])),
+        (0, torch.tensor([0, -1])),
+        (0, torch.tensor([0])),
+        (1, torch.ones(2, dtype=torch.int32)),
+        (3, torch.zeros(2, dtype=torch.int64)),
+        (4, torch.zeros(3, 4, dtype=torch.int32)),
+        (5, torch.zeros(1, dtype=torch.int64)),
+        (6, [torch.zeros(2, dtype=torch.int64)]),
+        (7, [torch.zeros(2, 4, dtype=torch.float16)]),
+        (7, [torch.zeros(3, 4)]),
+    ],
+)
+def test_advance_refuses_what_does_not_fit(number, given):
+    state, taken = StepState(1, 2, 4, CPU), torch.ones(2, dtype=torch.int64)
+    before = state.numbers.clone()
+    args = [torch.tensor([0, 1]), taken, 0, state.numbers, state.ancestry, torch.zeros((), dtype=torch.int64), [], []]
+    args[number] = given
+    with pytest.raises(RuntimeError, match="search_step"):
+        torch.ops.fastgen.advance_(*args)
+    assert torch.equal(state.numbers, before)
 
 
 def arguments(search: BeamSearch) -> list[object]:

@@ -263,9 +263,67 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   progress.end_step();
 }
 
+// Writes a one at position `at` of a mask's row.
+template <typename T>
+void mark(const Tensor& mask, int64_t row, int64_t at) {
+  static_cast<T*>(mask.mutable_data_ptr())[row * mask.size(1) + at] = T{1};
+}
+
+void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tensor numbers,
+              std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks) {
+  STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
+                  "search_step: numbers must be [width + 1, rows]");
+  const int64_t rows = numbers.size(1), all = numbers.numel();
+  int64_t* number = checked<int64_t>(numbers, {numbers.size(0), rows}, "numbers");
+  const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");
+  int64_t* longest = checked<int64_t>(seen, {}, "seen");
+  const int64_t* parent = nullptr;
+  int32_t* table = nullptr;
+  int64_t capacity = 0;
+  if (parents.has_value() && ancestry.has_value()) {
+    STD_TORCH_CHECK(ancestry->dim() == 2, "search_step: the ancestry must be [rows, capacity]");
+    capacity = ancestry->size(1);
+    table = checked<int32_t>(*ancestry, {rows, capacity}, "ancestry");
+    parent = checked<const int64_t>(*parents, {rows}, "parents");
+    STD_TORCH_CHECK(std::all_of(parent, parent + rows, [&](int64_t p) { return p >= 0 && p < rows; }),
+                    "search_step: a parent that is not there");
+  }
+  for (const Tensor& each : positions) checked<int64_t>(each, {rows, 1}, "positions");
+  for (const Tensor& each : masks) {
+    const ScalarType type = each.scalar_type();
+    STD_TORCH_CHECK(each.dim() == 2 && each.size(0) == rows && each.is_contiguous() &&
+                        (type == ScalarType::Long || type == ScalarType::Int || type == ScalarType::Float ||
+                         type == ScalarType::Bool),
+                    "search_step: a mask must be [rows, positions] of int64, int32, float32 or bool");
+  }
+
+  for (int64_t i = 0; i < all; ++i) number[i] += count[i % rows];
+  *longest = stored + *std::max_element(number, number + rows);
+  const std::vector<int32_t> before(table, table + (table ? rows * capacity : 0));
+  for (int64_t row = 0; table && row < rows; ++row) {
+    const int64_t own = std::clamp<int64_t>(number[row], 0, capacity);
+    std::copy_n(before.begin() + parent[row] * capacity, own, table + row * capacity);
+    std::fill(table + row * capacity + own, table + (row + 1) * capacity, static_cast<int32_t>(row));
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    for (const Tensor& each : positions) static_cast<int64_t*>(each.mutable_data_ptr())[row] += count[row];
+    const int64_t at = stored + number[row];
+    for (const Tensor& mask : masks) {
+      if (at < 0 || at >= mask.size(1)) continue;
+      switch (mask.scalar_type()) {
+        case ScalarType::Long: mark<int64_t>(mask, row, at); break;
+        case ScalarType::Int: mark<int32_t>(mask, row, at); break;
+        case ScalarType::Float: mark<float>(mask, row, at); break;
+        default: mark<bool>(mask, row, at);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("take_rows_", TORCH_BOX(&take_rows_));
   library.impl("take_beams_", TORCH_BOX(&take_beams_));
+  library.impl("advance_", TORCH_BOX(&advance_));
 }

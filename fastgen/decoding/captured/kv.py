@@ -18,6 +18,7 @@ class StepState:
     Attributes:
         capacity: positions of the suffix at the most.
         width: positions that a step stores. The first of them stays; what is behind it, the next step writes over.
+        numbers: [width + 1, rows], int64: `positions` and `filled`.
         position: [rows], int64: where the K/V of this step goes in the suffix of each row.
         positions: `width` of them: the same for each position of the step.
         filled: [rows], int64: positions of the suffix that attention reads, those of this step included.
@@ -28,8 +29,8 @@ class StepState:
         self.batch, self.per_input, self.capacity, self.width = batch, per_input, capacity, width
         self.rows = batch * per_input
         self._first = torch.arange(width + 1, device=device).unsqueeze(1)
-        self._numbers = self._first.repeat(1, self.rows)
-        *self.positions, self.filled = self._numbers.unbind()
+        self.numbers = self._first.repeat(1, self.rows)
+        *self.positions, self.filled = self.numbers.unbind()
         self.position = self.positions[0]
         self._columns = torch.arange(capacity, device=device)
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
@@ -39,10 +40,10 @@ class StepState:
     def begin(self, inputs: slice = slice(None)) -> None:
         """Nothing is stored of these inputs; the others go on."""
         rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
-        self._numbers[:, rows] = self._first
+        self.numbers[:, rows] = self._first
         if self.ancestry is not None:
             self.ancestry[rows] = self._own[rows]
-        self._write_biases()
+        self.write_biases()
 
     def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
         """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
@@ -52,19 +53,19 @@ class StepState:
         Of what it has stored, `count` positions stay, [rows], int64, or so many of all. The rows that change places are
         as long as each other.
         """
-        self._numbers.add_(count)
+        self.numbers.add_(count)
         if self.ancestry is not None and parents is not None:
             moved = self.ancestry.index_select(0, parents)
             self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own, moved))
-        self._write_biases()
+        self.write_biases()
 
     def take_over(self, other: StepState) -> None:
         """Goes on where `other`, which has a smaller capacity, is."""
-        self._numbers.copy_(other._numbers)
+        self.numbers.copy_(other.numbers)
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[:, : other.capacity] = other.ancestry
             self.ancestry[:, other.capacity :] = self._own
-        self._write_biases()
+        self.write_biases()
 
     def causal_bias(self, heads: int, prefix: int) -> Tensor:
         """What is added to the scores so that a position of the step does not see those of the step behind it.
@@ -74,10 +75,11 @@ class StepState:
         if (heads, prefix) not in self._biases:
             made = torch.zeros(self.rows, heads * self.width, prefix + self.capacity, device=self._own.device)
             self._biases[heads, prefix] = made
-            self._write_biases()
+            self.write_biases()
         return self._biases[heads, prefix]
 
-    def _write_biases(self) -> None:
+    def write_biases(self) -> None:
+        """Those of `causal_bias`, after the numbers have changed."""
         for (heads, prefix), bias in self._biases.items():
             behind = self._columns > torch.stack(self.positions, 1).unsqueeze(2)
             bias = bias.view(self.rows, heads, self.width, -1)[..., prefix:]

@@ -21,6 +21,7 @@ from fastgen.decoding.captured.search import BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 
@@ -321,14 +322,22 @@ class CapturedStep:
 
     def _advance(self) -> None:
         """The K/V of this step have been stored; the next one continues the rows that the search has chosen."""
-        taken = self.search.taken.view(-1)
-        self._state.advance(self.search.parents, taken)
-        self._measure()
-        for name, buffer in self._inputs.items():
-            if name in POSITIONS:
+        state, parents, taken = self._state, self.search.parents, self.search.taken.view(-1)
+        positions = [buffer for name, buffer in self._inputs.items() if name in POSITIONS]
+        masks = [buffer for name, buffer in self._inputs.items() if self._grows(name)]
+        if search_step.available(taken) and search_step.serves(positions, masks):
+            stored = self.key.stored_capacity
+            torch.ops.fastgen.advance_(
+                parents, taken, stored, state.numbers, state.ancestry, self._seen, positions, masks
+            )
+            state.write_biases()
+        else:
+            state.advance(parents, taken)
+            self._measure()
+            for buffer in positions:
                 buffer.add_(taken.unsqueeze(1))
-            elif self._grows(name):
-                self._extend(buffer)
+            for mask in masks:
+                self._extend(mask)
         self._send()
 
     def _measure(self) -> None:
