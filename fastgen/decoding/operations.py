@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,13 @@ class Place:
         """Bytes of the storage up to the last one that it may touch."""
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         return (self.offset + last + 1) * self.dtype.itemsize if all(self.size) else 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its numbers lie next to each other, in their order."""
+        inner = itertools.accumulate(reversed(self.size[1:]), operator.mul, initial=1)
+        layout = zip(self.size, self.stride, reversed(list(inner)), strict=True) if self.size else ()
+        return all(size == 1 or stride == wanted for size, stride, wanted in layout)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ change between two replays, and only what a replay itself writes is known.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 
 import torch
+from torch.utils._pytree import tree_structure
 
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 
@@ -24,6 +26,8 @@ _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 def simplified(recording: Recording) -> Recording:
     """The recording without allocations, constants, copies that never differ, and results that nobody reads.
 
+    What is added to a product is its bias.
+
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
     """
     found = Recording()
@@ -32,7 +36,7 @@ def simplified(recording: Recording) -> Recording:
     constants = _constants(operations)
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
-    found.operations = _needed(_without_copies(operations), found.made)
+    found.operations = _needed(_with_biases(_without_copies(operations)), found.made)
     return found
 
 
@@ -89,6 +93,41 @@ def _without_copies(operations: list[Operation]) -> list[Operation]:
         if _has_layout(source, copy) and not is_written and copy.storage not in outside:
             originals[copy.storage] = source, copy
     return found
+
+
+def _with_biases(operations: list[Operation]) -> list[Operation]:
+    """A product, and one number for each column added to it right after, are one operator."""
+    uses = Counter(storage for each in operations for storage in each.used)
+    found: list[Operation] = []
+    for each in operations:
+        product = _with_bias(found[-1], each) if found else None
+        if product is not None and uses[each.leaves[0].storage] == 1:  # type: ignore[union-attr]
+            found[-1] = product
+        else:
+            found.append(each)
+    return found
+
+
+def _with_bias(product: Operation, addition: Operation) -> Operation | None:
+    """In float32 only: in half precision there are two results that are rounded."""
+    if product.function is not _aten.mm.default or addition.function is not _aten.add.Tensor:
+        return None
+    (result,), (out,) = product.fresh, addition.fresh
+    if result is None or out is None or len(addition.leaves) != 2:  # a third one is a factor
+        return None
+    x, bias = addition.leaves
+    if not (isinstance(x, Place) and isinstance(bias, Place) and x.storage == result.storage):
+        return None
+    outputs = result.size[1]
+    is_one_type = x.dtype is bias.dtype is out.dtype is torch.float32
+    is_bias = bias.size[-1:] == (outputs,) and math.prod(bias.size) == outputs and bias.stride[-1] == 1
+    is_whole = all(each.is_contiguous and math.prod(each.size) == math.prod(result.size) for each in (result, x, out))
+    if not (is_one_type and is_bias and is_whole and x.size[-1] == outputs and x.offset == result.offset):
+        return None
+    column = dataclasses.replace(bias, size=(outputs,), stride=(1,))
+    rows = dataclasses.replace(out, size=result.size, stride=result.stride)
+    structure = tree_structure(((None,) * 3, {}))
+    return Operation(_aten.addmm.default, [column, *product.leaves], structure, [rows])
 
 
 def _has_layout(one: Place, other: Place) -> bool:

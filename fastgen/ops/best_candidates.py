@@ -1,9 +1,9 @@
 """The best continuations of each input over all its beams: a log-softmax, an addition and a top-k in one pass.
 
-In torch, each of the first two reads and writes everything, and the top-k copies everything once more, with its indices.
-Here everything is read once. It gives what torch gives: of equal scores the same, in the same order, which depends on the
-algorithm. So that of the torch in use is compared once, on scores with many ties. Only the last digits of a log-softmax
-may be others: its denominator is added up in another order.
+In torch, each of the first two reads and writes everything, and the top-k copies everything once more, with its
+indices. Here everything is read once. It gives what torch gives: of equal scores the same, in the same order, which
+depends on the algorithm. So that of the torch in use is compared once, on scores with many ties. Only the last digits
+of a log-softmax may be others: its denominator is added up in another order.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""The bookkeeping of a step of a search, in place, in two calls: what `take` does in `fastgen.decoding.captured.search`,
-and what of K and V, masks and positions goes on with the search (`StepState.advance` in `fastgen.decoding.captured.kv`).
+"""The bookkeeping of a step of a search, in place, in two calls.
 
-There it is spelled out in torch, in some sixty operators for beam search, whose numbers are so few that starting the
-operators is all that takes time. That is the reference, and what other devices use; the names of the arguments are those
-of the buffers there. Here are the same rules for the CPU, with the same results number by number: equal scores come in
-the order of torch.topk.
+They do what `take` does in `fastgen.decoding.captured.search`, and what goes on with the search: `StepState.advance`
+in `fastgen.decoding.captured.kv`, masks and positions. There it is spelled out in torch, in some seventy operators
+for beam search, whose numbers are so few that starting the operators is all that takes time. That is the reference,
+and what other devices use; the arguments have the names of the buffers there. Here are the same rules for the CPU,
+with the same results number by number: equal scores come in the order of torch.topk.
 
 `take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
-`best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: a number of `EARLY_STOPPING`.
-
-`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks)`: `numbers` and `ancestry` of `StepState`, and
-`seen`, one int64, by how many positions there are of the longest row: `stored` and its own. Positions, int64 [rows, 1],
-go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get a one for the next
-position.
+`best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
+`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks)`: `numbers` and `ancestry` are those of
+`StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions, int64 [rows,
+1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get a one for the
+next position.
 
 All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
 """

@@ -200,3 +200,40 @@ def test_a_part_of_a_copy_of_a_part() -> None:
         return OUT[1:].copy_(X[1:].clone()[1:, 2:3])
 
     assert left(rows) == ["copy_"]
+
+
+WEIGHT, BIAS = torch.arange(10.0).view(5, 2) - 4, torch.tensor([[3.0, -7.0]])
+RESULT = torch.zeros(3, 2)
+
+
+def test_what_is_added_to_a_product_is_its_bias() -> None:
+    assert left(lambda: OUT[:, :2].copy_((X.round() @ WEIGHT).view(3, 1, 2).add(BIAS).view(3, 2))) == [
+        "round", "addmm", "copy_"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda product: product.add(BIAS, alpha=2),
+        lambda product: product.add(RESULT),
+        lambda product: product.add(BIAS[:, :1]),
+        lambda product: product.add(BIAS.expand(2, 2)[:, 0]),
+        lambda product: product.add(product),
+        lambda product: product.add(BIAS).mul(product),
+        lambda product: product[:2].add(BIAS),
+        lambda product: product.t().contiguous().view(3, 2).add(BIAS),
+        lambda product: product.view(2, 3).add(torch.ones(1)),
+    ],
+)
+def test_what_is_no_bias(added: Callable[[Tensor], Tensor]) -> None:
+    def steps() -> None:
+        result = added(X.round() @ WEIGHT)
+        OUT.view(-1)[: result.numel()].copy_(result.reshape(-1))
+
+    assert "mm" in left(steps)
+
+
+def test_in_half_precision_both_results_are_rounded() -> None:
+    weight, bias = WEIGHT.bfloat16(), BIAS.bfloat16()
+    assert "mm" in left(lambda: OUT[:, :2].copy_(X.bfloat16() @ weight + bias))

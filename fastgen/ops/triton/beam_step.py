@@ -5,10 +5,11 @@
 The scores are read once: every program finds the best of its part of a row together with its share of the denominator,
 and a second launch, on the few that are left, adds what the parts lack.
 
-On the CPU this is `fastgen.ops.best_candidates`, with the ties of torch.topk. torch.topk promises no order, and on a GPU
-it may differ between two calls. There, of equal scores the one of the lower beam comes first, and of one beam that of the
-lower token. So with ties at the end of what is kept, other candidates may be chosen than by torch.topk, with the same
-scores. Scores that differ before the softmax are ordered by what they were then, even if they are equal after it.
+On the CPU this is `fastgen.ops.best_candidates`, with the ties of torch.topk. torch.topk promises no order, and on a
+GPU it may differ between two calls. There, of equal scores the one of the lower beam comes first, and of one beam
+that of the lower token. So with ties at the end of what is kept, other candidates may be chosen than by torch.topk,
+with the same scores. Scores that differ before the softmax are ordered by what they were then, even if they are equal
+after it.
 """
 
 from __future__ import annotations
