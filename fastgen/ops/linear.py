@@ -23,7 +23,7 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 5"
+_KERNEL = "linear 6"
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
 # A wider layer is measured with fewer outputs, and in proportion.
@@ -177,3 +177,5 @@ _library.define("pack_linear(Tensor weight) -> Tensor")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("streamed_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+# Several of them with the same x.
+_library.define("streamed_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

@@ -3,9 +3,12 @@
 // With few rows the product is bound by reading the weight. A panel holds some outputs of all inputs, in the order in
 // which they are used: it is read as one stream, asked for ahead of time, while the tiles of rows multiply what has
 // arrived (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 2008, with the packing
-// of the weight done once: `packed_linear`). Where the weight is left as it is, a piece of a panel at a time is laid out
-// in the cache and multiplied from there, while the next piece is asked for (`streamed_linear`): the result is the same
-// to the last bit, and the work of laying it out mostly takes place while memory is waited for.
+// of the weight done once: `packed_linear`).
+//
+// Where the weight is left as it is (`streamed_linear`), the rows are laid out instead, of which there are fewer numbers:
+// some of them side by side in a vector, which is multiplied with one element of a line of the weight after the other. Of
+// a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
+// while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit.
 #include "instruction_set.h"
 #include "transpose.h"
 
@@ -50,13 +53,23 @@ struct Lines {
   int64_t group, input, line;
 };
 
+// A product with the lines of a weight, [outputs, inputs], which are `stride` apart: x as `lay_out_rows` makes it, the
+// result [rows, outputs], its lines `y_stride` apart; `bias` may be null.
+struct LineProduct {
+  const float *x, *weight, *bias;
+  float* y;
+  int64_t rows, inputs, stride, y_stride;
+};
+
 namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
 #define FASTGEN_VECTORS 4
 #define FASTGEN_ROWS 4
+#define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROW_VECTORS 2
 #define FASTGEN_TRANSPOSE fastgen::transpose4
-#include "linear/tiles.h"
+#include "linear/kernels.h"
 }  // namespace portable
 
 #ifdef FASTGEN_X86
@@ -65,8 +78,10 @@ namespace avx2 {
 #define FASTGEN_WIDTH 8
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 6
+#define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_TRANSPOSE fastgen::transpose8
-#include "linear/tiles.h"
+#include "linear/kernels.h"
 }  // namespace avx2
 
 namespace avx512 {
@@ -74,30 +89,39 @@ namespace avx512 {
 #define FASTGEN_WIDTH 16
 #define FASTGEN_VECTORS 3
 #define FASTGEN_ROWS 8
+#define FASTGEN_OUTPUTS 8
+#define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_TRANSPOSE fastgen::transpose16
-#include "linear/tiles.h"
+#include "linear/kernels.h"
 }  // namespace avx512
 #endif
 
-using Multiply = void (*)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*, int64_t,
-                          const Piece&);
-using LayOut = void (*)(const Piece&, int64_t, int64_t, float*);
-
 struct Kernel {
   int64_t panel;  // outputs of a panel
-  Multiply multiply;
-  LayOut lay_out;
+  decltype(&portable::multiply) multiply;
+  decltype(&portable::lay_out) lay_out;
+  int64_t width;  // outputs that `multiply_lines` is given are a multiple of it, but for the last ones
+  decltype(&portable::floats_of_rows) floats_of_rows;
+  decltype(&portable::tasks_of_rows) tasks_of_rows;
+  decltype(&portable::lay_out_rows) lay_out_rows;
+  decltype(&portable::multiply_lines) multiply_lines;
 };
 
 Kernel kernel() {
+#define FASTGEN_KERNEL(SET)                                                                                     \
+  Kernel {                                                                                                      \
+    SET::kPanel, &SET::multiply, &SET::lay_out, SET::kWidth, &SET::floats_of_rows, &SET::tasks_of_rows,         \
+        &SET::lay_out_rows, &SET::multiply_lines                                                                \
+  }
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return {avx512::kPanel, &avx512::multiply, &avx512::lay_out};
-    case fastgen::InstructionSet::kAvx2: return {avx2::kPanel, &avx2::multiply, &avx2::lay_out};
+    case fastgen::InstructionSet::kAvx512: return FASTGEN_KERNEL(avx512);
+    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
     case fastgen::InstructionSet::kPortable: break;
   }
 #endif
-  return {portable::kPanel, &portable::multiply, &portable::lay_out};
+  return FASTGEN_KERNEL(portable);
+#undef FASTGEN_KERNEL
 }
 
 int64_t panels_of(int64_t outputs) { return (outputs + kernel().panel - 1) / kernel().panel; }
@@ -113,7 +137,7 @@ Tensor pack_linear(Tensor weight) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const int64_t output_stride = weight.stride(0), input_stride = weight.stride(1);
   const int64_t width = kernel().panel;
-  const LayOut lay_out = kernel().lay_out;
+  const auto lay_out = kernel().lay_out;
   Tensor packed = torch::stable::new_empty(weight, {panels_of(outputs), inputs, width});
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   float* to = static_cast<float*>(packed.mutable_data_ptr());
@@ -121,7 +145,7 @@ Tensor pack_linear(Tensor weight) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * width;
       lay_out({from + first * output_stride, output_stride, input_stride}, std::min(width, outputs - first), inputs,
-              to + first * inputs);
+              width, to + first * inputs);
     }
   });
   return packed;
@@ -220,42 +244,101 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   return result;
 }
 
-void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  check_weight(weight);
-  const int64_t outputs = weight.size(0);
-  check_input(x, bias, outputs);
-  STD_TORCH_CHECK(weight.size(1) == x.size(1), "streamed_linear: x must have as many inputs as the weight");
-  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == x.size(0) && result.size(1) == outputs &&
-                      result.is_contiguous() && result.scalar_type() == ScalarType::Float,
-                  "streamed_linear: the result must be [rows, outputs] of float32");
-  const Product product(x, bias, outputs, result);
+// Panels of a weight of which an output's inputs are not next to each other, laid out piece by piece.
+void multiply_pieces(const Product& product, const Tensor& weight) {
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
   const int64_t blocks = (rows + kBlock - 1) / kBlock, output_stride = weight.stride(0), input_stride = weight.stride(1);
   const float* weights = static_cast<const float*>(weight.const_data_ptr());
-  const LayOut lay_out = kernel().lay_out;
+  const auto lay_out = kernel().lay_out;
   const auto piece = [&](int64_t panel, int64_t k) {
     return Piece{weights + panel * width * output_stride + k * input_stride, output_stride, input_stride};
   };
-  // Panels one after the other where an output's inputs are next to each other, else what is next to each other of all
-  // panels: so memory is read in the order in which it lies.
-  const bool by_panel = input_stride == 1;
-
-  torch::stable::parallel_for(0, panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, panels_of(product.outputs), 1, [&](int64_t begin, int64_t end) {
     Product::Scratch scratch;
     std::vector<float> laid_out(kDepth * width);
-    const int64_t panels = end - begin, depths = (inputs + kDepth - 1) / kDepth;
-    const auto panel_of = [&](int64_t i) { return begin + (by_panel ? i / depths : i % panels); };
-    const auto input_of = [&](int64_t i) { return (by_panel ? i % depths : i / panels) * kDepth; };
+    // What is next to each other of all panels, and then what lies behind it: memory is read in the order in which it
+    // lies.
+    const int64_t panels = end - begin, pieces = panels * ((inputs + kDepth - 1) / kDepth);
+    const auto panel_of = [&](int64_t i) { return begin + i % panels; };
+    const auto input_of = [&](int64_t i) { return i / panels * kDepth; };
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
-      for (int64_t i = 0; i < panels * depths; ++i) {
+      for (int64_t i = 0; i < pieces; ++i) {
         const int64_t panel = panel_of(i), k = input_of(i), depth = std::min(kDepth, inputs - k);
-        const int64_t next = i + 1 < panels * depths ? i + 1 : 0;
-        lay_out(piece(panel, k), product.valid(panel), depth, laid_out.data());
+        const int64_t next = i + 1 < pieces ? i + 1 : 0;
+        lay_out(piece(panel, k), product.valid(panel), depth, width, laid_out.data());
         product.multiply(panel, row, some, k, depth, laid_out.data(), piece(panel_of(next), input_of(next)), scratch);
       }
     }
   });
+}
+
+// Products of one x, [rows, inputs], its rows `stride` apart, with lines of weights. The outputs of all of them together
+// are shared out among the threads.
+void multiply_lines(const float* x, int64_t stride, std::vector<LineProduct> products,
+                    const std::vector<int64_t>& outputs) {
+  const Kernel kernel = ::kernel();
+  const int64_t rows = products[0].rows, inputs = products[0].inputs, blocks = (rows + kBlock - 1) / kBlock;
+  const auto units_of = [&](size_t i) { return (outputs[i] + kernel.width - 1) / kernel.width; };
+  int64_t units = 0;
+  for (size_t i = 0; i < products.size(); ++i) units += units_of(i);
+  std::vector<float> laid_out;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
+    laid_out.resize(kernel.floats_of_rows(some, inputs));
+    // Threads begin when there is work for them of some microseconds.
+    torch::stable::parallel_for(0, kernel.tasks_of_rows(some, inputs), 8, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        kernel.lay_out_rows(x + row * stride, stride, some, inputs, task, laid_out.data());
+      }
+    });
+    torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+      int64_t first = 0;  // unit of this product, among those of all
+      for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
+        const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;
+        const int64_t to = std::min((end - first) * kernel.width, outputs[i]);
+        LineProduct product = products[i];
+        product.x = laid_out.data(), product.rows = some, product.y += row * product.y_stride;
+        if (from < to) kernel.multiply_lines(product, from, to);
+      }
+    });
+  }
+}
+
+void check_streamed(const Tensor& result, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_weight(weight);
+  check_input(x, bias, weight.size(0));
+  STD_TORCH_CHECK(weight.size(1) == x.size(1), "streamed_linear: x must have as many inputs as the weight");
+  STD_TORCH_CHECK(result.dim() == 2 && result.size(0) == x.size(0) && result.size(1) == weight.size(0) &&
+                      result.is_contiguous() && result.scalar_type() == ScalarType::Float,
+                  "streamed_linear: the result must be [rows, outputs] of float32");
+}
+
+void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
+                          std::vector<std::optional<Tensor>> biases) {
+  STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
+                  "streamed_linear: as many results and biases as weights");
+  for (size_t i = 0; i < weights.size(); ++i) check_streamed(results[i], x, weights[i], biases[i]);
+  if (x.size(0) == 0) return;
+  std::vector<LineProduct> products;
+  std::vector<int64_t> outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i].stride(1) != 1) {
+      multiply_pieces(Product(x, biases[i], weights[i].size(0), results[i]), weights[i]);
+      continue;
+    }
+    products.push_back({nullptr, static_cast<const float*>(weights[i].const_data_ptr()),
+                        biases[i] ? static_cast<const float*>(biases[i]->const_data_ptr()) : nullptr,
+                        static_cast<float*>(results[i].mutable_data_ptr()), x.size(0), x.size(1), weights[i].stride(0),
+                        weights[i].size(0)});
+    outputs.push_back(weights[i].size(0));
+  }
+  if (products.empty()) return;
+  multiply_lines(static_cast<const float*>(x.const_data_ptr()), x.stride(0), products, outputs);
+}
+
+void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  streamed_linears_out({result}, x, {weight}, {bias});
 }
 
 Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -273,6 +356,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
   library.impl("streamed_linear_out", TORCH_BOX(&streamed_linear_out));
+  library.impl("streamed_linears_out", TORCH_BOX(&streamed_linears_out));
 }
 
 #endif

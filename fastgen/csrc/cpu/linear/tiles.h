@@ -1,11 +1,6 @@
-// The inner loops of linear layers for one instruction set. Included once per instruction set by
-// cpu/linear.cpp, inside a namespace of its own, with these defined:
-//   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
-//   FASTGEN_WIDTH    floats of a vector
+// Products with panels of a weight, for one instruction set. Included by linear/kernels.h.
 //   FASTGEN_VECTORS  vectors across a panel
 //   FASTGEN_ROWS     rows of a tile: FASTGEN_ROWS x FASTGEN_VECTORS sums stay in registers
-//   FASTGEN_TRANSPOSE  (from, stride, to, stride): FASTGEN_WIDTH lines of as many floats, transposed
-// No include guard: it is meant to be included several times.
 
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
 
@@ -89,35 +84,41 @@ inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float
   }
 }
 
-// A piece of a panel as `multiply` takes it, [depth, kPanel], of which `valid` outputs are there; the others are zeros.
-FASTGEN_TARGET void lay_out(const Piece& piece, int64_t valid, int64_t depth, float* to) {
-  int64_t n = 0;  // outputs, and below inputs, that are done
-  if (piece.output == 1) {
-    for (int64_t k = 0; k < depth; ++k) std::copy_n(piece.first + k * piece.input, valid, to + k * kPanel);
-    n = valid;
-  }
-  for (; piece.input == 1 && n + FASTGEN_WIDTH <= valid; n += FASTGEN_WIDTH) {
-    const float* lines = piece.first + n * piece.output;
-    int64_t k = 0;
-    for (; k + FASTGEN_WIDTH <= depth; k += FASTGEN_WIDTH) {
-      FASTGEN_TRANSPOSE(lines + k, piece.output, to + k * kPanel + n, kPanel);
-    }
-    for (; k < depth; ++k) {
-      for (int64_t i = 0; i < FASTGEN_WIDTH; ++i) to[k * kPanel + n + i] = lines[i * piece.output + k];
-    }
-  }
-  // What is left, as many inputs at a time as are next to each other in a cache line.
-  for (int64_t k = 0; k < depth && n < kPanel; k += kLine) {
-    const int64_t last = std::min(k + kLine, depth);
-    for (int64_t i = n; i < valid; ++i) {
-      for (int64_t j = k; j < last; ++j) to[j * kPanel + i] = piece.first[i * piece.output + j * piece.input];
-    }
-    for (int64_t j = k; j < last; ++j) std::fill(to + j * kPanel + std::max(n, valid), to + (j + 1) * kPanel, 0.0f);
-  }
+// Some lines of as many columns, at most FASTGEN_WIDTH each, transposed: `wide` numbers of each column, zeros behind the
+// last line.
+FASTGEN_TARGET inline void transpose(const float* from, int64_t stride, int64_t lines, int64_t columns, float* to,
+                                     int64_t to_stride, int64_t wide) {
+  constexpr int64_t kWidth = FASTGEN_WIDTH;
+  if (lines == kWidth && columns == kWidth) return FASTGEN_TRANSPOSE(from, stride, to, to_stride);
+  float block[kWidth * kWidth] = {}, transposed[kWidth * kWidth];
+  for (int64_t i = 0; i < lines; ++i) std::copy_n(from + i * stride, columns, block + i * kWidth);
+  FASTGEN_TRANSPOSE(block, kWidth, transposed, kWidth);
+  for (int64_t i = 0; i < columns; ++i) std::copy_n(transposed + i * kWidth, wide, to + i * to_stride);
 }
 
-#undef FASTGEN_TARGET
-#undef FASTGEN_WIDTH
-#undef FASTGEN_VECTORS
-#undef FASTGEN_ROWS
-#undef FASTGEN_TRANSPOSE
+// A piece as the kernels take it, [depth, width], of which `valid` outputs are there; the others are zeros. The width is
+// a multiple of FASTGEN_WIDTH.
+FASTGEN_TARGET inline void lay_out(const Piece& piece, int64_t valid, int64_t depth, int64_t width, float* to) {
+  constexpr int64_t kStep = FASTGEN_WIDTH;
+  if (piece.input == 1) {
+    for (int64_t n = 0; n < width; n += kStep) {
+      const int64_t lines = std::clamp(valid - n, int64_t{0}, kStep);
+      for (int64_t k = 0; k < depth; k += kStep) {
+        transpose(piece.first + n * piece.output + k, piece.output, lines, std::min(kStep, depth - k), to + k * width + n,
+                  width, kStep);
+      }
+    }
+    return;
+  }
+  // As many inputs at a time as are next to each other in a cache line, should the outputs not be.
+  for (int64_t k = 0; k < depth; k += kLine) {
+    const int64_t last = piece.output == 1 ? k : std::min(k + kLine, depth);
+    for (int64_t i = 0; i < valid; ++i) {
+      for (int64_t j = k; j < last; ++j) to[j * width + i] = piece.first[i * piece.output + j * piece.input];
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    if (piece.output == 1) std::copy_n(piece.first + k * piece.input, valid, to + k * width);
+    std::fill(to + k * width + valid, to + (k + 1) * width, 0.0f);
+  }
+}
