@@ -104,16 +104,19 @@ constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<FASTGEN_ROW
 struct Sums {
   explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.vectors * kWidth * kWidth) {}
   int64_t width(int64_t tile) const { return tiles.end(tile) - tiles.begin(tile); }
-  float* of(int64_t tile, int64_t output) { return &numbers[tiles.begin(tile) * kWidth + output * width(tile)]; }
+  float* of(int64_t tile, int64_t output) const {
+    return numbers.data() + tiles.begin(tile) * kWidth + output * width(tile);
+  }
   const RowTiles tiles;
-  std::vector<float> numbers;
+  const Aligned numbers;
 };
 
 // All rows times the lines of some outputs from `output` on, `kLines` or one, added to the sums from number `n` on. The
 // lines, kDepth inputs at a time, stay in the first-level cache until all rows have been multiplied with them. What is
 // used kDepth inputs later is asked for meanwhile, from the lines of the `next` outputs on in the end: so all of the
 // weight is asked for once, whatever the number of rows, in the order of its use.
-inline void add_outputs(const LineProduct& product, int64_t output, int64_t lines, int64_t next, Sums& sums, int64_t n) {
+inline void add_outputs(const LineProduct& product, int64_t output, int64_t lines, int64_t next, const Sums& sums,
+                        int64_t n) {
   const auto& add = lines == kOutputs ? kAddLines : kAddLine;
   const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs);
   const int64_t to_next = (next - output) * product.stride - inputs;
@@ -136,7 +139,7 @@ inline void add_outputs(const LineProduct& product, int64_t output, int64_t line
 
 // All rows times the outputs from `begin` to `end`.
 FASTGEN_TARGET inline void multiply_lines(const LineProduct& product, int64_t begin, int64_t end) {
-  Sums sums(product.rows);
+  const Sums sums(product.rows);
   for (int64_t output = begin; output < end; output += kWidth) {
     const int64_t valid = std::min(kWidth, end - output);
     for (int64_t n = 0, lines = 0; n < valid; n += lines) {
