@@ -22,6 +22,11 @@ OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
 _STREAMED = torch.ops.fastgen.streamed_linear_out.default
 _WIDENED = widened_linear.widened_linear_out
+# What executes several of a kind that have the same input.
+_SEVERAL = {
+    _DOTS: torch.ops.fastgen.dot_linears_out.default,
+    _STREAMED: torch.ops.fastgen.streamed_linears_out.default,
+}
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: less is not worth a copy of it. In layers in half
@@ -169,13 +174,14 @@ class Product(NamedTuple):
 
 def together(works: Sequence[Any]) -> list[Any]:
     """What executes products with one input, of which none reads what another one writes; anything else as it is."""
-    dots = [work for work in works if isinstance(work, Product) and work.operator is _DOTS]
-    dots = [work for work in dots if work.weight.stride(1) == dots[0].weight.stride(1)]
-    if len(dots) < 2:
-        return [partial(work[0], *work[1:]) if isinstance(work, Product) else work for work in works]
-    _, results, (x, *_), weights, biases = map(list, zip(*dots, strict=True))
-    call = partial(torch.ops.fastgen.dot_linears_out.default, results, x, weights, biases)
-    return [call, *together([work for work in works if not any(work is each for each in dots)])]
+    for operator, several in _SEVERAL.items():
+        alike = [work for work in works if isinstance(work, Product) and work.operator is operator]
+        alike = [work for work in alike if work.weight.stride(1) == alike[0].weight.stride(1)]
+        if len(alike) > 1:
+            _, results, (x, *_), weights, biases = map(list, zip(*alike, strict=True))
+            rest = [work for work in works if not any(work is each for each in alike)]
+            return [partial(several, results, x, weights, biases), *together(rest)]
+    return [partial(work[0], *work[1:]) if isinstance(work, Product) else work for work in works]
 
 
 def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | None:

@@ -50,7 +50,7 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
 
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
 @given(
-    rows=st.integers(0, 40),
+    rows=st.integers(0, 70),
     inputs=st.integers(1, 80),
     outputs=st.integers(1, 130),
     biased=st.booleans(),
@@ -70,6 +70,40 @@ def test_is_a_linear_layer(
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
 def test_shapes_beyond_one_block(backend: str, rows: int, inputs: int, outputs: int, biased: bool, layout: str) -> None:
     _check(backend, rows, inputs, outputs, biased, layout, 0)
+
+
+@given(
+    rows=st.integers(0, 70),
+    outputs=st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.booleans()), max_size=4),
+    seed=st.integers(0, 2**30),
+)
+def test_several_with_one_input(rows: int, outputs: list[tuple[int, bool, bool]], seed: int) -> None:
+    """The bits of each alone, and nothing is written besides."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 33, generator=generator)
+    weights = [
+        torch.randn(33, each, generator=generator).t() if is_by_inputs else torch.randn(each, 33, generator=generator)
+        for each, _, is_by_inputs in outputs
+    ]
+    biases = [torch.randn(each, generator=generator) if biased else None for each, biased, _ in outputs]
+    around = torch.full((sum(rows * each + 1 for each, *_ in outputs) + 1,), torch.nan)
+    results, end = [], 1
+    for each, *_ in outputs:
+        results.append(around[end : end + rows * each].view(rows, each))
+        end += rows * each + 1
+    torch.ops.fastgen.streamed_linears_out(results, x, weights, biases)
+    for result, weight, bias in zip(results, weights, biases, strict=True):
+        assert torch.equal(result, linear.streamed_linear(x, weight, bias))
+    assert around.isnan().sum() == len(outputs) + 1
+
+
+def test_several_that_do_not_fit_together() -> None:
+    x, weight, results = torch.rand(2, 4), torch.rand(3, 4), [torch.ones(2, 3), torch.ones(2, 4)]
+    with pytest.raises(RuntimeError, match="as many"):
+        torch.ops.fastgen.streamed_linears_out(results[:1], x, [weight, weight], [None, None])
+    with pytest.raises(RuntimeError, match="result"):
+        torch.ops.fastgen.streamed_linears_out(results, x, [weight, weight], [None, None])
+    assert all((result == 1).all() for result in results)
 
 
 def test_a_weight_of_any_strides() -> None:

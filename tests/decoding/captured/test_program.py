@@ -328,13 +328,15 @@ class TestProducts:
             x.normal_(), weight.normal_(), bias.normal_()
 
     @needs_kernel
-    @pytest.mark.parametrize("rows", [1, 5])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "rows"), [(torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 5), (torch.float32, 20)], ids=str
+    )
     def test_products_with_one_input_are_one_call(
         self, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Q, K and V; also a gate and what it lets through, with an activation between them."""
         monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))
+        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 1.0, 1.0, 2.0))
         x, bias = torch.randn(rows, 24).to(dtype), torch.randn(70).to(dtype)
         weights = [torch.randn(outputs, 24).to(dtype) for outputs in (70, 30, 31, 90, 90)]
 
@@ -346,7 +348,8 @@ class TestProducts:
 
         recorded = Replayed()
         result = recorded.capture(layer)
-        together = [call for call in recorded._calls if call.func is torch.ops.fastgen.dot_linears_out.default]
+        operator = torch.ops.fastgen.dot_linears_out if rows <= 16 else torch.ops.fastgen.streamed_linears_out
+        together = [call for call in recorded._calls if call.func is operator.default]
         assert [len(call.args[0]) for call in together] == [3, 2]
         for _ in range(2):
             recorded.replay()
