@@ -50,7 +50,7 @@ _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
 # Beyond this many rows tier 1 saves more than a program if the rows times the size of the weights exceed the second:
 # there weights are packed, and finished inputs leave the batch.
-_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 16, 2**24
+_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 2**24
 # A call that may end at any token is taken to make no more steps than these.
 _STEPS_OF_A_CALL = 64
 
