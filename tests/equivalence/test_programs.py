@@ -327,6 +327,7 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, inputs, many)
     assert captures() == 1, reasons()
     largest = 36 * loop._size_of_weights(model)
+    monkeypatch.setattr(loop, "_ROWS_ON_CPU", 35)
     for bound, captured in ((largest, 1), (largest - 1, 0)):
         fastgen.reset_stats()
         monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", bound)
@@ -335,6 +336,18 @@ def test_many_sequences(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "large weights" in next(iter(reasons()))
     check(model, inputs, BEAMS)
     assert captures() == 1, reasons()
+
+
+@every
+def test_more_sequences_where_weights_are_not_worth_packing(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and where they are not stored by inputs, as GPT-2's: then few are the most."""
+    monkeypatch.setattr(loop, "_MAX_WORK_ON_CPU", 0)
+    model, inputs = build(family, CPU)
+    is_by_inputs = model.config.model_type == "gpt2"
+    check(model, inputs, {**BEAMS, "num_beams": 12})
+    assert captures() == (0 if is_by_inputs else 1), reasons()
+    assert loop._most_rows(model) == (16 if is_by_inputs else 64)
+    assert loop._most_rows(model.bfloat16()) == 16
 
 
 def test_what_is_left_to_the_librarys_loop() -> None:

@@ -23,6 +23,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 from transformers.modeling_outputs import ModelOutput
+from transformers.pytorch_utils import Conv1D
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import counters, patching, settings
@@ -48,9 +49,9 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
 
-# Beyond this many rows tier 1 saves more than a program if the rows times the size of the weights exceed the second:
-# there weights are packed, and finished inputs leave the batch.
-_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 2**24
+# Beyond so many rows tier 1 saves more than a program if the rows times the size of the weights exceed the last: there
+# weights are packed, and finished inputs leave the batch. The first are those of weights that are not worth packing.
+_ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
 # A call that may end at any token is taken to make no more steps than these.
 _STEPS_OF_A_CALL = 64
 
@@ -148,8 +149,17 @@ def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, on the CPU")
-    if (rows := tokens.shape[0]) > _ROWS_ON_CPU and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
-        raise CannotBeCaptured(f"more than {_ROWS_ON_CPU} sequences in a model with large weights, on the CPU")
+    rows, most = tokens.shape[0], _most_rows(model)
+    if rows > most and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
+        raise CannotBeCaptured(f"more than {most} sequences in a model with large weights, on the CPU")
+
+
+def _most_rows(model: Any) -> int:
+    """Rows up to which a product with the weight as it is takes about as long as with a packed one: in float32 more,
+    where the inputs of an output are next to each other.
+    """
+    is_by_inputs = any(isinstance(module, Conv1D) for module in model.modules())
+    return _FEW_ROWS_ON_CPU if is_by_inputs or model.dtype is not torch.float32 else _ROWS_ON_CPU
 
 
 def _size_of_weights(model: Any) -> float:
