@@ -1,0 +1,324 @@
+// Linear layers on weights of 4 or 8 bits in groups. The schemas are defined in fastgen/ops/grouped_linear.py.
+//
+// A weight is stored in panels of 32 outputs. A line of a panel holds four inputs of each of its outputs, a byte each, or
+// eight, four bits each: so the instructions that multiply bytes (AVX-512 VNNI and the like) add up as many outputs as a
+// vector has lanes, and nothing is added across lanes. Inputs are rounded to 8 bits row by row and group by group, so the
+// result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
+// are added in float32, in their order.
+#include "bfloat16.h"
+#include "float16.h"
+#include "instruction_set.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <vector>
+
+// Vectors as a language extension: gcc and clang.
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+
+#ifdef FASTGEN_X86
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kPanel = 32;  // outputs
+// Bytes of a panel that are asked for ahead of time.
+constexpr int64_t kAhead = 1024;
+// Numbers that are rounded before it pays to wake another thread.
+constexpr int64_t kGrain = 1 << 15;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// What the bytes of a group of a row stand for, and their sum.
+struct Group {
+  float scale;
+  int32_t sum;
+};
+
+// Rows in bytes.
+struct Inputs {
+  const int8_t* numbers;
+  const Group* groups;
+  int64_t stride;  // bytes of a row
+};
+
+struct Weight {
+  const uint8_t *numbers, *zeros;
+  const void *scales, *minimums;  // float16 or float32
+  bool are_half;
+  int32_t middle;  // the number that stands for 0, if neither zeros nor minimums are given
+  int64_t bits, group_size, groups, panel_bytes, outputs;
+};
+
+inline int32_t four(const int8_t* x) {
+  int32_t bytes;
+  std::memcpy(&bytes, x, sizeof(bytes));
+  return bytes;
+}
+
+namespace portable {
+#define FASTGEN_TARGET
+#define FASTGEN_WIDTH 4
+#define FASTGEN_VECTORS 2
+#define FASTGEN_ROWS 2
+#define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
+#define FASTGEN_DOT(sums, bytes, x)                                                        \
+  for (int lane = 0; lane < FASTGEN_WIDTH; ++lane) {                                       \
+    for (int i = 0; i < 4; ++i) (sums)[lane] += int32_t{(bytes)[4 * lane + i]} * (x)[i]; \
+  }
+#define FASTGEN_SMALL_DOT FASTGEN_DOT
+#include "grouped_linear/kernels.h"
+}  // namespace portable
+
+#ifdef FASTGEN_X86
+
+namespace avx2 {
+// Products of two bytes each fit into 16 bits if one of the bytes is small. Others are widened first.
+__attribute__((target("avx2"), always_inline)) inline __m256i small_dot(__m256i sums, __m256i bytes, const int8_t* x) {
+  const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi32(four(x)));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+__attribute__((target("avx2"), always_inline)) inline __m256i dot(__m256i sums, __m256i bytes, const int8_t* x) {
+  const __m256i inputs = _mm256_set1_epi32(four(x));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(inputs, 8), 8), odd = _mm256_srai_epi16(inputs, 8);
+  const __m256i first = _mm256_madd_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(255)), even);
+  const __m256i second = _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), odd);
+  return _mm256_add_epi32(sums, _mm256_add_epi32(first, second));
+}
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
+#define FASTGEN_WIDTH 8
+#define FASTGEN_VECTORS 2
+#define FASTGEN_ROWS 2
+#define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
+#define FASTGEN_DOT(sums, bytes, x) (sums) = (Ints)dot((__m256i)(sums), (__m256i)(bytes), x)
+#define FASTGEN_SMALL_DOT(sums, bytes, x) (sums) = (Ints)small_dot((__m256i)(sums), (__m256i)(bytes), x)
+#include "grouped_linear/kernels.h"
+}  // namespace avx2
+
+namespace avx512vnni {
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")))
+#define FASTGEN_WIDTH 16
+#define FASTGEN_VECTORS 2
+#define FASTGEN_ROWS 6
+#define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
+#define FASTGEN_DOT(sums, bytes, x) \
+  (sums) = (Ints)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(bytes), _mm512_set1_epi32(four(x)))
+#define FASTGEN_SMALL_DOT FASTGEN_DOT
+#include "grouped_linear/kernels.h"
+}  // namespace avx512vnni
+
+#endif
+
+// `finish(sums, row, some)` takes the results of a panel, kPanel of each of some rows.
+template <class Finish>
+void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t number, const Finish& finish) {
+#ifdef FASTGEN_X86
+  const fastgen::InstructionSet set = fastgen::instruction_set();
+  if (set == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni")) {
+    return avx512vnni::panel(weight, inputs, rows, number, finish);
+  }
+  if (set != fastgen::InstructionSet::kPortable) return avx2::panel(weight, inputs, rows, number, finish);
+#endif
+  portable::panel(weight, inputs, rows, number, finish);
+}
+
+using Quantize = void (*)(const float*, int64_t, int64_t, int8_t*, Group*);
+
+Quantize quantize() {
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512:
+      return __builtin_cpu_supports("avx512vnni") ? &avx512vnni::quantize : &avx2::quantize;
+    case fastgen::InstructionSet::kAvx2: return &avx2::quantize;
+    case fastgen::InstructionSet::kPortable: break;
+  }
+#endif
+  return &portable::quantize;
+}
+
+bool is_floating(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+
+float read(const void* from, int64_t at, ScalarType type) {
+  if (type == ScalarType::Float) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return type == ScalarType::BFloat16 ? fastgen::to_float(bits) : fastgen::float16_to_float(bits);
+}
+
+void write(void* to, int64_t at, ScalarType type, float number) {
+  if (type == ScalarType::Float) {
+    static_cast<float*>(to)[at] = number;
+  } else {
+    static_cast<uint16_t*>(to)[at] =
+        type == ScalarType::BFloat16 ? fastgen::to_bfloat16(number) : fastgen::to_float16(number);
+  }
+}
+
+// A packed weight as the operators get it, with its checks.
+struct Packed {
+  Tensor numbers, scales;
+  std::optional<Tensor> zeros, minimums, bias;
+
+  Weight weight(int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) const {
+    STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= 256,
+                    "grouped_linear: 4 or 8 bits, and groups of 8 to 256 inputs, in eights");
+    const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
+    const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
+    const ScalarType type = scales.scalar_type();
+    const auto fits = [&](const Tensor& factors, ScalarType wanted) {
+      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == panels * groups * kPanel;
+    };
+    STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Byte && numbers.is_contiguous() &&
+                        numbers.numel() == panels * panel_bytes &&
+                        (type == ScalarType::Half || type == ScalarType::Float) && fits(scales, type) &&
+                        !(zeros && minimums) && (!zeros || fits(*zeros, ScalarType::Byte)) &&
+                        (!minimums || fits(*minimums, type)),
+                    "grouped_linear: the weight was not packed for this product");
+    return {static_cast<const uint8_t*>(numbers.const_data_ptr()),
+            zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr,
+            scales.const_data_ptr(),
+            minimums ? minimums->const_data_ptr() : nullptr,
+            type == ScalarType::Half,
+            zeros || minimums ? 0 : 1 << (bits - 1),
+            bits,
+            group_size,
+            groups,
+            panel_bytes,
+            outputs};
+  }
+};
+
+// Rows in bytes, and the memory that they are in.
+struct RoundedRows {
+  std::vector<int8_t> numbers;
+  std::vector<Group> groups;
+  int64_t stride;
+
+  RoundedRows(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size) {
+    const int64_t rows = x.size(0), inputs = x.size(1), count = (inputs + group_size - 1) / group_size;
+    const ScalarType type = x.scalar_type();
+    stride = count * group_size;
+    numbers.resize(rows * stride);
+    groups.resize(rows * count);
+    const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
+    const bool is_as_it_is = from == nullptr && type == ScalarType::Float;
+    const Quantize kernel = quantize();
+    const auto round = [&](int64_t begin, int64_t end) {
+      std::vector<float> line(is_as_it_is ? 0 : inputs);
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t start = row * x.stride(0);
+        for (int64_t i = 0; i < static_cast<int64_t>(line.size()); ++i) {
+          line[i] = read(x.const_data_ptr(), start + (from == nullptr ? i : from[i]), type);
+        }
+        const float* values = is_as_it_is ? static_cast<const float*>(x.const_data_ptr()) + start : line.data();
+        kernel(values, inputs, group_size, numbers.data() + row * stride, groups.data() + row * count);
+      }
+    };
+    if (rows * stride < kGrain) {
+      round(0, rows);
+    } else {
+      torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / stride, 1), round);
+    }
+  }
+};
+
+void check(const Tensor& x, const std::optional<Tensor>& order) {
+  STD_TORCH_CHECK(x.dim() == 2 && is_floating(x.scalar_type()) && x.size(1) > 0 && (x.stride(1) == 1 || x.size(1) == 1),
+                  "grouped_linear: x must be [rows, inputs] of a floating type, with the inputs next to each other");
+  if (!order) return;
+  STD_TORCH_CHECK(order->dim() == 1 && order->size(0) == x.size(1) && order->scalar_type() == ScalarType::Long &&
+                      order->is_contiguous(),
+                  "grouped_linear: the order must be [inputs] of int64");
+  const int64_t* from = static_cast<const int64_t*>(order->const_data_ptr());
+  STD_TORCH_CHECK(std::all_of(from, from + x.size(1), [&](int64_t i) { return i >= 0 && i < x.size(1); }),
+                  "grouped_linear: the order names inputs that are not there");
+}
+
+void check_result(const Tensor& y, const Tensor& x, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0) && y.is_contiguous() && y.scalar_type() == x.scalar_type(),
+                  "grouped_linear: the result must be [rows, outputs] of the type of x");
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == y.size(1) && bias->is_contiguous() &&
+                            is_floating(bias->scalar_type())),
+                  "grouped_linear: the bias must be [outputs] of a floating type");
+}
+
+// The results of a panel, into y.
+void store(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, const float* sums, int64_t row,
+           int64_t some) {
+  const int64_t outputs = y.size(1), count = std::min(kPanel, outputs - first);
+  const ScalarType type = y.scalar_type();
+  float added[kPanel] = {};
+  for (int64_t i = 0; bias && i < count; ++i) added[i] = read(bias->const_data_ptr(), first + i, bias->scalar_type());
+  void* to = y.mutable_data_ptr();
+  for (int64_t r = 0; r < some; ++r) {
+    for (int64_t i = 0; i < count; ++i) {
+      write(to, (row + r) * outputs + first + i, type, sums[r * kPanel + i] + added[i]);
+    }
+  }
+}
+
+// Products with the same x and the same groups. The panels of all together are shared out among the threads.
+void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
+                         std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
+                         std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
+                         int64_t group_size) {
+  const size_t count = results.size();
+  STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
+                      minimums.size() == count && biases.size() == count,
+                  "grouped_linear: as many parts of weights and biases as results");
+  check(x, order);
+  std::vector<Weight> weights;
+  std::vector<int64_t> ends;  // of the panels of each product, among those of all
+  int64_t panels = 0;
+  for (size_t i = 0; i < count; ++i) {
+    check_result(results[i], x, biases[i]);
+    const Packed packed{numbers[i], scales[i], zeros[i], minimums[i], biases[i]};
+    weights.push_back(packed.weight(x.size(1), results[i].size(1), bits, group_size));
+    ends.push_back(panels += (results[i].size(1) + kPanel - 1) / kPanel);
+  }
+  const int64_t rows = x.size(0);
+  if (rows == 0 || panels == 0) return;
+  const RoundedRows rounded(x, order, group_size);
+  const Inputs inputs{rounded.numbers.data(), rounded.groups.data(), rounded.stride};
+  const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
+  const int64_t piece = (panels + threads - 1) / threads;
+  torch::stable::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    size_t product = 0;
+    for (int64_t number = begin * piece; number < std::min(end * piece, panels); ++number) {
+      while (number >= ends[product]) ++product;
+      const Weight& weight = weights[product];
+      const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);
+      panel(weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
+        store(results[product], biases[product], own * kPanel, sums, row, some);
+      });
+    }
+  });
+}
+
+void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
+                        std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
+                        int64_t bits, int64_t group_size) {
+  grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));
+  library.impl("grouped_linears_out", TORCH_BOX(&grouped_linears_out));
+}
+
+#endif

@@ -1,0 +1,167 @@
+// Products with weights in few bits, for one instruction set. Included once per instruction set by cpu/grouped_linear.cpp,
+// inside a namespace of its own, with these defined:
+//   FASTGEN_TARGET     the attribute that lets the compiler use the instruction set
+//   FASTGEN_WIDTH      32-bit numbers of a vector
+//   FASTGEN_VECTORS    vectors of outputs that are summed up at the same time
+//   FASTGEN_ROWS       rows that are summed up at the same time: as many as there are registers for
+//   FASTGEN_FLOAT16    what loads a vector of float16 (float16.h)
+//   FASTGEN_DOT        (sums, bytes, four): sums + products of the unsigned bytes of each lane with four signed ones
+//   FASTGEN_SMALL_DOT  the same for bytes below 16
+// No include guard: it is meant to be included several times.
+
+#define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(4), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(FASTGEN_WIDTH * 4), aligned(1), may_alias));
+typedef uint8_t FewBytes __attribute__((vector_size(FASTGEN_WIDTH), aligned(1), may_alias));
+
+FASTGEN_INLINE void load_factors(Floats& to, const void* from, int64_t at, bool is_half) {
+  if (is_half) {
+    FASTGEN_FLOAT16::load(to, static_cast<const uint16_t*>(from) + at);
+  } else {
+    to = *reinterpret_cast<const Floats*>(static_cast<const float*>(from) + at);
+  }
+}
+
+// The sums over all inputs, in float32, of kRows rows and the outputs from `first` on in a panel.
+template <int kBits, int kRows>
+FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t panel, int64_t first,
+                         float* sums) {
+  constexpr int kVectors = FASTGEN_VECTORS;
+  constexpr int64_t kLine = kPanel * 4;  // bytes: four of each output
+  const uint8_t* numbers = weight.numbers + panel * weight.panel_bytes + first * 4;
+  const uint8_t* ahead = numbers + kAhead;
+  const int64_t lines = weight.group_size / 4 * kBits / 8;
+  const int8_t* x = inputs.numbers + row * inputs.stride;
+  Floats total[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) total[r][v] = Floats{};
+  }
+  for (int64_t group = 0; group < weight.groups; ++group) {
+    const int64_t at = (panel * weight.groups + group) * kPanel + first;
+    Ints sum[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Group& of = inputs.groups[(row + r) * weight.groups + group];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of.sum;
+    }
+    for (int64_t line = 0; line < lines; ++line, numbers += kLine, ahead += kLine) {
+      __builtin_prefetch(ahead, 0, 3);
+      if (kVectors * FASTGEN_WIDTH * 4 > 64) __builtin_prefetch(ahead + 64, 0, 3);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const Bytes bytes = *reinterpret_cast<const Bytes*>(numbers + v * FASTGEN_WIDTH * 4);
+        if (kBits == 8) {
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) FASTGEN_DOT(sum[r][v], bytes, x + r * inputs.stride);
+        } else {
+          const Bytes low = bytes & 15, high = (Bytes)(((Ints)bytes >> 4) & 0x0f0f0f0f);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) FASTGEN_SMALL_DOT(sum[r][v], low, x + r * inputs.stride);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) FASTGEN_SMALL_DOT(sum[r][v], high, x + r * inputs.stride + 4);
+        }
+      }
+      x += kBits == 8 ? 4 : 8;
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      Floats scale, middle = {}, least = {};
+      load_factors(scale, weight.scales, at + v * FASTGEN_WIDTH, weight.are_half);
+      if (weight.zeros != nullptr) {
+        const FewBytes zeros = *reinterpret_cast<const FewBytes*>(weight.zeros + at + v * FASTGEN_WIDTH);
+        middle = __builtin_convertvector(zeros, Floats);
+      }
+      if (weight.minimums != nullptr) load_factors(least, weight.minimums, at + v * FASTGEN_WIDTH, weight.are_half);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Group& of = inputs.groups[(row + r) * weight.groups + group];
+        Floats whole = __builtin_convertvector(sum[r][v], Floats);
+        if (weight.zeros != nullptr) whole -= middle * static_cast<float>(of.sum);
+        total[r][v] += whole * (scale * of.scale);
+        if (weight.minimums != nullptr) total[r][v] += least * (of.scale * static_cast<float>(of.sum));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      *reinterpret_cast<Floats*>(sums + r * kPanel + first + v * FASTGEN_WIDTH) = total[r][v];
+    }
+  }
+}
+
+template <int kBits>
+FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t some, int64_t panel,
+                                 float* sums) {
+  for (int64_t first = 0; first < kPanel; first += FASTGEN_VECTORS * FASTGEN_WIDTH) {
+    switch (some) {
+#if FASTGEN_ROWS >= 6
+      case 6: tile<kBits, 6>(weight, inputs, row, panel, first, sums); break;
+      case 5: tile<kBits, 5>(weight, inputs, row, panel, first, sums); break;
+      case 4: tile<kBits, 4>(weight, inputs, row, panel, first, sums); break;
+      case 3: tile<kBits, 3>(weight, inputs, row, panel, first, sums); break;
+#endif
+      case 2: tile<kBits, 2>(weight, inputs, row, panel, first, sums); break;
+      default: tile<kBits, 1>(weight, inputs, row, panel, first, sums);
+    }
+  }
+}
+
+// All rows times a panel: `finish(sums, row, some)` takes the sums, kPanel of each of some rows.
+template <class Finish>
+FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t panel,
+                          const Finish& finish) {
+  alignas(64) float sums[FASTGEN_ROWS * kPanel];
+  const int64_t tiles = (rows + FASTGEN_ROWS - 1) / FASTGEN_ROWS;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t begin = rows * i / tiles, some = rows * (i + 1) / tiles - begin;  // of nearly the same size
+    if (weight.bits == 8) {
+      rows_of_tile<8>(weight, inputs, begin, some, panel, sums);
+    } else {
+      rows_of_tile<4>(weight, inputs, begin, some, panel, sums);
+    }
+    finish(sums, begin, some);
+  }
+}
+
+// A row in signed bytes, group by group: multiples of a 127th of the group's largest number. What is not finite makes
+// the group's scale NaN.
+inline FASTGEN_TARGET void quantize(const float* x, int64_t inputs, int64_t group_size, int8_t* to, Group* groups) {
+  for (int64_t begin = 0; begin < inputs; begin += group_size, ++groups) {
+    const int64_t count = std::min(group_size, inputs - begin);
+    uint32_t largest = 0;  // as bits, which are in the order of the sizes
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t size = fastgen::bits_of(x[begin + i]) & 0x7fffffffu;
+      largest = largest > size ? largest : size;
+    }
+    const float size = fastgen::of_bits(largest);
+    const bool is_finite = largest < 0x7f800000u;
+    // Of the smallest numbers the inverse is not finite: they are taken for 0.
+    const float factor = is_finite && size > 1e-30f ? 127.0f / size : 0.0f;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      // Rounded to the nearest, to the even one of two, where numbers of this size have no fractions.
+      const float shifted = (is_finite ? x[begin + i] : 0.0f) * factor + 12582912.0f;
+      const int32_t number = static_cast<int32_t>(fastgen::bits_of(shifted) - 0x4b400000u);
+      to[begin + i] = static_cast<int8_t>(number);
+      sum += number;
+    }
+    for (int64_t i = begin + count; i < begin + group_size; ++i) to[i] = 0;
+    *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
+  }
+}
+
+#undef FASTGEN_INLINE
+#undef FASTGEN_TARGET
+#undef FASTGEN_WIDTH
+#undef FASTGEN_VECTORS
+#undef FASTGEN_ROWS
+#undef FASTGEN_FLOAT16
+#undef FASTGEN_DOT
+#undef FASTGEN_SMALL_DOT

@@ -1,0 +1,175 @@
+"""Linear layers on weights of 4 or 8 bits in groups of inputs: those of quantised checkpoints, and FastGen's own.
+
+    weight = scale * (number - zero)      or      weight = scale * number + minimum
+
+with a scale, and a zero or a minimum, for each output and group. In the kernels, the inputs become multiples of a 127th
+of the largest of their row and group. What these integers come to within a group is exact; groups are added in float32
+(for groups of inputs see Dettmers and Zettlemoyer, "The case for 4-bit precision", 2023, section 2).
+
+So a result differs from the product with the weight in float32 by rounding the inputs alone: by at most
+`sum over groups of (largest input of the group) / 254 * sum of |weight|`. A row has the same result whatever the other
+rows and the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library
+from fastgen.ops.linear import as_rows
+
+# Outputs of a panel (csrc/cpu/grouped_linear.cpp).
+_PANEL = 32
+BITS = (4, 8)
+
+
+class PackedWeight(NamedTuple):
+    """What `pack` makes of a weight."""
+
+    numbers: Tensor  # [panels, groups * group_size / 4 or 8, 32, 4], uint8: a line has 4 or 8 inputs of each output
+    scales: Tensor  # [panels, groups, 32], float16 or float32
+    zeros: Tensor | None  # the same, uint8
+    minimums: Tensor | None  # the same, of the type of the scales
+    order: Tensor | None  # [inputs], int64: which input each column belongs to
+    outputs: int
+    inputs: int
+    bits: int
+    group_size: int
+
+
+def pack(
+    numbers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    minimums: Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    order: Tensor | None = None,
+) -> PackedWeight:
+    """A weight [outputs, inputs] in the layout of the kernels, which is the same on every processor.
+
+    Args:
+        numbers: [outputs, inputs], uint8, from 0 to 2**bits - 1.
+        scales: [outputs, groups], floating: kept in float16 if that is what they are or changes none of them.
+        zeros: [outputs, groups], uint8: the number that stands for 0; by default 2**(bits - 1), without minimums.
+        minimums: [outputs, groups], floating: what is added instead.
+        group_size: inputs of a group, from 8 to 256, in eights. The last group may have fewer.
+        order: [inputs], int64: the column i is that of the layer's input order[i].
+
+    Raises:
+        ValueError: shapes, types or sizes are not as above.
+    """
+    _check(numbers, scales, zeros, minimums, bits, group_size, order)
+    outputs, inputs = numbers.shape
+    panels, groups = -(-outputs // _PANEL), -(-inputs // group_size)
+    wide = torch.zeros(panels * _PANEL, groups * group_size, dtype=torch.uint8, device=numbers.device)
+    wide[:outputs, :inputs] = numbers
+    fours = wide.view(panels, _PANEL, -1, 4).transpose(1, 2)  # [panels, fours of inputs, outputs, 4]
+    lines = (fours if bits == 8 else fours[:, 0::2] | fours[:, 1::2] << 4).contiguous()
+    factors = [each for each in (scales, minimums) if each is not None]
+    is_half = all(torch.equal(each.half().to(each.dtype), each) for each in factors)
+    dtype = torch.float16 if is_half else torch.float32
+    return PackedWeight(
+        lines,
+        _by_panels(scales.to(dtype)),
+        None if zeros is None else _by_panels(zeros),
+        None if minimums is None else _by_panels(minimums.to(dtype)),
+        None if order is None else order.contiguous(),
+        outputs,
+        inputs,
+        bits,
+        group_size,
+    )
+
+
+def _check(
+    numbers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minimums: Tensor | None,
+    bits: int,
+    group_size: int,
+    order: Tensor | None,
+) -> None:
+    if bits not in BITS or not 8 <= group_size <= 256 or group_size % 8:
+        raise ValueError(f"{bits} bits in groups of {group_size}: 4 or 8 bits, groups of 8 to 256 inputs, in eights")
+    if numbers.dim() != 2 or numbers.dtype is not torch.uint8 or not numbers.numel():
+        raise ValueError(f"numbers must be uint8, [outputs, inputs], not {numbers.dtype}, {list(numbers.shape)}")
+    shape = torch.Size((numbers.shape[0], -(-numbers.shape[1] // group_size)))
+    for name, each in (("scales", scales), ("zeros", zeros), ("minimums", minimums)):
+        if each is not None and each.shape != shape:
+            raise ValueError(f"{name} must be [outputs, groups] = {list(shape)}, not {list(each.shape)}")
+    if not scales.is_floating_point() or (zeros is not None and zeros.dtype is not torch.uint8):
+        raise ValueError(f"scales must be floating and zeros uint8, not {scales.dtype}")
+    if zeros is not None and minimums is not None:
+        raise ValueError("a weight has zeros or minimums, not both")
+    if order is not None and not torch.equal(order.sort().values, torch.arange(numbers.shape[1], device=order.device)):
+        raise ValueError("the order must name every input once")
+
+
+def _by_panels(factors: Tensor) -> Tensor:
+    """[outputs, groups] -> [panels, groups, 32]."""
+    panels = -(-factors.shape[0] // _PANEL)
+    wide = factors.new_zeros(panels * _PANEL, factors.shape[1])
+    wide[: factors.shape[0]] = factors
+    return wide.view(panels, _PANEL, -1).transpose(1, 2).contiguous()
+
+
+def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | None = None) -> Tensor:
+    """The weight, [outputs, inputs], in a floating type; or only some of its outputs, [n] int64, in their order."""
+    if outputs is None:
+        outputs = torch.arange(weight.outputs, device=weight.numbers.device)
+    panels, lanes = outputs // _PANEL, outputs % _PANEL
+    lines = weight.numbers[panels, :, lanes]  # [n, lines, 4]
+    if weight.bits == 4:
+        lines = torch.stack((lines & 15, lines >> 4), dim=2)
+    groups = weight.scales.shape[1]
+    values = lines.reshape(len(outputs), groups, weight.group_size).float()
+    scales = weight.scales[panels, :, lanes].float().unsqueeze(2)
+    if weight.minimums is not None:
+        values = scales * values + weight.minimums[panels, :, lanes].float().unsqueeze(2)
+    else:
+        zeros = 2.0 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[panels, :, lanes].float().unsqueeze(2)
+        values = scales * (values - zeros)
+    columns = values.flatten(1)[:, : weight.inputs]
+    if weight.order is not None:
+        columns = columns[:, weight.order.argsort()]
+    return columns.to(dtype)
+
+
+def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear(x, dequantized(weight), bias)`, with x rounded to 8 bits; not differentiable.
+
+    x is [..., inputs] in float32, bfloat16 or float16, as is the result; the bias [outputs] in any of them. A row and
+    group of x that holds anything infinite or NaN gives NaN.
+
+    Raises:
+        RuntimeError: shapes or types do not fit together.
+    """
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], weight.outputs)
+    torch.ops.fastgen.grouped_linear_out.default(y, rows, *weight[:5], bias, weight.bits, weight.group_size)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there are kernels in this process."""
+    return _library.has_kernel("fastgen::grouped_linear_out")
+
+
+_PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
+_library.define(
+    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size) -> ()",
+)
+# Several of them with the same x.
+_library.define(
+    "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
+    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size) -> ()"
+)
+backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")
