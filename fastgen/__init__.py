@@ -33,6 +33,7 @@ def enable(
     strict: bool | None = None,
     packed_weights: str | None = None,
     weight_dtype: str | None = None,
+    weight_group_size: int | None = None,
     linear_products: str | None = None,
     captured_step: str | None = None,
     cpu_weights: str | None = None,
@@ -52,6 +53,7 @@ def enable(
             machine, or "fixed", with which a run can be repeated to the last bit.
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
             where that serves, or "never".
+        weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:

@@ -16,7 +16,8 @@ from typing import Any
 # The values that a setting can have.
 CHOICES = {
     "packed_weights": ("call", "keep", "never"),
-    "weight_dtype": ("fp32", "int8", "bf16"),
+    "weight_dtype": ("fp32", "int8", "int4", "bf16"),
+    "weight_group_size": (32, 64, 128),
     "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "never"),
 }
@@ -40,9 +41,11 @@ class Settings:
             (the default), or with the model ("keep": a call that follows need not pack again, but weights must not be
             written to through `parameter.data`), or "never" made: linear layers run on torch's own products then
             (FASTGEN_PACKED_WEIGHTS).
-        weight_dtype: the type of those copies: that of the weights, "fp32", or "int8" or "bf16", which change the
-            results and are used for every linear layer of a model in float32 (FASTGEN_WEIGHT_DTYPE). The setting's old
-            name, cpu_weights (FASTGEN_CPU_WEIGHTS), is deprecated.
+        weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change the
+            results and are used for every linear layer: "bf16" of a model in float32, the others in half precision, too
+            (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights (FASTGEN_CPU_WEIGHTS), is deprecated.
+        weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
+            (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
             (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
             digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
@@ -60,6 +63,7 @@ class Settings:
     strict: bool = False
     packed_weights: str = "call"
     weight_dtype: str = "fp32"
+    weight_group_size: int = 64
     linear_products: str = "measured"
     captured_step: str = "auto"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
@@ -68,7 +72,7 @@ class Settings:
         for name, known in CHOICES.items():
             given = getattr(self, name)
             if given not in known:
-                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(known)}")
+                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(map(str, known))}")
         if self.weight_dtype != "fp32" and self.packed_weights == "never":
             raise ValueError(f"weight_dtype {self.weight_dtype} needs packed weights: packed_weights must not be never")
 
@@ -80,7 +84,9 @@ class Settings:
         for name in (*RENAMED, *CHOICES):
             value = os.environ.get(f"FASTGEN_{name.upper()}", "").strip().lower()
             if value:
-                given |= renamed({name: value}, "FASTGEN_{}".format)
+                # A number that is none is refused with the values that are known.
+                is_number = isinstance(CHOICES.get(name, ("",))[0], int) and value.isdecimal()
+                given |= renamed({name: int(value) if is_number else value}, "FASTGEN_{}".format)
         explicit = frozenset(given)
         return cls(disabled=_flag("FASTGEN_DISABLE"), strict=_flag("FASTGEN_STRICT"), explicit=explicit, **given)
 
@@ -173,5 +179,5 @@ def _with(settings: Settings, changes: dict[str, Any]) -> Settings:
     changes, known = renamed(changes), [field.name for field in fields(Settings)]
     unknown = sorted(changes.keys() - known)
     if unknown:
-        raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+        raise TypeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(map(str, known))}")
     return replace(settings, **changes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -40,6 +40,8 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 # Weights of fewer numbers stay with torch: they are in the processor's caches, and calling FastGen's product takes as
 # long as it saves.
 MIN_WEIGHT = 2**18
+# In fewer bits they take less memory, too, and so less time when the cache holds other things as well.
+_MIN_QUANTISED = 2**16
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
@@ -100,6 +102,10 @@ class Replacement:
         # A copy of the model, made meanwhile, has the ordinary forward pass of its own layer.
         return getattr, (self._module, "forward")
 
+    def frozen(self) -> Hashable:
+        """What a captured step has of it that may change, besides the module's parameters and settings."""
+        return None
+
     def _input(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The layer's input, if that is all that there is; None for a call that is left to the layer itself.
 
@@ -136,7 +142,7 @@ class _OwnProduct(Replacement):
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
-        if self._failed or _as_they_are.get() or not _serves(x, self._dtype):
+        if self._failed or (_as_they_are.get() and self._is_exact()) or not _serves(x, self._dtype):
             return self._plain(*arguments, **named)
         try:
             y = self._product(x)
@@ -153,6 +159,10 @@ class _OwnProduct(Replacement):
 
     def _can_do_without(self) -> bool:
         """Called where `_product` fails. Whatever it is, the layer can do what it always did."""
+        return True
+
+    def _is_exact(self) -> bool:
+        """Whether the layer's weight is multiplied with as it is, or a copy of the same numbers."""
         return True
 
 
@@ -200,8 +210,13 @@ class _Weight:
         return (
             self._parameter is parameter
             and self._version == parameter._version
-            and self._data.data_ptr() == parameter.data_ptr()
+            and _address(self._data) == _address(parameter)
         )
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    # Not `data_ptr`, which is refused while a step is captured: it might be for a kernel that nobody sees.
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
 
 
 class _Linear(_OwnProduct):
@@ -214,7 +229,7 @@ class _Linear(_OwnProduct):
     __slots__ = ("_missed", "_transposed", "_weight", "budget", "products", "used")
 
     def __init__(self, module: nn.Module, transposed: bool, products: FixedProducts, budget: _PackingBudget) -> None:
-        super().__init__(module)
+        super().__init__(module, module.weight.dtype)
         self.products = products
         self.used = False
         self._transposed = transposed
@@ -225,6 +240,15 @@ class _Linear(_OwnProduct):
     @property
     def precision(self) -> str:
         return self.products.precision
+
+    def _is_exact(self) -> bool:
+        return self.precision == "fp32"
+
+    def frozen(self) -> Hashable:
+        parameter, weight = self._module._parameters.get("weight"), self._weight
+        if self._is_exact() or parameter is None or weight is None or not weight.is_of(parameter):
+            return None
+        return id(weight.panels)
 
     def forget(self) -> None:
         """Drops the packed weight, and one that another thread is packing. Products under way are not disturbed."""
@@ -279,7 +303,7 @@ class _Linear(_OwnProduct):
         is_due = gain > 0.0 and self._missed + gain * self.budget.steps >= self.products.packing
         if not is_due or not weight.may_be_packed:
             return
-        size = parameter.numel() * self.products.itemsize
+        size = int(parameter.numel() * self.products.itemsize)
         if self.budget.take_memory(size) or (self.products.must_pack and size < free_host_memory()):
             weight.panels = self.products.pack(self._as_rows(parameter))
         elif not self.products.must_pack:
@@ -352,7 +376,8 @@ class FastLayers:
 
     def __enter__(self) -> FastLayers:
         thread, now = threading.get_ident(), settings.current()
-        asked = now.weight_dtype, now.linear_products, "never" if now.packed_weights == "never" else "packed"
+        precision = f"{now.weight_dtype} {now.weight_group_size}"
+        asked = precision, now.linear_products, "never" if now.packed_weights == "never" else "packed"
         with self._freed:
             self._freed.wait_for(lambda: not self._users or asked == self._asked or thread in self._users)
             if not self._users:
@@ -418,14 +443,14 @@ class FastLayers:
         if transposed is None or settings.current().packed_weights == "never":
             return None
         weight = module._parameters.get("weight")
-        if weight is None or weight.numel() < MIN_WEIGHT:
+        if weight is None or weight.numel() < (MIN_WEIGHT if precision() == "fp32" else _MIN_QUANTISED):
             return None
+        if precision() != "fp32":
+            return self._quantized(module, transposed, precision())
         if weight.dtype in HALF and not transposed and is_plain(module, weight.dtype):
             return _HalfLinear(module, self._half(weight)) if settings.current().linear_products == "measured" else None
         if not is_plain(module):
             return None
-        if precision() != "fp32":
-            return _Linear(module, transposed, FixedProducts(precision()), self._budget)
         if settings.current().linear_products == "fixed":
             return _Linear(module, transposed, FixedProducts("fp32"), self._budget) if linear.has_vectors() else None
         if not linear.is_available():
@@ -436,6 +461,14 @@ class FastLayers:
         products = self._shapes.get(key)
         if products is None:
             products = self._shapes[key] = MeasuredProducts(inputs, outputs, transposed)
+        return _Linear(module, transposed, products, self._budget)
+
+    def _quantized(self, module: nn.Module, transposed: bool, precision: str) -> Replacement | None:
+        """Weights in groups serve layers in half precision, too."""
+        group_size = settings.current().weight_group_size
+        products = FixedProducts(precision, group_size)
+        if not is_plain(module, module.weight.dtype) or module.weight.dtype not in products.types:
+            return None
         return _Linear(module, transposed, products, self._budget)
 
     def _half(self, weight: Tensor) -> HalfProducts:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
+from fastgen.decoding.operations import Operation
 from fastgen.ops import dot_linear, linear, quantized_linear, widened_linear
 
 HALF = (torch.float16, torch.bfloat16)
@@ -22,6 +23,7 @@ OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
 _STREAMED = torch.ops.fastgen.streamed_linear_out.default
 _WIDENED = widened_linear.widened_linear_out
+_GROUPED = torch.ops.fastgen.grouped_linear.default
 # What executes several of a kind that have the same input.
 _SEVERAL = {
     _DOTS: torch.ops.fastgen.dot_linears_out.default,
@@ -53,10 +55,14 @@ class FixedProducts:
     weight is packed. In another precision, every product needs the packed weight.
     """
 
-    def __init__(self, precision: str) -> None:
-        self.precision = precision  # of the packed weight: "fp32", "int8" or "bf16"
-        self.itemsize = {"fp32": 4, "bf16": 2, "int8": 1}[precision]
+    def __init__(self, precision: str, group_size: int = 0) -> None:
+        self.precision = precision  # of the packed weight: "fp32", "int8", "int4" or "bf16"
+        self.group_size = group_size  # inputs that share a scale, in few bits
+        # Bytes of a number, with its share of a scale in float16.
+        share = 2 / group_size if group_size else 0.0
+        self.itemsize = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + share, "int4": 0.5 + share}[precision]
         is_float32 = precision == "fp32"
+        self.types = quantized_linear.types(precision) if not is_float32 else (torch.float32,)  # of the layers
         # What packing takes in the unit of `Gain.seconds`, here products with the few rows of a decoding step.
         self.packing = 4.0 if is_float32 else 0.0
         # Without the packed weight a result would not be the one that the user asks for.
@@ -69,7 +75,7 @@ class FixedProducts:
     def pack(self, weight: Tensor) -> Any:
         """The weight, [outputs, inputs], packed for `multiply`."""
         if self.precision != "fp32":
-            return quantized_linear.pack(weight, self.precision)
+            return quantized_linear.pack(weight, self.precision, self.group_size)
         # With its own number of outputs: a weight that replaces another may have more or fewer.
         return linear.pack(weight), weight.shape[0]
 
@@ -172,20 +178,66 @@ class Product(NamedTuple):
     bias: Tensor | None
 
 
+class GroupedProduct(NamedTuple):
+    """The same with a weight in few bits: its parts, and numbers that are the same for products with the same x."""
+
+    result: Tensor
+    x: Tensor
+    parts: tuple[Tensor | None, ...]  # numbers, scales, zeros, minimums
+    order: Tensor | None
+    bias: Tensor | None
+    sizes: tuple[int, int]  # bits and group size
+
+
+def input_of(operation: Operation) -> Any:
+    """Where the input of a product lies; None for an operator that is none."""
+    if operation.function in OPERATORS:
+        return operation.leaves[-2]
+    return operation.leaves[0] if operation.function is _GROUPED else None
+
+
 def together(works: Sequence[Any]) -> list[Any]:
     """What executes products with one input, of which none reads what another one writes; anything else as it is."""
-    for operator, several in _SEVERAL.items():
-        alike = [work for work in works if isinstance(work, Product) and work.operator is operator]
-        alike = [work for work in alike if work.weight.stride(1) == alike[0].weight.stride(1)]
+    for kind in filter(None, map(_kind, works)):
+        alike = [work for work in works if _kind(work) == kind]
         if len(alike) > 1:
-            _, results, (x, *_), weights, biases = map(list, zip(*alike, strict=True))
             rest = [work for work in works if not any(work is each for each in alike)]
-            return [partial(several, results, x, weights, biases), *together(rest)]
-    return [partial(work[0], *work[1:]) if isinstance(work, Product) else work for work in works]
+            return [_call(alike), *together(rest)]
+    return [_alone(work) for work in works]
 
 
-def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | None:
+def _kind(work: Any) -> Any:
+    """Products with the same one can be one call; None for what cannot."""
+    if isinstance(work, GroupedProduct):
+        return (_GROUPED, *work.sizes) if work.order is None else None
+    is_known = isinstance(work, Product) and work.operator in _SEVERAL
+    return (work.operator, work.weight.stride(1)) if is_known else None
+
+
+def _call(products: Sequence[Any]) -> Callable[[], object]:
+    """Of several products of one kind."""
+    first, columns = products[0], list(map(list, zip(*products, strict=True)))
+    if isinstance(first, GroupedProduct):
+        results, _, parts, _, biases, _ = columns
+        lists = [list(part) for part in zip(*parts, strict=True)]
+        operator = torch.ops.fastgen.grouped_linears_out.default
+        return partial(operator, results, first.x, *lists, None, biases, *first.sizes)
+    _, results, _, weights, biases = columns
+    return partial(_SEVERAL[first.operator], results, first.x, weights, biases)
+
+
+def _alone(work: Any) -> Any:
+    if isinstance(work, GroupedProduct):
+        operator = torch.ops.fastgen.grouped_linear_out.default
+        return partial(operator, work.result, work.x, *work.parts, work.order, work.bias, *work.sizes)
+    return partial(work[0], *work[1:]) if isinstance(work, Product) else work
+
+
+def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | GroupedProduct | None:
     """`faster`, for an operator of torch that writes its result there; None for one that is no product."""
+    if operator is _GROUPED:
+        x, *parts, order, bias, _, bits, group_size = args
+        return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size))
     if operator not in OPERATORS:
         return None
     return faster(result, args[-2], args[-1].t(), args[0] if len(args) == 3 else None)

@@ -17,6 +17,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
@@ -25,6 +26,8 @@ from fastgen.ops.linear import as_rows
 # Outputs of a panel (csrc/cpu/grouped_linear.cpp).
 _PANEL = 32
 BITS = (4, 8)
+# Smaller scales have too few digits in float16.
+_LEAST_HALF = 2.0**-18
 
 
 class PackedWeight(NamedTuple):
@@ -87,6 +90,33 @@ def pack(
     )
 
 
+def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
+    """A weight [outputs, inputs], floating, rounded to the nearest numbers, and packed.
+
+    The scale of a group makes its largest weight 127 of 8 bits, or -8 of 4 bits, whichever sign that has: so all 16
+    numbers are used. It is one of float16 if all of them are.
+
+    Raises:
+        RuntimeError: the shape or the sizes do not fit.
+    """
+    weight = weight.detach()
+    groups = -(-weight.shape[1] // group_size)
+    wide = F.pad(weight, (0, groups * group_size - weight.shape[1])).unflatten(1, (groups, group_size))
+    lowest, highest = (each.float() for each in torch.aminmax(wide, dim=2))
+    exact = torch.where(-lowest > highest, -lowest, highest) / 127 if bits == 8 else _of_eight(lowest, highest)
+    half = exact.half()
+    sizes = half.abs()[exact != 0]
+    is_half = bool(((sizes >= _LEAST_HALF) & sizes.isfinite()).all())
+    scales = half if is_half else exact
+    numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size)
+    packed = _by_panels(scales)
+    return PackedWeight(numbers, packed, None, None, None, *weight.shape, bits, group_size)
+
+
+def _of_eight(lowest: Tensor, highest: Tensor) -> Tensor:
+    return torch.where(-lowest > highest, lowest, highest) / -8
+
+
 def _check(
     numbers: Tensor,
     scales: Tensor,
@@ -134,7 +164,9 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | None
     if weight.minimums is not None:
         values = scales * values + weight.minimums[panels, :, lanes].float().unsqueeze(2)
     else:
-        zeros = 2.0 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[panels, :, lanes].float().unsqueeze(2)
+        zeros = (
+            2.0 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[panels, :, lanes].float().unsqueeze(2)
+        )
         values = scales * (values - zeros)
     columns = values.flatten(1)[:, : weight.inputs]
     if weight.order is not None:
@@ -152,8 +184,8 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
         RuntimeError: shapes or types do not fit together.
     """
     rows = as_rows(x)
-    y = x.new_empty(rows.shape[0], weight.outputs)
-    torch.ops.fastgen.grouped_linear_out.default(y, rows, *weight[:5], bias, weight.bits, weight.group_size)
+    sizes = weight.outputs, weight.bits, weight.group_size
+    y = torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
 
 
@@ -163,7 +195,18 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::grouped_linear_out")
 
 
+def unavailable() -> str | None:
+    """Why products with weights in groups are not faster than others in this process, or None."""
+    if not is_available():
+        return _library.load("CPU") or "no kernel for this processor"
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "this processor does not have AVX2, or may not use it"
+    return None
+
+
 _PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
+_library.define("round_to_panels(Tensor weight, Tensor scales, int bits, int group_size) -> Tensor")
+_library.define(f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size) -> Tensor")
 _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size) -> ()",
 )

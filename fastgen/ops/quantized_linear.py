@@ -1,12 +1,13 @@
-"""Linear layers on weights of 8 bits or in bfloat16: for those who ask for them, the results are not those of float32.
+"""Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` holds each output's weights as multiples of a 127th of the largest of them. Inputs become multiples of a 255th of
-their range, row by row, in each product; what these integers come to is exact (Bhandare et al., "Efficient 8-Bit
-Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16` rounds both to 8 significant bits;
-products are summed in float32. Inputs and results are float32 in both.
+`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor has
+matrix registers (AMX), `int8` holds each output's weights as multiples of a 127th of the largest of them instead. Inputs
+become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact (Bhandare et
+al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16` rounds both to 8
+significant bits; products are summed in float32.
 
-The kernels (csrc/cpu/quantized_linear.cpp) use the matrix registers (AMX) or the vector instructions (AVX-512 VNNI and
-BF16) of the processor. Where it has neither there is nothing to gain, and `unavailable` says so.
+The kernels of the last two (csrc/cpu/quantized_linear.cpp) use the matrix registers or, for `bf16`, the vector
+instructions (AVX-512 BF16) of the processor. Where there is nothing to gain, `unavailable` says so.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, _timings
+from fastgen.ops import _library, _timings, grouped_linear
+from fastgen.ops.grouped_linear import PackedWeight
 from fastgen.ops.linear import as_rows
 
-PRECISIONS = ("int8", "bf16")
+PRECISIONS = ("int8", "int4", "bf16")
+# Those in groups.
+_BITS = {"int8": 8, "int4": 4}
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "quantized linear 2"
-# What a processor must have for products in each precision to be faster.
-_INSTRUCTIONS = {"int8": "AVX-512 VNNI", "bf16": "AVX-512 BF16"}
+_KERNEL = "quantized linear 3"
 # What is measured, in rows, inputs and outputs: a decoding step and a prompt.
 _MEASURED = ((16, 768, 768), (256, 768, 768))
 _ROUNDS = 20
 
 
-class QuantizedWeight(NamedTuple):
-    """What `pack` makes of a weight; valid in this process."""
+class TiledWeight(NamedTuple):
+    """A weight in bfloat16, or of 8 bits for matrix registers; valid in this process."""
 
     panels: Tensor  # [panels, bytes of an output's inputs, outputs of a panel], uint8
     scales: Tensor | None  # [outputs], of `int8` only: what the integers of an output are multiples of
@@ -42,28 +44,49 @@ class QuantizedWeight(NamedTuple):
     outputs: int  # rows of the weight
 
 
-def pack(weight: Tensor, precision: str) -> QuantizedWeight:
-    """The weight, [outputs, inputs], float32, any strides, in "int8" or "bf16"; at most 65,536 inputs.
+def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight:
+    """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
+
+    Args:
+        group_size: inputs that share a scale; not for `bf16`, nor where `int8` is for matrix registers.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
-    weight = weight.detach()
+    if _is_in_groups(precision):
+        return grouped_linear.rounded(weight, _BITS[precision], group_size)
+    return pack_tiles(weight.detach().float(), precision)
+
+
+def types(precision: str) -> tuple[torch.dtype, ...]:
+    """Of the inputs that are multiplied with weights in this precision."""
+    return (torch.float32, torch.bfloat16, torch.float16) if _is_in_groups(precision) else (torch.float32,)
+
+
+def pack_tiles(weight: Tensor, precision: str) -> TiledWeight:
+    """The weight, [outputs, inputs], float32, in "int8" or "bf16", for kernels that multiply tile by tile.
+
+    Raises:
+        RuntimeError: the weight has another shape or dtype or more than 65,536 inputs, or this processor lacks the
+            instructions.
+    """
     if precision == "int8":
         panels, scales, totals = torch.ops.fastgen.pack_int8_linear.default(weight)
-        return QuantizedWeight(panels, scales, totals, weight.shape[0])
-    return QuantizedWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
+        return TiledWeight(panels, scales, totals, weight.shape[0])
+    return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
 
 
-def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
 
-    x is [..., inputs] and the bias [outputs], float32 like the result. A row of x that holds anything infinite or NaN
-    gives NaN in `int8`.
+    x is [..., inputs] and the bias [outputs], float32 like the result; with a weight in groups, of any floating type. A row
+    of x that holds anything infinite or NaN gives NaN in `int8` and `int4`.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
+    if isinstance(weight, PackedWeight):
+        return grouped_linear.grouped_linear(x, weight, bias)
     panels, scales, totals, outputs = weight
     rows = as_rows(x)
     if scales is None or totals is None:
@@ -86,20 +109,33 @@ def unavailable(precision: str, measure: bool = True) -> str | None:
 
 
 def _missing(precision: str) -> str | None:
-    if not _library.has_kernel(f"fastgen::{precision}_linear"):
+    if precision in _BITS:
+        return grouped_linear.unavailable()
+    if not _library.has_kernel("fastgen::bf16_linear"):
         return _library.load("CPU") or "no kernel for this processor"
+    return None if _has_tiles(precision) else "this processor does not have AVX-512 BF16, or may not use it"
+
+
+def _is_in_groups(precision: str) -> bool:
+    return precision in _BITS and not (precision == "int8" and _has_tiles(precision))
+
+
+def _has_tiles(precision: str) -> bool:
+    """Whether the processor has, and this process may use, the instructions for tiles."""
+    if not _library.has_kernel("fastgen::bf16_linear"):
+        return False
     try:
-        pack(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
+        pack_tiles(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
     except RuntimeError:
-        return f"this processor does not have {_INSTRUCTIONS[precision]}, or may not use it"
-    return None
+        return False
+    return True
 
 
 def backend() -> str:
     """Which implementation serves these operators."""
     missing = {precision: _missing(precision) for precision in PRECISIONS}
     there = [precision for precision, reason in missing.items() if reason is None]
-    phrases = [f"{_library.backend(f'fastgen::{there[0]}_linear')}: {', '.join(there)}"] if there else []
+    phrases = [f"{grouped_linear.backend()}: {', '.join(there)}"] if there else []
     phrases += [f"no {precision}: {reason}" for precision, reason in missing.items() if reason is not None]
     return "; ".join(phrases)
 

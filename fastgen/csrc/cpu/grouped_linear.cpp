@@ -39,6 +39,9 @@ constexpr int64_t kPanel = 32;  // outputs
 constexpr int64_t kAhead = 1024;
 // Numbers that are rounded before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 15;
+constexpr int64_t kMaxGroup = 256;
+// A sum with this has no fraction: it is rounded to the nearest, of two as near to the even one.
+constexpr float kRounding = 12582912.0f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // What the bytes of a group of a row stand for, and their sum.
@@ -134,18 +137,20 @@ void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t num
   portable::panel(weight, inputs, rows, number, finish);
 }
 
-using Quantize = void (*)(const float*, int64_t, int64_t, int8_t*, Group*);
+struct Rounding {
+  void (*quantize)(const float*, int64_t, int64_t, int8_t*, Group*);
+  void (*round_line)(const float*, int64_t, int64_t, const float*, int32_t, uint8_t*);
+};
 
-Quantize quantize() {
+Rounding rounding() {
 #ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512:
-      return __builtin_cpu_supports("avx512vnni") ? &avx512vnni::quantize : &avx2::quantize;
-    case fastgen::InstructionSet::kAvx2: return &avx2::quantize;
-    case fastgen::InstructionSet::kPortable: break;
+  const fastgen::InstructionSet set = fastgen::instruction_set();
+  if (set == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni")) {
+    return {&avx512vnni::quantize, &avx512vnni::round_line};
   }
+  if (set != fastgen::InstructionSet::kPortable) return {&avx2::quantize, &avx2::round_line};
 #endif
-  return &portable::quantize;
+  return {&portable::quantize, &portable::round_line};
 }
 
 bool is_floating(ScalarType type) {
@@ -156,6 +161,27 @@ float read(const void* from, int64_t at, ScalarType type) {
   if (type == ScalarType::Float) return static_cast<const float*>(from)[at];
   const uint16_t bits = static_cast<const uint16_t*>(from)[at];
   return type == ScalarType::BFloat16 ? fastgen::to_float(bits) : fastgen::float16_to_float(bits);
+}
+
+// `count` numbers, `stride` apart, or those that `order` names.
+void read_line(const void* from, int64_t at, int64_t count, int64_t stride, const int64_t* order, ScalarType type,
+               float* to) {
+  const auto copy = [&](const auto* numbers, const auto& widen) {
+    if (order != nullptr) {
+      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + order[i] * stride]);
+    } else if (stride == 1) {
+      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + i * stride]);
+    }
+  };
+  if (type == ScalarType::Float) {
+    copy(static_cast<const float*>(from), [](float x) { return x; });
+  } else if (type == ScalarType::BFloat16) {
+    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return fastgen::to_float(x); });
+  } else {
+    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return fastgen::float16_to_float(x); });
+  }
 }
 
 void write(void* to, int64_t at, ScalarType type, float number) {
@@ -173,8 +199,8 @@ struct Packed {
   std::optional<Tensor> zeros, minimums, bias;
 
   Weight weight(int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) const {
-    STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= 256,
-                    "grouped_linear: 4 or 8 bits, and groups of 8 to 256 inputs, in eights");
+    STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
+                    "grouped_linear: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
     const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
     const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
     const ScalarType type = scales.scalar_type();
@@ -215,14 +241,12 @@ struct RoundedRows {
     groups.resize(rows * count);
     const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
     const bool is_as_it_is = from == nullptr && type == ScalarType::Float;
-    const Quantize kernel = quantize();
+    const auto kernel = rounding().quantize;
     const auto round = [&](int64_t begin, int64_t end) {
       std::vector<float> line(is_as_it_is ? 0 : inputs);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t start = row * x.stride(0);
-        for (int64_t i = 0; i < static_cast<int64_t>(line.size()); ++i) {
-          line[i] = read(x.const_data_ptr(), start + (from == nullptr ? i : from[i]), type);
-        }
+        if (!is_as_it_is) read_line(x.const_data_ptr(), start, inputs, 1, from, type, line.data());
         const float* values = is_as_it_is ? static_cast<const float*>(x.const_data_ptr()) + start : line.data();
         kernel(values, inputs, group_size, numbers.data() + row * stride, groups.data() + row * count);
       }
@@ -314,9 +338,57 @@ void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::
   grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size);
 }
 
+Tensor grouped_linear(Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
+                      std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
+                      int64_t outputs, int64_t bits, int64_t group_size) {
+  STD_TORCH_CHECK(x.dim() == 2 && outputs > 0, "grouped_linear: x must be [rows, inputs]");
+  Tensor y = torch::stable::new_empty(x, {x.size(0), outputs});
+  grouped_linear_out(y, x, numbers, scales, zeros, minimums, order, bias, bits, group_size);
+  return y;
+}
+
+// A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
+Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && is_floating(weight.scalar_type()),
+                  "round_to_panels: the weight must be [outputs, inputs] of a floating type");
+  STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
+                  "round_to_panels: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = (inputs + group_size - 1) / group_size;
+  STD_TORCH_CHECK(scales.dim() == 2 && scales.size(0) == outputs && scales.size(1) == groups &&
+                      scales.scalar_type() == ScalarType::Float && scales.is_contiguous(),
+                  "round_to_panels: the scales must be [outputs, groups] of float32");
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, lines = groups * group_size / 4 * bits / 8;
+  Tensor numbers = torch::stable::new_zeros(weight, {panels, lines, kPanel, 4}, ScalarType::Byte);
+  uint8_t* const to = static_cast<uint8_t*>(numbers.mutable_data_ptr());
+  const float* scale = static_cast<const float*>(scales.const_data_ptr());
+  const auto kernel = rounding().round_line;
+  torch::stable::parallel_for(0, outputs, std::max<int64_t>(kGrain / inputs, 1), [&](int64_t begin, int64_t end) {
+    std::vector<float> values(inputs);
+    std::vector<uint8_t> line(groups * group_size);
+    for (int64_t o = begin; o < end; ++o) {
+      read_line(weight.const_data_ptr(), o * weight.stride(0), inputs, weight.stride(1), nullptr, weight.scalar_type(),
+                values.data());
+      kernel(values.data(), inputs, group_size, scale + o * groups, 1 << (bits - 1), line.data());
+      uint8_t* of = to + o / kPanel * lines * kPanel * 4 + o % kPanel * 4;
+      for (int64_t four = 0; four < groups * group_size / 4; ++four) {
+        for (int64_t i = 0; i < 4; ++i) {
+          if (bits == 8) {
+            of[four * kPanel * 4 + i] = line[four * 4 + i];
+          } else {
+            of[four / 2 * kPanel * 4 + i] |= static_cast<uint8_t>(line[four * 4 + i] << (four % 2 * 4));
+          }
+        }
+      }
+    }
+  });
+  return numbers;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("round_to_panels", TORCH_BOX(&round_to_panels));
+  library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
   library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));
   library.impl("grouped_linears_out", TORCH_BOX(&grouped_linears_out));
 }

@@ -1,5 +1,5 @@
-// Linear layers on weights of 8 bits or in bfloat16, where the processor multiplies those faster than float32: with the
-// vector instructions of AVX-512 VNNI and BF16, or in the matrix registers of AMX. The schemas are defined in
+// Linear layers on weights of 8 bits or in bfloat16, where the processor multiplies those faster than float32: in the
+// matrix registers of AMX, or, in bfloat16, with the vector instructions of AVX-512 BF16. The schemas are defined in
 // fastgen/ops/quantized_linear.py.
 //
 // A weight is stored in tiles of 16 outputs and 64 bytes of inputs, in the order in which those instructions take it: a
@@ -60,13 +60,6 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 #ifdef FASTGEN_QUANTIZED
 
 #define FASTGEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-
-namespace vectors8 {
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512vnni")))
-#define FASTGEN_SUM int32_t
-#define FASTGEN_ADD(sums, x, weight) _mm512_dpbusd_epi32(sums, x, weight)
-#include "quantized_linear/vectors.h"
-}  // namespace vectors8
 
 namespace vectors16 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512bf16")))
@@ -138,10 +131,8 @@ struct Kernel {
 
 Kernel kernel8() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
-  if (wide && has_matrices()) return {&matrices8::multiply, true};
-  STD_TORCH_CHECK(wide && __builtin_cpu_supports("avx512vnni"),
-                  "int8_linear: this processor does not have AVX-512 VNNI");
-  return {&vectors8::multiply, false};
+  STD_TORCH_CHECK(wide && has_matrices(), "int8_linear: this processor does not have AMX");
+  return {&matrices8::multiply, true};
 }
 
 Kernel kernel16() {

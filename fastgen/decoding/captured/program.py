@@ -55,7 +55,7 @@ class Program:
 
 
 # What an operator becomes: what it does to small tensors, a product, or a call.
-_Work = list[elementwise.Instruction] | products.Product | Callable[[], object]
+_Work = list[elementwise.Instruction] | products.Product | products.GroupedProduct | Callable[[], object]
 
 
 class _Compiler:
@@ -153,9 +153,9 @@ def _grouped(operations: list[Operation]) -> list[list[Operation]]:
     found, left = [], list(operations)
     while left:
         group, written, others = left[:1], left[0].made, 0
-        for other in left[1:] if left[0].function in products.OPERATORS else []:
-            is_alike = other.function in products.OPERATORS and other.leaves[-2] == left[0].leaves[-2]
-            if is_alike and not written & other.used:
+        read = products.input_of(left[0])
+        for other in left[1:] if read is not None else []:
+            if products.input_of(other) == read and not written & other.used:
                 group.append(other)
             else:
                 others += 1

@@ -146,14 +146,30 @@ inline FASTGEN_TARGET void quantize(const float* x, int64_t inputs, int64_t grou
     const float factor = is_finite && size > 1e-30f ? 127.0f / size : 0.0f;
     int32_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
-      // Rounded to the nearest, to the even one of two, where numbers of this size have no fractions.
-      const float shifted = (is_finite ? x[begin + i] : 0.0f) * factor + 12582912.0f;
-      const int32_t number = static_cast<int32_t>(fastgen::bits_of(shifted) - 0x4b400000u);
+      const float shifted = (is_finite ? x[begin + i] : 0.0f) * factor + kRounding;
+      const int32_t number = static_cast<int32_t>(fastgen::bits_of(shifted) - fastgen::bits_of(kRounding));
       to[begin + i] = static_cast<int8_t>(number);
       sum += number;
     }
     for (int64_t i = begin + count; i < begin + group_size; ++i) to[i] = 0;
     *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
+  }
+}
+
+// The inputs of an output in multiples of the scales of their groups, as numbers from 0 on, of which `middle` is 0.
+inline FASTGEN_TARGET void round_line(const float* x, int64_t inputs, int64_t group_size, const float* scales,
+                                      int32_t middle, uint8_t* to) {
+  const float least = static_cast<float>(-middle), most = static_cast<float>(middle - 1);
+  for (int64_t begin = 0; begin < inputs; begin += group_size, ++scales) {
+    const int64_t end = std::min(begin + group_size, inputs);
+    const float factor = *scales == 0.0f ? 0.0f : 1.0f / *scales;
+    for (int64_t i = begin; i < end; ++i) {
+      float number = x[i] * factor;
+      number = number > least ? number : least;  // and where it is none
+      number = number < most ? number : most;
+      const uint32_t bits = fastgen::bits_of(number + kRounding) - fastgen::bits_of(kRounding);
+      to[i] = static_cast<uint8_t>(static_cast<int32_t>(bits) + middle);
+    }
   }
 }
 

@@ -115,7 +115,15 @@ def _state(model: Any) -> Hashable:
     """What a step has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
-    return modules, tensors, _settings(model.config), settings.current().packed_weights == "never"
+    now = settings.current()
+    return (
+        modules,
+        tensors,
+        _settings(model.config),
+        now.packed_weights == "never",
+        now.weight_dtype,
+        now.weight_group_size,
+    )
 
 
 def _memory(tensor: Tensor) -> Hashable:
@@ -154,6 +162,6 @@ def _frozen(value: Any) -> Any:
 
 
 def _forward(module: Any) -> Any:
-    """A forward pass of a module's own, unless it is FastGen's, which comes and goes with each call."""
+    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured."""
     forward = vars(module).get("forward")
-    return None if isinstance(forward, Replacement) else forward
+    return forward.frozen() if isinstance(forward, Replacement) else forward

@@ -143,9 +143,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or where a run must be repeatable."""
-    if settings.current().weight_dtype != "fp32":
+    if settings.current().weight_dtype != "fp32" and settings.current().packed_weights != "keep":
         graph_cache.drop(model)
-        raise CannotBeCaptured("weights in other numbers than the model's, on the CPU")
+        raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep"), on the CPU')
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, on the CPU")
