@@ -41,9 +41,10 @@ class Settings:
             (the default), or with the model ("keep": a call that follows need not pack again, but weights must not be
             written to through `parameter.data`), or "never" made: linear layers run on torch's own products then
             (FASTGEN_PACKED_WEIGHTS).
-        weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change the
-            results and are used for every linear layer: "bf16" of a model in float32, the others in half precision, too
-            (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights (FASTGEN_CPU_WEIGHTS), is deprecated.
+        weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change
+            the results and are used for every linear layer: "bf16" of a model in float32, the others in half
+            precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights (FASTGEN_CPU_WEIGHTS), is
+            deprecated.
         weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
             (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"

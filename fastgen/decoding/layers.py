@@ -443,7 +443,8 @@ class FastLayers:
         if transposed is None or settings.current().packed_weights == "never":
             return None
         weight = module._parameters.get("weight")
-        if weight is None or weight.numel() < (MIN_WEIGHT if precision() == "fp32" else _MIN_QUANTISED):
+        least = MIN_WEIGHT if precision() == "fp32" else min(MIN_WEIGHT, _MIN_QUANTISED)
+        if weight is None or weight.numel() < least:
             return None
         if precision() != "fp32":
             return self._quantized(module, transposed, precision())

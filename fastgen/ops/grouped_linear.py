@@ -184,6 +184,8 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
         RuntimeError: shapes or types do not fit together.
     """
     rows = as_rows(x)
+    if rows.shape[1] != weight.inputs:
+        raise RuntimeError(f"grouped_linear: {rows.shape[1]} inputs for a weight of {weight.inputs}")
     sizes = weight.outputs, weight.bits, weight.group_size
     y = torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)

@@ -1,10 +1,10 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor has
-matrix registers (AMX), `int8` holds each output's weights as multiples of a 127th of the largest of them instead. Inputs
-become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact (Bhandare et
-al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16` rounds both to 8
-significant bits; products are summed in float32.
+`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor
+has matrix registers (AMX), `int8` holds each output's weights as multiples of a 127th of the largest of them instead.
+Inputs become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact
+(Bhandare et al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16`
+rounds both to 8 significant bits; products are summed in float32.
 
 The kernels of the last two (csrc/cpu/quantized_linear.cpp) use the matrix registers or, for `bf16`, the vector
 instructions (AVX-512 BF16) of the processor. Where there is nothing to gain, `unavailable` says so.
@@ -79,8 +79,8 @@ def pack_tiles(weight: Tensor, precision: str) -> TiledWeight:
 def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
 
-    x is [..., inputs] and the bias [outputs], float32 like the result; with a weight in groups, of any floating type. A row
-    of x that holds anything infinite or NaN gives NaN in `int8` and `int4`.
+    x is [..., inputs] and the bias [outputs], float32 like the result; with a weight in groups, of any floating type. A
+    row of x that holds anything infinite or NaN gives NaN in `int8` and `int4`.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together.

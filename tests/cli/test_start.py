@@ -131,11 +131,11 @@ def test_every_type_of_option_is_fuzzed() -> None:
     assert {"--" + name.replace("_", "-") for name in generation_fields.TYPES} - LEFT_OUT <= set(OPTIONS)
 
 
-WRONG = "weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int4'; known: fp32, int8, bf16"
+WRONG = "weight_dtype (FASTGEN_WEIGHT_DTYPE) is 'int2'; known: fp32, int8, int4, bf16"
 
 
 def with_a_wrong_setting(*command: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int4"}
+    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int2"}
     return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True)
 
 
@@ -168,6 +168,6 @@ def test_a_program_with_a_wrong_setting_gets_an_exception(tmp_path: Path, module
     for name in ("program.py", "program/__init__.py"):
         (tmp_path / name).write_text(f"try:\n    import {module}\nexcept ValueError as error:\n    print(error)\n")
     (tmp_path / "program" / "__main__.py").touch()
-    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int4"}
+    environment = {**os.environ, "FASTGEN_WEIGHT_DTYPE": "int2"}
     done = subprocess.run([sys.executable, *run], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{WRONG}\n", "")

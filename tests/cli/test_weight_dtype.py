@@ -51,7 +51,7 @@ def test_other_weights_are_used_and_counted(bart: Path, inputs: Path, tmp_path: 
         assert stats[precision][f"{precision} weights"] == {"accelerated": 10, "fallback": {}}
         assert found[precision] != found["fp32"]
         near = [abs(a[0] - b[0]) < 0.2 * abs(a[0]) for a, b in zip(found["fp32"], found[precision], strict=True)]
-        assert sum(near) > 0.8 * len(near)
+        assert sum(near) > (0.5 if precision == "int4" else 0.8) * len(near)
 
 
 def test_a_run_is_not_resumed_with_other_weights(
@@ -79,9 +79,9 @@ def test_a_run_is_not_resumed_with_other_weights(
 def test_what_it_cannot_be(
     bart: Path, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int4") == 2
+    assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int2") == 2
     said = capsys.readouterr().err
-    assert said.startswith("fastgen-generate: weight_dtype ") and "'int4'; known: fp32, int8, bf16" in said
+    assert said.startswith("fastgen-generate: weight_dtype ") and "'int2'; known: fp32, int8, int4, bf16" in said
     with settings.changed(packed_weights="never"):
         assert call(bart, inputs, tmp_path / "out.txt", *FAST, "--weight-dtype", "int8") == 2
     said = capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_the_old_name_of_the_argument(bart: Path, inputs: Path, tmp_path: Path) 
     with pytest.warns(DeprecationWarning, match="cpu_weights is now called weight_dtype") as told:
         generate_dataset(bart, inputs, tmp_path / "out.txt", cpu_weights="fp32", **options)
     assert [warning.filename for warning in told if warning.category is DeprecationWarning] == [__file__]
-    with pytest.warns(DeprecationWarning), pytest.raises(SetupError, match="weight_dtype .* is 'int4'"):
-        generate_dataset(bart, inputs, tmp_path / "other.txt", cpu_weights="int4", **options)
+    with pytest.warns(DeprecationWarning), pytest.raises(SetupError, match="weight_dtype .* is 'int2'"):
+        generate_dataset(bart, inputs, tmp_path / "other.txt", cpu_weights="int2", **options)
     with pytest.raises(TypeError, match="cpu_weights is the old name of weight_dtype"):
         generate_dataset(bart, inputs, tmp_path / "other.txt", cpu_weights="int8", weight_dtype="int8", **options)

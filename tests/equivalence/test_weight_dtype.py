@@ -95,7 +95,7 @@ def test_scores_are_near_those_of_float32(family: Any, precision: str, outputs: 
     scores, expected = ours.scores[0], original.scores[0]
     error = (scores - expected)[expected.isfinite()].norm() / expected[expected.isfinite()].norm()
     # In 8 bits, 0.001 (GPT-2) to 0.009 (Llama), T5 0.003; in bfloat16 at most 0.004. The bound is for other weights.
-    assert 1e-6 < error < 0.05
+    assert 1e-6 < error < (0.2 if precision == "int4" else 0.05)
     assert fastgen.stats()[f"{precision} weights"] == {"accelerated": 1, "fallback": {}}
     assert not any("forward" in vars(module) for module in model.modules())
     # And float32 is what it was, in the next call without the setting.

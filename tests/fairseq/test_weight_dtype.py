@@ -32,10 +32,11 @@ def test_they_are_used(precision: str, strict: None, monkeypatch: pytest.MonkeyP
     with settings.changed(weight_dtype=precision):
         original, ours = both(make, sample)
     assert accelerated() == 1 and fastgen.stats()[f"{precision} weights"]["accelerated"] == 1
-    # A model that has learnt nothing may choose another token, but the first is as likely as it was.
+    # A model that has learnt nothing may choose another token, but the first is about as likely as it was.
+    most = 0.3 if precision == "int4" else 0.2
     for left, right in zip(original, ours, strict=True):
         want, have = left[0]["positional_scores"][0].item(), right[0]["positional_scores"][0].item()
-        assert want != have and abs(want - have) < 0.1 * abs(want)
+        assert want != have and abs(want - have) < most * abs(want)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,6 @@ def test_the_option_of_the_commands(option: list[str], precision: str, capsys: p
 
 
 def test_a_precision_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data", "--path", "model.pt", "--weight-dtype", "int4"]
+    words = ["data", "--path", "model.pt", "--weight-dtype", "int2"]
     assert commands._command("test", words, commands._generation_parser, lambda cfg, own: None) == 2
-    assert "int4" in capsys.readouterr().err
+    assert "int2" in capsys.readouterr().err

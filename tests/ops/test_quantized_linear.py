@@ -1,4 +1,4 @@
-"""Linear layers on weights of 8 bits and in bfloat16, against float64 of what these weights stand for."""
+"""Linear layers on weights in tiles, of 8 bits and in bfloat16, against float64 of what these weights stand for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.ops import _library, _timings, quantized_linear
-from fastgen.ops.quantized_linear import PRECISIONS, QuantizedWeight
+from fastgen.ops.quantized_linear import PRECISIONS, TiledWeight
 from tests.ops import quantized_reference
 from tests.ops.instructions import instruction_set
 
 # Matrix registers where the machine has them, vectors where it has those, and the reference.
 BACKENDS = ["matrices", "vectors", "reference"]
+TILED = ("int8", "bf16")
+
+
+def _skip_without(precision: str, backend: str) -> None:
+    """Skips what this machine lacks. Tiles of 8 bits are for matrix registers alone."""
+    if backend != "reference" and not quantized_linear._has_tiles(precision):
+        pytest.skip(f"this processor has no instructions for tiles in {precision}")
+    if backend == "vectors" and precision == "int8":
+        pytest.skip("tiles of 8 bits are for matrix registers")
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
@@ -23,25 +32,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=PRECISIONS, scope="session")
+@pytest.fixture(params=TILED, scope="session")
 def precision(request: pytest.FixtureRequest, backend: str) -> str:
-    """Skips what this machine lacks."""
-    if backend != "reference":
-        reason = quantized_linear._missing(request.param)
-        if reason is not None:
-            pytest.skip(reason)
+    _skip_without(request.param, backend)
     return request.param
 
 
-def _pack(backend: str, weight: torch.Tensor, precision: str) -> QuantizedWeight:
+def _pack(backend: str, weight: torch.Tensor, precision: str) -> TiledWeight:
     if backend != "reference":
-        return quantized_linear.pack(weight, precision)
+        return quantized_linear.pack_tiles(weight, precision)
     if precision == "int8":
-        return QuantizedWeight(*quantized_reference.pack_int8(weight), weight.shape[0])
-    return QuantizedWeight(quantized_reference.pack_bf16(weight), None, None, weight.shape[0])
+        return TiledWeight(*quantized_reference.pack_int8(weight), weight.shape[0])
+    return TiledWeight(quantized_reference.pack_bf16(weight), None, None, weight.shape[0])
 
 
-def _product(backend: str, x: torch.Tensor, packed: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(backend: str, x: torch.Tensor, packed: TiledWeight, bias: torch.Tensor | None) -> torch.Tensor:
     panels, scales, totals, outputs = packed
     with instruction_set("avx512" if backend == "vectors" else None):
         if backend != "reference":
@@ -125,8 +130,7 @@ def test_every_kernel_has_the_layout_of_the_reference(backend: str, precision: s
 
 def test_integers_are_exact(backend: str) -> None:
     """Inputs and weights that 8 bits hold exactly give exact results, the largest ones included."""
-    if backend != "reference" and quantized_linear._missing("int8") is not None:
-        pytest.skip(quantized_linear._missing("int8"))
+    _skip_without("int8", backend)
     generator = torch.Generator().manual_seed(0)
     for inputs in (3, 100, 3072):
         weight = torch.randint(-127, 128, (40, inputs), generator=generator).float()
@@ -164,7 +168,7 @@ def test_more_dimensions_and_strides(precision: str, backend: str) -> None:
     if backend == "reference":
         pytest.skip("it is called through the operator")
     weight, bias = torch.randn(70, 24), torch.randn(70)
-    packed = quantized_linear.pack(weight, precision)
+    packed = quantized_linear.pack_tiles(weight, precision)
     for x in (torch.randn(2, 3, 5, 24), torch.randn(24, 6).t(), torch.randn(3, 50)[:, 1:25], torch.randn(24)):
         expected = torch.nn.functional.linear(x, weight, bias)
         result = quantized_linear.quantized_linear(x, packed, bias)
@@ -190,7 +194,7 @@ def test_the_number_of_threads_does_not_matter(precision: str, backend: str, thr
 def test_what_does_not_fit_is_refused(precision: str, backend: str) -> None:
     if backend == "reference":
         pytest.skip("it is called through the operator")
-    packed = quantized_linear.pack(torch.randn(20, 10), precision)
+    packed = quantized_linear.pack_tiles(torch.randn(20, 10), precision)
     for x, bias, outputs in (
         (torch.randn(3, 100), None, 20),
         (torch.randn(3, 10), None, 2000),
@@ -201,7 +205,7 @@ def test_what_does_not_fit_is_refused(precision: str, backend: str) -> None:
             quantized_linear.quantized_linear(x, packed._replace(outputs=outputs), bias)
     for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(1, 2**16 + 1)):
         with pytest.raises(RuntimeError, match="weight must be"):
-            quantized_linear.pack(weight, precision)
+            quantized_linear.pack_tiles(weight, precision)
 
 
 @pytest.fixture
@@ -212,12 +216,14 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_processor_without_the_instructions(precision: str) -> None:
+def test_a_processor_without_the_instructions(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if _library.load("CPU"):
         pytest.skip(_library.load("CPU"))
+    if precision != "bf16":
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     for narrower in ("avx2", "default"):
         with instruction_set(narrower):
-            assert "this processor does not have AVX-512" in quantized_linear.unavailable(precision)
+            assert "this processor does not have AVX" in quantized_linear.unavailable(precision)
             assert f"no {precision}: this processor" in quantized_linear.backend()
 
 

@@ -1,0 +1,244 @@
+"""Linear layers on weights of 4 and 8 bits in groups, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgen.ops import grouped_linear
+from fastgen.ops.grouped_linear import PackedWeight
+from tests.ops.instructions import instruction_set
+
+pytestmark = pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+
+FORMS = ("middle", "zeros", "minimums")
+
+
+@pytest.fixture(params=["avx512", "avx2", "default"], scope="session")
+def vectors(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def _weight(
+    outputs: int, inputs: int, bits: int, group_size: int, form: str, seed: int, ordered: bool = False
+) -> tuple[PackedWeight, Tensor]:
+    """A weight in groups, and what it stands for in float64, by the definition."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group_size)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01).half()
+    zeros = torch.randint(0, 2**bits, (outputs, groups), generator=generator, dtype=torch.uint8)
+    minimums = (torch.randn(outputs, groups, generator=generator) * 0.1).half()
+    order = torch.randperm(inputs, generator=generator) if ordered else None
+    parts = {"middle": (None, None), "zeros": (zeros, None), "minimums": (None, minimums)}[form]
+    packed = grouped_linear.pack(numbers, scales, *parts, bits=bits, group_size=group_size, order=order)
+    meant = torch.empty(outputs, inputs, dtype=torch.float64)
+    for column in range(inputs):
+        number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
+        place = column if order is None else int(order[column])
+        if form == "minimums":
+            meant[:, place] = scale * number + minimums[:, column // group_size].double()
+        else:
+            zero = zeros[:, column // group_size].double() if form == "zeros" else 2.0 ** (bits - 1)
+            meant[:, place] = scale * (number - zero)
+    return packed, meant
+
+
+def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
+    """What the kernels round x to, in float64."""
+    x = x.double() if order is None else x.double()[:, order]
+    wide = F.pad(x, (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
+    step = wide.abs().amax(dim=2, keepdim=True) / 127
+    rounded = (torch.where(step > 0, wide / step, 0.0).round() * step).flatten(1)[:, : x.shape[1]]
+    return rounded if order is None else rounded[:, order.argsort()]
+
+
+@given(
+    rows=st.integers(0, 20),
+    inputs=st.integers(1, 300),
+    outputs=st.integers(1, 100),
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([8, 32, 64, 128]),
+    form=st.sampled_from(FORMS),
+    ordered=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_is_a_linear_layer(
+    vectors: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    bits: int,
+    group_size: int,
+    form: str,
+    ordered: bool,
+    biased: bool,
+    seed: int,
+) -> None:
+    packed, meant = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    with instruction_set(vectors):
+        y = grouped_linear.grouped_linear(x, packed, bias)
+    assert y.shape == (rows, outputs) and y.dtype is torch.float32
+    exact = _rounded(x, group_size, packed.order) @ meant.t() + (0.0 if bias is None else bias.double())
+    # A number in the middle of two may be rounded to either; sums of groups are rounded to float32.
+    size = x.double().abs() @ meant.abs().t() + 1.0
+    assert (
+        (y.double() - exact).abs() <= 1e-5 * size + 0.02 * (_ties(x, group_size, packed.order) @ meant.abs().t())
+    ).all()
+    # And that is what the page says of the product with x as it is.
+    if ordered or not rows:
+        return
+    wide = F.pad(x.double(), (0, -inputs % group_size)).unflatten(1, (-1, group_size)).abs().amax(dim=2)
+    weights = F.pad(meant.abs(), (0, -inputs % group_size)).unflatten(1, (-1, group_size)).sum(dim=2)
+    added = 0.0 if bias is None else bias.double()
+    assert ((y.double() - added - x.double() @ meant.t()).abs() <= wide @ weights.t() / 253 + 1e-5 * size).all()
+
+
+def _ties(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
+    """The step where a number is about in the middle of two, and 0 elsewhere, [rows, inputs]."""
+    x = x.double() if order is None else x.double()[:, order]
+    wide = F.pad(x, (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
+    step = (wide.abs().amax(dim=2, keepdim=True) / 127).clamp(min=1e-300)
+    is_tie = ((wide / step).frac().abs() - 0.5).abs() < 1e-4
+    found = (is_tie * step).flatten(1)[:, : x.shape[1]]
+    return found if order is None else found[:, order.argsort()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_it_stands_for(form: str, dtype: torch.dtype) -> None:
+    packed, meant = _weight(70, 100, 4, 32, form, 3, ordered=form == "zeros")
+    assert torch.equal(grouped_linear.dequantized(packed, torch.float64).float(), meant.float())
+    some = torch.tensor([69, 0, 33, 33])
+    assert torch.equal(grouped_linear.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Inputs are widened, and results are rounded once."""
+    packed, _ = _weight(70, 130, 4, 64, "middle", 1)
+    x, bias = torch.randn(5, 130).to(dtype), torch.randn(70).to(dtype)
+    y = grouped_linear.grouped_linear(x, packed, bias)
+    assert torch.equal(y, grouped_linear.grouped_linear(x.float(), packed, bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_that_float16_cannot_hold(bits: int) -> None:
+    numbers = torch.randint(0, 2**bits, (40, 64), dtype=torch.uint8)
+    scales = torch.rand(40, 2) * 1e-3
+    packed = grouped_linear.pack(numbers, scales, bits=bits, group_size=32)
+    assert packed.scales.dtype is torch.float32
+    x = torch.randn(3, 64)
+    exact = _rounded(x, 32, None) @ grouped_linear.dequantized(packed, torch.float64).t()
+    torch.testing.assert_close(grouped_linear.grouped_linear(x, packed).double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_depends_on_nothing_else(vectors: str, bits: int) -> None:
+    packed, _ = _weight(333, 192, bits, 64, "zeros", 5)
+    x, before = torch.randn(23, 192), torch.get_num_threads()
+    with instruction_set(vectors):
+        whole = grouped_linear.grouped_linear(x, packed)
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                for row in (0, 7, 22):
+                    assert torch.equal(grouped_linear.grouped_linear(x[row : row + 1], packed)[0], whole[row])
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_several_products_with_one_input() -> None:
+    weights = [_weight(outputs, 96, 4, 32, "middle", outputs)[0] for outputs in (33, 1, 64)]
+    x, biases = torch.randn(4, 96), [torch.randn(33), None, torch.randn(64)]
+    results = [torch.full((4, weight.outputs), torch.nan) for weight in weights]
+    parts = [list(part) for part in zip(*(weight[:4] for weight in weights), strict=True)]
+    torch.ops.fastgen.grouped_linears_out.default(results, x, *parts, None, biases, 4, 32)
+    for result, weight, bias in zip(results, weights, biases, strict=True):
+        assert torch.equal(result, grouped_linear.grouped_linear(x, weight, bias))
+
+
+@given(
+    inputs=st.integers(1, 200),
+    outputs=st.integers(1, 70),
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([32, 64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layout=st.sampled_from(["rows", "columns"]),
+    seed=st.integers(0, 2**30),
+)
+def test_rounding_to_the_nearest(
+    vectors: str, inputs: int, outputs: int, bits: int, group_size: int, dtype: torch.dtype, layout: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (outputs, inputs) if layout == "rows" else (inputs, outputs)
+    weight = (torch.randn(shape, generator=generator) * 0.1).to(dtype)
+    weight = weight if layout == "rows" else weight.t()
+    with instruction_set(vectors):
+        packed = grouped_linear.rounded(weight, bits, group_size)
+    result = grouped_linear.dequantized(packed, torch.float64)
+    groups = -(-inputs // group_size)
+    step = packed.scales.transpose(1, 2).flatten(0, 1)[:outputs].double().abs().repeat_interleave(group_size, dim=1)
+    # Half a step, or a whole one at the end of 4 bits, where there are seven numbers on one side and eight opposite.
+    most = 0.502 if bits == 8 else 1.01
+    assert groups * group_size == step.shape[1]
+    assert ((result - weight.double()).abs() <= most * step[:, :inputs] + 1e-9).all()
+
+
+def test_weights_of_nothing_and_of_no_numbers() -> None:
+    weight = torch.randn(40, 64)
+    weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
+    packed = grouped_linear.rounded(weight, 4, 32)
+    y = grouped_linear.grouped_linear(torch.ones(2, 64), packed)
+    assert (y[:, 3] == 0).all() and not y[:, [5, 7]].isfinite().any()
+    assert y[:, [0, 1, 2, 4, 6, 8]].isfinite().all()
+
+
+def test_inputs_of_nothing_and_of_no_numbers(vectors: str) -> None:
+    packed, _ = _weight(40, 96, 8, 32, "zeros", 2)
+    x = torch.randn(5, 96)
+    x[0], x[1, 40], x[2, 3], x[3] = 0.0, torch.inf, torch.nan, 1e-38
+    with instruction_set(vectors):
+        y = grouped_linear.grouped_linear(x, packed)
+    assert (y[0] == 0).all() and y[1:3].isnan().all() and (y[3].abs() < 1e-30).all() and y[4].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed, _ = _weight(40, 96, 4, 32, "middle", 2)
+    x = torch.randn(3, 96)
+    for wrong in (
+        packed._replace(outputs=1000),
+        packed._replace(bits=8),
+        packed._replace(bits=5),
+        packed._replace(group_size=64),
+        packed._replace(scales=packed.scales.double()),
+        packed._replace(zeros=packed.scales),
+        packed._replace(order=torch.full((96,), 96)),
+        packed._replace(order=torch.arange(95)),
+    ):
+        with pytest.raises(RuntimeError, match="grouped_linear"):
+            grouped_linear.grouped_linear(x, wrong)
+    for each, bias in ((torch.randn(3, 95), None), (x.double(), None), (x, torch.randn(39))):
+        with pytest.raises(RuntimeError, match="grouped_linear"):
+            grouped_linear.grouped_linear(each, packed, bias)
+    numbers, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2)
+    options = {"bits": 4, "group_size": 32}
+    for arguments, changed in (
+        ((numbers.int(), scales), {}),
+        ((numbers, scales[:, :1]), {}),
+        ((numbers, scales, scales), {}),
+        ((numbers, scales, scales.byte(), scales), {}),
+        ((numbers, scales), {"bits": 3}),
+        ((numbers, scales), {"group_size": 12}),
+        ((numbers, scales), {"order": torch.zeros(64, dtype=torch.int64)}),
+    ):
+        with pytest.raises(ValueError):
+            grouped_linear.pack(*arguments, **{**options, **changed})
