@@ -11,6 +11,7 @@ to a call that still runs in another thread, unless the user asks for it (`packe
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -194,15 +195,18 @@ class _Weight:
     Attributes:
         is_plain: its layer was its weight and bias then, and nothing else.
         may_be_packed: it is plain, and memory was not too short for its panels.
+        number: of no other one in this process.
         panels: what it was packed to; None as long as it is not.
     """
 
-    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "panels")
+    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "number", "panels")
+    _numbers = itertools.count()
 
     def __init__(self, parameter: Tensor, is_plain: bool) -> None:
         # The memory is held, so that no other tensor can come to lie there.
         self._parameter, self._data, self._version = parameter, parameter.detach(), parameter._version
         self.is_plain = self.may_be_packed = is_plain
+        self.number = next(self._numbers)
         self.panels: Any = None
 
     def is_of(self, parameter: Tensor) -> bool:
@@ -248,7 +252,7 @@ class _Linear(_OwnProduct):
         parameter, weight = self._module._parameters.get("weight"), self._weight
         if self._is_exact() or parameter is None or weight is None or not weight.is_of(parameter):
             return None
-        return id(weight.panels)
+        return weight.number
 
     def forget(self) -> None:
         """Drops the packed weight, and one that another thread is packing. Products under way are not disturbed."""
