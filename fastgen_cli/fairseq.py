@@ -194,7 +194,7 @@ def _parse(
         "--weight-dtype",
         choices=settings.CHOICES["weight_dtype"],
         default=settings.current().weight_dtype,
-        help="int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+        help="int8, int4 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
     )
     group.add_argument("--no-fastgen", action="store_true", help="run FairSeq's own generation, for comparison")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -200,7 +200,7 @@ class ModelStage:
     def _tried(self, rows: list[Prepared], batch: Batch) -> Piece | Problem:
         """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
         try:
-            with switches.changed(weight_dtype=self._settings.weight_dtype):
+            with switches.changed(**self._settings.weights):
                 piece = self._generate(rows, batch)
         except Exception as error:
             return Problem(OUT_OF_MEMORY if is_out_of_memory(error) else "model-error", one_line(error))

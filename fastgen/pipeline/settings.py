@@ -100,7 +100,11 @@ class RunOptions:
     dtype: str = option("fp32", "fp32, fp16 or bf16 (default: fp32)")
     weight_dtype: str = option(
         lambda: switches.current().weight_dtype,
-        "int8 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+        "int8, int4 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+    )
+    weight_group_size: int = option(
+        lambda: switches.current().weight_group_size,
+        "inputs that share a scale in int8 and int4: 32, 64 or 128 (default: 64)",
     )
     batch_size: int | Literal["auto"] = option(
         16,
@@ -137,7 +141,7 @@ class RunOptions:
         for metric in self.metrics:
             _among("metrics", metric, METRICS)
         try:
-            dataclasses.replace(switches.current(), weight_dtype=self.weight_dtype)
+            dataclasses.replace(switches.current(), **self.weights)
         except ValueError as error:
             raise SetupError(str(error)) from error
         if self.batch_size != "auto" and not isinstance(self.batch_size, int):
@@ -181,6 +185,11 @@ class RunOptions:
                 if same_file(Path(name), there):
                     raise SetupError(f"{other} and {what} are the same file: {name}")
             taken |= {what: Path(name)} if name else {}
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """FastGen's settings for the weights of linear layers."""
+        return {"weight_dtype": self.weight_dtype, "weight_group_size": self.weight_group_size}
 
     @property
     def from_stdin(self) -> bool:

@@ -1,4 +1,4 @@
-"""Layers with weights of 4 or 8 bits or in bfloat16: only if asked for, for how long, and what if the weights change."""
+"""Layers with weights of 4 or 8 bits or in bfloat16: only if asked for, for how long, what if they change."""
 
 from __future__ import annotations
 
@@ -260,7 +260,9 @@ def test_status_says_that_results_are_others(precision: str) -> None:
 
 
 def test_settings_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match="weight_dtype .FASTGEN_WEIGHT_DTYPE. is 'int2'; known: fp32, int8, int4, bf16"):
+    with pytest.raises(
+        ValueError, match="weight_dtype .FASTGEN_WEIGHT_DTYPE. is 'int2'; known: fp32, int8, int4, bf16"
+    ):
         fastgen.enable(weight_dtype="int2")
     with pytest.raises(ValueError, match="packed_weights must not be never"):
         fastgen.enable(weight_dtype="int8", packed_weights="never")
