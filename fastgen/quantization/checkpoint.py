@@ -1,0 +1,117 @@
+"""What every checkpoint format offers, and checks that they share.
+
+A format is read for one layer at a time, from tensors by the names that they have in the file without the layer's own:
+`qweight`, `weight_packed` and so on. What does not fit raises one line that says what, and which tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastgen.quantization.grouped import BITS, GroupedWeight
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# What is to be done about any of these errors.
+ADVICE = "the file is damaged or of another format; fetch it again"
+
+
+class Format(Protocol):
+    """How the weight of a linear layer, [outputs, inputs], is stored.
+
+    Attributes:
+        name: what reports call it.
+    """
+
+    name: str
+
+    def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
+        """The format with what only the values of a layer's tensors tell."""
+
+    def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
+        """The weight in these tensors. Raises ValueError where they do not fit."""
+
+    def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
+        """The inverse of `read`: all tensors that the format may have, on the same device."""
+
+
+def bits_of(columns: int, words: int, what: str) -> int:
+    """How many bits a number has, if so many columns fill so many words of 32 bits.
+
+    Raises:
+        ValueError: neither 4 nor 8.
+    """
+    for bits in BITS:
+        if -(-columns * bits // 32) == words:
+            return bits
+    raise ValueError(f"{what} has {words} words for {columns} numbers, which is neither 4 nor 8 bits: {ADVICE}")
+
+
+def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """The tensor, which must be there with this shape and one of these dtypes."""
+    if tensor is None:
+        raise ValueError(f"{name} is missing: {ADVICE}")
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(_short(dtype) for dtype in dtypes)
+        found = f"{_short(tensor.dtype)} {list(tensor.shape)}"
+        raise ValueError(f"{name} is {found} and must be {wanted} {list(shape)}: {ADVICE}")
+    return tensor
+
+
+def whole_groups(inputs: int, groups: int, what: str) -> int:
+    """The inputs per group, which must come out even."""
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"{what} has {groups} groups for {inputs} inputs, which are no whole groups: {ADVICE}")
+    return inputs // groups
+
+
+def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
+    """The inputs sorted by the group that each belongs to; None where they are sorted already.
+
+    groups: [inputs], integers. Each group must have `group_size` inputs.
+    """
+    groups = groups.to(torch.int64)
+    count = groups.numel() // group_size
+    if groups.numel() and not (0 <= int(groups.min()) and int(groups.max()) < count):
+        raise ValueError(
+            f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}: {ADVICE}"
+        )
+    sizes = torch.bincount(groups, minlength=count)
+    if not torch.all(sizes == group_size):
+        uneven = int(torch.nonzero(sizes != group_size)[0])
+        raise ValueError(f"group {uneven} in {name} has {int(sizes[uneven])} inputs, not {group_size}: {ADVICE}")
+    order = torch.argsort(groups, stable=True)
+    return None if torch.equal(order, torch.arange(groups.numel(), device=groups.device)) else order
+
+
+def groups_of(weight: GroupedWeight) -> Tensor:
+    """The group of each input, [inputs] in int32: what `order_of` reads."""
+    inputs = weight.numbers.shape[1]
+    sorted_groups = torch.arange(inputs, device=weight.numbers.device, dtype=torch.int32) // weight.group_size
+    if weight.order is None:
+        return sorted_groups
+    return torch.empty_like(sorted_groups).index_copy_(0, weight.order, sorted_groups)
+
+
+def in_input_order(weight: GroupedWeight) -> Tensor:
+    """The numbers with their columns in the layer's own order of inputs."""
+    return weight.numbers if weight.order is None else weight.numbers[:, torch.argsort(weight.order)]
+
+
+def unless_middle(zeros: Tensor, bits: int) -> Tensor | None:
+    """The zeros; None if all are the middle of the range, which need not be stored."""
+    return None if torch.all(zeros == 2 ** (bits - 1)) else zeros
+
+
+def zeros_of(weight: GroupedWeight) -> Tensor:
+    """The zeros, [outputs, groups], also where they are not stored."""
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=torch.uint8, device=weight.scales.device)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
