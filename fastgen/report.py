@@ -54,6 +54,7 @@ def collect(patches: PatchSet) -> Status:
     """The status of this process. Imports torch, for the operators; never a toolkit."""
     from fastgen.decoding import host_memory
     from fastgen.decoding.captured import graph
+    from fastgen.quantization import loaded
 
     versions = {"fastgen": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in ("torch", *_TESTED)}
@@ -63,7 +64,7 @@ def collect(patches: PatchSet) -> Status:
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
         operators={**ops.backends(), "captured_step": graph.backend(), "host_memory": host_memory.backend()},
-        notes=[*_untested(versions), *_weights(), *(_SAMPLES if graph.backend() == "CUDA graphs" else ())],
+        notes=[*_untested(versions), *_weights(), *loaded.notes(), *(_SAMPLES if graph.backend() == "CUDA graphs" else ())],
     )
 
 

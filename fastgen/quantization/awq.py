@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from fastgen.quantization import words
-from fastgen.quantization.checkpoint import ADVICE, FLOATS, expect, in_input_order, unless_middle, whole_groups, zeros_of
+from fastgen.quantization.checkpoint import (
+    ADVICE,
+    FLOATS,
+    expect,
+    in_input_order,
+    unless_middle,
+    whole_groups,
+    zeros_of,
+)
 from fastgen.quantization.grouped import GroupedWeight
 
 # The output that the i-th number of a word belongs to, and where the number of each output is.
@@ -28,6 +36,7 @@ class AWQ:
     """AWQ in the layout `gemm`."""
 
     name = "awq"
+    writable = True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> AWQ:
         return self

@@ -24,9 +24,11 @@ class Format(Protocol):
 
     Attributes:
         name: what reports call it.
+        writable: `write` gives back what was read.
     """
 
     name: str
+    writable: bool
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
         """The format with what only the values of a layer's tensors tell."""

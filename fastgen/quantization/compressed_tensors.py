@@ -40,6 +40,7 @@ class PackQuantized:
 
     packed_zeros: bool = True
     name = "compressed-tensors"
+    writable = True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> PackQuantized:
         zeros = tensors.get("weight_zero_point")

@@ -97,6 +97,7 @@ class Blocks:
     """Blocks of one type: the tensor `blocks`, uint8 [outputs, bytes of a row]."""
 
     type: BlockType
+    writable = False
 
     @property
     def name(self) -> str:
@@ -120,4 +121,4 @@ class Blocks:
         )
 
     def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
-        raise ValueError("a model in GGUF blocks cannot be saved: keep its file, or save what dequantize() gives")
+        raise ValueError("GGUF blocks are not written")

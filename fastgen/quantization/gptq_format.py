@@ -41,6 +41,7 @@ class GPTQ:
     lowered: bool = True
     symmetric: bool = True
     name = "gptq"
+    writable = True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> GPTQ:
         if not self.symmetric or "qzeros" not in tensors or "qweight" not in tensors:

@@ -36,20 +36,25 @@ def dequantized(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
         ValueError: as `check` does.
     """
     check(weight)
+    found = values(weight, dtype)
+    return found if weight.order is None else found[:, torch.argsort(weight.order)]
+
+
+def values(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight in floating point with its columns as those of `numbers`, and nothing checked."""
     outputs, inputs = weight.numbers.shape
-    values = weight.numbers.view(outputs, -1, weight.group_size).to(torch.float32)
+    found = weight.numbers.reshape(outputs, inputs // weight.group_size, weight.group_size).to(torch.float32)
     if weight.minimums is not None:
-        values = values * _per_group(weight.scales) + _per_group(weight.minimums)
+        found = found * _per_group(weight.scales) + _per_group(weight.minimums)
     elif weight.zeros is not None:
-        values = (values - _per_group(weight.zeros)) * _per_group(weight.scales)
+        found = (found - _per_group(weight.zeros)) * _per_group(weight.scales)
     else:
-        values = (values - 2 ** (weight.bits - 1)) * _per_group(weight.scales)
-    values = values.view(outputs, inputs).to(dtype)
-    return values if weight.order is None else values[:, torch.argsort(weight.order)]
+        found = (found - 2 ** (weight.bits - 1)) * _per_group(weight.scales)
+    return found.view(outputs, inputs).to(dtype)
 
 
-def _per_group(values: Tensor) -> Tensor:
-    return values.to(torch.float32).unsqueeze(-1)
+def _per_group(part: Tensor) -> Tensor:
+    return part.to(torch.float32).unsqueeze(-1)
 
 
 def check(weight: GroupedWeight) -> None:

@@ -32,6 +32,18 @@ def patches() -> list[Patch]:
     prefill = "self input_ids generation_config model_kwargs is_first_iteration"
     loop = ("captured.loop:decode", has("input_ids logits_processor stopping_criteria generation_config"))
     return [
+        hook(
+            "modeling_utils",
+            "PreTrainedModel.from_pretrained",
+            "quantized.hooks:from_pretrained",
+            has("pretrained_model_name_or_path"),
+        ),
+        hook(
+            "modeling_utils",
+            "get_hf_quantizer",
+            "quantized.hooks:get_hf_quantizer",
+            has("config quantization_config device_map user_agent"),
+        ),
         generation("generate", "generate:generate", has(call)),
         generation("_prefill", "prefill:prefill", takes(prefill)),
         generation("_beam_search", *loop),

@@ -1,0 +1,122 @@
+"""What the configuration of a checkpoint says about its weights, and whether FastGen reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils import is_accelerate_available, is_gptqmodel_available, is_optimum_available
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fastgen.quantization.awq import AWQ
+from fastgen.quantization.checkpoint import Format
+from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.gptq_format import GPTQ
+from fastgen.quantization.grouped import BITS
+
+
+class NotServed(Exception):
+    """The checkpoint stays with the library, for this reason."""
+
+
+class Kept(QuantizationConfigMixin):
+    """The `quantization_config` of a checkpoint as it is in the file, so that it is saved so again."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = copy.deepcopy(dict(values))
+        self.quant_method = self.values["quant_method"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.values)
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {}
+
+
+def stored(config: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's configuration, or None."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if found is None:
+        return None
+    return dict(found) if isinstance(found, Mapping) else found.to_dict()
+
+
+def form_of(values: Mapping[str, Any]) -> Format | None:
+    """The format of a checkpoint with this `quantization_config`; None for one of a kind that FastGen does not know.
+
+    Raises:
+        NotServed: it is of a known kind, and stays with the library.
+    """
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+    method = values.get("quant_method")
+    reader = readers.get(getattr(method, "value", method))
+    return None if reader is None else reader(values)
+
+
+def _gptq(values: Mapping[str, Any]) -> Format:
+    if is_gptqmodel_available() and is_optimum_available():
+        raise NotServed("gptq: the library has gptqmodel")
+    _check_bits("gptq", values.get("bits"))
+    for overriding in _mappings(values.get("dynamic")):
+        _check_bits("gptq", overriding.get("bits", 4))
+    version = values.get("checkpoint_format") or values.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise NotServed(f"gptq: format {version}")
+    if values.get("is_marlin_format"):
+        raise NotServed("gptq: format marlin")
+    return GPTQ(lowered=version == "gptq", symmetric=bool(values.get("sym", True)))
+
+
+def _awq(values: Mapping[str, Any]) -> Format:
+    if is_gptqmodel_available() and is_accelerate_available():
+        raise NotServed("awq: the library has gptqmodel")
+    bits = values.get("bits", values.get("w_bit", 4))
+    if bits != 4:
+        raise NotServed(f"awq: {bits} bits")
+    version = str(values.get("version") or values.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise NotServed(f"awq: format {version}")
+    if not values.get("zero_point", True):
+        raise NotServed("awq: without zero points")
+    return AWQ()
+
+
+def _compressed_tensors(values: Mapping[str, Any]) -> Format:
+    # The library unpacks these to floating point, so it makes no difference whether it has the package.
+    groups = _mappings(values.get("config_groups"))
+    if not groups:
+        raise NotServed("compressed-tensors: no config_groups")
+    for group in groups:
+        form = group.get("format") or values.get("format")
+        if form != "pack-quantized":
+            raise NotServed(f"compressed-tensors: format {form}")
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise NotServed("compressed-tensors: a group without weights")
+        if weights.get("type", "int") != "int":
+            raise NotServed(f"compressed-tensors: weights of type {weights.get('type')}")
+        _check_bits("compressed-tensors", weights.get("num_bits", 8))
+        if weights.get("strategy") not in ("group", "channel"):
+            raise NotServed(f"compressed-tensors: strategy {weights.get('strategy')}")
+        if group.get("input_activations") or group.get("output_activations"):
+            raise NotServed("compressed-tensors: activations in few bits")
+    if values.get("kv_cache_scheme"):
+        raise NotServed("compressed-tensors: K/V in few bits")
+    if values.get("transform_config"):
+        raise NotServed("compressed-tensors: transformed weights")
+    sparsity = values.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
+        raise NotServed("compressed-tensors: sparse weights")
+    return PackQuantized()
+
+
+def _check_bits(method: str, bits: Any) -> None:
+    if bits not in BITS:
+        raise NotServed(f"{method}: {bits} bits")
+
+
+def _mappings(values: Any) -> list[Mapping[str, Any]]:
+    return [value for value in values.values() if isinstance(value, Mapping)] if isinstance(values, Mapping) else []

@@ -1,0 +1,204 @@
+"""Reading GGUF files: blocks of the types in `fastgen.quantization.gguf` stay blocks, the rest is the library's.
+
+The library has a processor for each architecture, which turns a tensor of the file into one of the model, and may
+reorder its rows on the way (llama.cpp stores the rows of queries and keys in another order). Blocks lie within rows. So
+the processor is given the numbers of the rows, and what comes back says where each row of blocks goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import modeling_gguf_pytorch_utils as library
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+from fastgen import counters
+from fastgen.optimizer.transformers.quantized import replacing
+from fastgen.optimizer.transformers.quantized.configurations import NotServed
+from fastgen.optimizer.transformers.quantized.hooks import ENTRY_POINT
+from fastgen.quantization import loaded
+from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
+from fastgen.quantization.layers import QuantizedWeight
+
+_MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
+
+
+class _Kept(NamedTuple):
+    """A tensor that stays in blocks."""
+
+    layer: str  # of the model
+    type: BlockType
+    data: NDArray[np.uint8]  # in the file, [rows, bytes]
+    order: NDArray[np.int64]  # row i of the layer is row order[i] of the file
+
+
+def replaces(quantizer: Any) -> bool:
+    """Whether this is the library's quantizer that `GgufBlocksQuantizer` stands for."""
+    return type(quantizer) is GgufHfQuantizer
+
+
+class GgufBlocksQuantizer(GgufHfQuantizer):
+    """What the library calls around the loading of a GGUF file."""
+
+    def __init__(self, config: Any, **named: Any) -> None:
+        super().__init__(config, **named)
+        self._kept: dict[str, _Kept] = {}  # by their names in the file
+        self._shared: dict[str, str] = {}  # layers that have the weight of another one
+        self._ties: dict[str, str] = {}  # as the library had them, for a model that is unpacked again
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        if self.supported:
+            raise NotServed(f"gguf: the library has its own blocks for {self.header.architecture}")
+        (file,) = checkpoint_files
+        self._file = _File(file, model)
+        tied = dict(model.all_tied_weights_keys)
+        for name, kept in self._file.blocks(model).items():
+            with_it = _tied_to(kept.layer, tied)
+            if all(replacing.sizes(model.get_submodule(layer)) is not None for layer in with_it):
+                self._kept[name] = kept
+                self._shared |= dict.fromkeys(with_it, kept.layer)
+        if not self._kept:
+            raise NotServed("gguf: no weight of a type that is kept in blocks")
+        # In the file as well, and of its own: not tied.
+        self._shared = {layer: to for layer, to in self._shared.items() if layer not in self._layers}
+        for kept in self._kept.values():
+            self._replace(model, kept.layer, kept, stored=True)
+        for layer, source in self._shared.items():
+            self._replace(model, layer, self._layers[source], stored=False)
+        handled = {f"{layer}.weight" for layer in (*self._shared, *self._layers)}
+        self._ties = {target: source for target, source in tied.items() if {target, source} & handled}
+        for target in self._ties:
+            del model.all_tied_weights_keys[target]
+
+    @property
+    def _layers(self) -> dict[str, _Kept]:
+        return {kept.layer: kept for kept in self._kept.values()}
+
+    def _replace(self, model: Any, layer: str, kept: _Kept, stored: bool) -> None:
+        blocks = torch.empty(kept.data.shape, dtype=torch.uint8, device="meta")
+        tensors = {"blocks": blocks} if stored else {}
+        model.set_submodule(layer, replacing.replacement(model.get_submodule(layer), Blocks(kept.type), tensors))
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
+        tensors = self._file.unpacked(self._kept, self.dtype)
+        for kept in self._kept.values():
+            tensors[f"{kept.layer}.blocks"] = torch.from_numpy(kept.data[kept.order])
+        return tensors
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        layers = replacing.quantized_layers(model)
+        replacing.pack({name: layer for name, layer in layers.items() if name not in self._shared})
+        for name, source in self._shared.items():
+            layers[name].share(layers[source])
+        for kind, count in self._file.other_types.items():
+            counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
+        del self._file
+        self._kept = {}  # which holds the file
+        loaded.note(model, "gguf")
+        counters.count_accelerated(ENTRY_POINT)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str) -> Any:
+        replacing.dequantize(model, dtype)
+        model.all_tied_weights_keys |= self._ties
+        model.tie_weights(recompute_mapping=False)
+        return model
+
+    def is_serializable(self, safe_serialization: Any = None) -> bool:
+        raise ValueError(
+            "a model in GGUF blocks cannot be saved: keep its file, or call model.dequantize() to save it in floating "
+            "point"
+        )
+
+
+def _tied_to(layer: str, tied: dict[str, str]) -> list[str]:
+    """The other layers that have the weight of this one."""
+    weight = f"{layer}.weight"
+    source = tied.get(weight, weight)
+    group = {source, *(target for target, of in tied.items() if of == source)}
+    return sorted(name.removesuffix(".weight") for name in group - {weight}) if len(group) > 1 else []
+
+
+class _File:
+    """A GGUF file, as the library's processor for its architecture reads it into a model."""
+
+    def __init__(self, path: str, model: Any) -> None:
+        self._reader = gguf.GGUFReader(path)
+        architecture = library.read_field(self._reader, "general.architecture")[0]
+        config = library.load_gguf_checkpoint(path, return_tensors=False)["config"]
+        kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
+        self._processor = kind(config=config)
+        self._names = library.get_gguf_hf_weights_map(model, self._processor)
+        self.other_types: dict[str, int] = {}  # weights in few bits that are unpacked
+
+    def blocks(self, model: Any) -> dict[str, _Kept]:
+        """What can stay in blocks: tensors of known types whose rows become the rows of a layer's weight."""
+        found = {}
+        for tensor in self._reader.tensors:
+            kept = self._block(model, tensor)
+            if kept is not None:
+                found[tensor.name] = kept
+            elif tensor.tensor_type.value not in BLOCK_TYPES and tensor.data.dtype == np.uint8:
+                kind = tensor.tensor_type.name
+                self.other_types[kind] = self.other_types.get(kind, 0) + 1
+        return found
+
+    def _block(self, model: Any, tensor: Any) -> _Kept | None:
+        kind = BLOCK_TYPES.get(tensor.tensor_type.value)
+        if kind is None or len(tensor.shape) != 2 or not 0 < tensor.shape[1] <= _MAX_ROWS:
+            return None
+        inputs, rows = (int(size) for size in tensor.shape)
+        numbered = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+        try:
+            processed = self._process(tensor.name, numbered)
+        except (ValueError, KeyError, IndexError):
+            return None  # it looks at whole rows: left to the library, which unpacks them
+        if len(processed) != 1:
+            return None
+        ((name, result),) = processed.items()
+        layer, _, leaf = name.rpartition(".")
+        module = model.get_submodule(layer) if leaf == "weight" else None
+        if module is None or replacing.sizes(module) != (rows, inputs):
+            return None
+        order = _row_order(result.T if isinstance(module, Conv1D) else result)
+        return None if order is None else _Kept(layer, kind, tensor.data, order)
+
+    def _process(self, name: str, values: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        """What the processor makes of a tensor, by names of the model."""
+        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        result = self._processor.process(
+            weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
+        )
+        found = {name: tensor.numpy() for name, tensor in parsed["tensors"].items()}
+        return found | ({self._names[result.name]: result.weights} if result.name in self._names else {})
+
+    def unpacked(self, kept: dict[str, _Kept], dtype: torch.dtype) -> dict[str, Tensor]:
+        """All other tensors in floating point, by names of the model."""
+        parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        for tensor in self._reader.tensors:
+            if tensor.name in kept:
+                continue
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            result = self._processor.process(
+                weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters=parsed
+            )
+            if result.name in self._names:
+                parsed["tensors"][self._names[result.name]] = torch.from_numpy(np.copy(result.weights)).to(dtype)
+        return {name: tensor.to(dtype) for name, tensor in parsed["tensors"].items()}
+
+
+def _row_order(processed: NDArray[np.float32]) -> NDArray[np.int64] | None:
+    """Where the rows of numbered pairs have gone; None if more has happened to them."""
+    if processed.ndim != 2 or processed.shape[1] != 2:
+        return None
+    first = processed[:, 0].astype(np.int64)
+    expected = 2 * np.arange(len(first))
+    if not np.array_equal(processed[:, 1], first + 1) or not np.array_equal(np.sort(first), expected):
+        return None
+    return first // 2

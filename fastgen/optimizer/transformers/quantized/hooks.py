@@ -1,0 +1,92 @@
+"""The hooks: which checkpoints `from_pretrained` reads into FastGen's layers.
+
+The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. For a checkpoint that FastGen serves it
+gets FastGen's. What only the files tell comes out later: then `from_pretrained` is repeated with the library's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from fastgen import counters, patching
+from fastgen.optimizer.transformers.quantized import configurations
+from fastgen.optimizer.transformers.quantized.configurations import NotServed
+
+ENTRY_POINT = "transformers.from_pretrained"
+_declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
+
+
+def from_pretrained(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Around `PreTrainedModel.from_pretrained`: repeats the call for a checkpoint that turns out not to be served."""
+    try:
+        return wrapped(*args, **kwargs)
+    except NotServed as reason:
+        counters.count_fallback(ENTRY_POINT, str(reason))
+    with patching.held(_declined, True):
+        return wrapped(*args, **kwargs)
+
+
+def get_hf_quantizer(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Around `get_hf_quantizer`: FastGen's quantizer for checkpoints that it serves."""
+    if not patching.is_active() or _declined.get():
+        return wrapped(*args, **kwargs)
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    try:
+        if given.get("gguf_file") is not None:
+            return _for_gguf(wrapped(*args, **kwargs), given)
+        found = _for_checkpoint(given)
+    except NotServed as reason:
+        counters.count_fallback(ENTRY_POINT, str(reason))
+        found = None
+    return wrapped(*args, **kwargs) if found is None else found
+
+
+def _for_checkpoint(given: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """What `get_hf_quantizer` returns for a checkpoint that is served; None for one of other kinds."""
+    config, device_map = given["config"], given["device_map"]
+    stored = configurations.stored(config)
+    form = None if stored is None else configurations.form_of(stored)
+    if form is None:
+        return None
+    _check_call(given["quantization_config"], device_map)
+    from fastgen.optimizer.transformers.quantized.stored import StoredQuantizer
+
+    quantizer = StoredQuantizer(configurations.Kept(stored), form)
+    config.quantization_config = quantizer.quantization_config
+    given["user_agent"]["quant"] = stored["quant_method"]
+    return quantizer, config, device_map
+
+
+def _for_gguf(found: tuple[Any, Any, Any], given: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The library's answer for a GGUF file, with FastGen's quantizer in place of the library's."""
+    try:
+        _check_call(given["quantization_config"], given["device_map"])
+        try:
+            from fastgen.optimizer.transformers.quantized.gguf import GgufBlocksQuantizer, replaces
+        except ImportError as error:
+            raise NotServed(f"this release of Transformers reads GGUF in another way ({error})") from None
+        library, config, device_map = found
+        if not replaces(library):
+            raise NotServed("this release of Transformers reads GGUF in another way")
+    except NotServed as reason:
+        counters.count_fallback(ENTRY_POINT, str(reason))
+        return found
+    return GgufBlocksQuantizer(library.quantization_config), config, device_map
+
+
+def _check_call(quantization_config: Any, device_map: Any) -> None:
+    """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on the CPU."""
+    if quantization_config is not None:
+        raise NotServed("the call has a quantization_config of its own")
+    places = {torch.get_default_device()} if device_map is None else set(device_map.values())
+    if any(str(place) != "cpu" for place in places):
+        raise NotServed("the model is loaded to another device than the CPU")

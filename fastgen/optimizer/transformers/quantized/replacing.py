@@ -1,0 +1,69 @@
+"""Layers of a model that are replaced by layers on weights of few bits, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fastgen.quantization.checkpoint import Format
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+
+
+def sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a layer that can be replaced; None for any other module."""
+    if type(module) is nn.Linear:
+        return module.out_features, module.in_features
+    if type(module) is Conv1D:
+        return module.nf, module.nx
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return module.num_embeddings, module.embedding_dim
+    return None
+
+
+def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -> QuantizedWeight:
+    """A layer for the tensors `stored`, on the device "meta", in place of one that `sizes` knows."""
+    shape = sizes(module)
+    assert shape is not None
+    if isinstance(module, nn.Embedding):
+        return QuantizedEmbedding(*shape, form, stored, module.weight.dtype, module.padding_idx)
+    layer = QuantizedLinear(*shape, form, stored, module.weight.dtype, module.bias)
+    layer.is_conv1d = isinstance(module, Conv1D)
+    return layer
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """The model's layers on weights of few bits, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+
+
+def pack(layers: Mapping[str, QuantizedWeight]) -> None:
+    """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit."""
+    for name, layer in layers.items():
+        try:
+            layer.pack()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def dequantize(model: Any, dtype: torch.dtype | str) -> None:
+    """Puts plain layers with the same weights, in this dtype, in place of those on few bits."""
+    if isinstance(dtype, str):  # as the library notes it in a configuration
+        dtype = getattr(torch, dtype)
+    for name, layer in quantized_layers(model).items():
+        plain = layer.to(dtype).dequantize()
+        if getattr(layer, "is_conv1d", False):
+            plain = _as_conv1d(plain)
+        model.set_submodule(name, plain)
+
+
+def _as_conv1d(plain: nn.Linear) -> Conv1D:
+    with torch.device("meta"):
+        layer = Conv1D(plain.out_features, plain.in_features)
+    layer.weight = nn.Parameter(plain.weight.detach().t().contiguous(), requires_grad=False)
+    layer.bias = copy.copy(plain.bias)
+    return layer.train(plain.training)

@@ -1,0 +1,128 @@
+"""Reading GPTQ, AWQ and pack-quantized checkpoints: the files say which layers are in few bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from fastgen import counters
+from fastgen.optimizer.transformers.quantized import replacing
+from fastgen.optimizer.transformers.quantized.configurations import Kept, NotServed
+from fastgen.optimizer.transformers.quantized.hooks import ENTRY_POINT
+from fastgen.quantization import loaded
+from fastgen.quantization.checkpoint import ADVICE, Format
+
+# The tensor that makes a layer one in few bits, and all tensors that such a layer can have.
+_NAMES = {
+    "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx", "bias"}),
+    "awq": ("qweight", {"qweight", "qzeros", "scales", "bias"}),
+    "compressed-tensors": (
+        "weight_packed",
+        {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "bias"},
+    ),
+}
+_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+class StoredQuantizer(HfQuantizer):
+    """What the library calls around the loading of a checkpoint."""
+
+    requires_calibration = True  # the library makes no such checkpoints
+
+    def __init__(self, config: Kept, form: Format) -> None:
+        super().__init__(config)
+        self.form = form
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        for name, tensors in _layers(checkpoint_files, self.form).items():
+            path = _path(model, name)
+            module = model.get_submodule(path)
+            if isinstance(module, nn.Embedding) or replacing.sizes(module) is None:
+                raise NotServed(f"{self.form.name}: {type(module).__name__} in few bits")
+            if f"{path}.weight" in _tied(model):
+                raise NotServed(f"{self.form.name}: weights in few bits that are tied to others")
+            model.set_submodule(path, replacing.replacement(module, self.form, tensors))
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        replacing.pack(replacing.quantized_layers(model))
+        loaded.note(model, self.form.name)
+        counters.count_accelerated(ENTRY_POINT)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str) -> Any:
+        replacing.dequantize(model, dtype)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _tied(model: Any) -> set[str]:
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*ties.keys(), *ties.values()}
+
+
+def _path(model: Any, name: str) -> str:
+    """The module that a layer of the file is, with or without the prefix of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    for path in (name, name.removeprefix(prefix), prefix + name):
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            continue
+        return path
+    raise NotServed(f"{name} is no layer of {type(model).__name__}")
+
+
+def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Tensor]]:
+    """{layer: {tensor: its shape and dtype, on "meta"}} of the layers in few bits.
+
+    Raises:
+        NotServed: something about them is not known.
+        ValueError: a file cannot be read.
+    """
+    mark, known = _NAMES[form.name]
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for file in files or ():
+        if not str(file).endswith(".safetensors"):
+            raise NotServed(f"{form.name}: the checkpoint is not in safetensors")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118: it is no mapping
+                    layer, _, tensor = name.rpartition(".")
+                    piece = tensors.get_slice(name)
+                    dtype = _DTYPES.get(piece.get_dtype())
+                    layers[layer][tensor] = torch.empty(
+                        piece.get_shape(), dtype=dtype or torch.uint8, device="meta"
+                    )
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}): {ADVICE}") from None
+    # Scales of activations come with layers of their own.
+    others = [name for name, found in layers.items() if mark not in found and known - {"bias"} & found.keys()]
+    layers = {name: found for name, found in layers.items() if mark in found}
+    if not layers:
+        raise NotServed(f"{form.name}: the files hold no {mark}")
+    if others:
+        raise NotServed(f"{form.name}: {others[0]} has scales and no weight")
+    for name, found in layers.items():
+        if found.keys() - known:
+            raise NotServed(f"{form.name}: {name} has {', '.join(sorted(found.keys() - known))}")
+        found.pop("bias", None)
+    return layers

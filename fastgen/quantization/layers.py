@@ -1,0 +1,199 @@
+"""Layers on weights of few bits, which come from a checkpoint and multiply without being unpacked as a whole.
+
+Until its tensors are loaded, a layer has them as parameters under the names of the file. `pack` puts them into one form
+and drops them. State dicts hold the file's tensors again, made from that form, where the format can be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.quantization import products
+from fastgen.quantization.checkpoint import Format
+from fastgen.quantization.grouped import dequantized
+from fastgen.quantization.products import PARTS, PackedWeight
+
+
+class QuantizedWeight(nn.Module):
+    """A module with a weight of few bits, [outputs, inputs]; what linear layers and embeddings share.
+
+    Args:
+        stored: the tensors of the file, on the device "meta", by their names.
+        dtype: of the model, in which the weight is given where it must be floating.
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.outputs, self.inputs, self.form = outputs, inputs, form
+        self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        self.bits: int | None = None  # once packed
+        for name, tensor in stored.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        for part in PARTS:
+            # What cannot be written in its own format is saved as it is.
+            self.register_buffer(f"packed_{part}", None, persistent=not form.writable)
+        # Holds the dtype, and follows `module.to(dtype)`; the parts of the weight do not.
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+
+    def pack(self) -> None:
+        """Puts the tensors, which have been loaded, into the form that is multiplied with, and drops them.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        self._take({name: parameter.detach() for name, parameter in self._stored_parameters().items()})
+
+    def _stored_parameters(self) -> dict[str, nn.Parameter]:
+        found = {name: self._parameters.get(name) for name in self.stored_dtypes}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        self.form = self.form.resolved(tensors)
+        self._keep(products.pack(self.form.read(tensors, self.outputs, self.inputs)))
+
+    def _keep(self, packed: PackedWeight) -> None:
+        for part in PARTS:
+            setattr(self, f"packed_{part}", getattr(packed, part))
+        self.bits = packed.bits
+        for name in self.stored_dtypes:
+            self._parameters.pop(name, None)
+
+    def share(self, other: QuantizedWeight) -> None:
+        """From now on this has the weight of another, which is in memory once."""
+        self.form, self.stored_dtypes = other.form, other.stored_dtypes
+        self._keep(other.packed)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, once it is packed."""
+        if self.bits is None:
+            raise RuntimeError("the weight of this layer has not been loaded")
+        parts = {part: self._buffers[f"packed_{part}"] for part in PARTS}
+        return PackedWeight(**parts, bits=self.bits, inputs=self.inputs)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in floating point, made anew: for code that looks at weights; layers do not use it."""
+        if self.bits is None:
+            raise AttributeError("weight")
+        return self.dequantized()
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
+        return dequantized(products.unpack(self.packed), dtype or self.like.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+        return sum(part.nbytes for part in self.packed if isinstance(part, Tensor))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # To another device, but not to another dtype: a scale that is rounded changes a whole group.
+        kept = {f"packed_{part}": self._buffers[f"packed_{part}"] for part in PARTS}
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.bits is not None and self.form.writable:
+            tensors = self.form.write(products.unpack(self.packed))
+            for name, dtype in self.stored_dtypes.items():
+                destination[prefix + name] = tensors[name].to(dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = unexpected_keys, error_msgs
+        if self.bits is None or not self.form.writable:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+            return
+        found: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
+        names = {prefix + name: name for name in self.stored_dtypes}
+        unexpected_keys += [key for key in found if key not in names]
+        missing = [key for key in names if key not in state_dict]
+        missing_keys += missing
+        if missing:
+            return
+        try:
+            self._take({name: state_dict[key].to(self.like.device) for key, name in names.items()})
+        except ValueError as error:
+            error_msgs.append(f"{prefix.rstrip('.')}: {error}")
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
+
+
+class QuantizedLinear(QuantizedWeight):
+    """A linear layer on a weight of few bits; x is [..., inputs] in any floating dtype, the result [..., outputs].
+
+    Args:
+        bias: of the layer that this stands for, or None.
+    """
+
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        form: Format,
+        stored: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__(outputs, inputs, form, stored, dtype)
+        self.in_features, self.out_features = inputs, outputs
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return products.multiply(x, self.packed, self.bias)
+
+    def dequantize(self) -> nn.Linear:
+        """A plain layer with the same weight in floating point."""
+        weight = self.dequantized()
+        plain = nn.Linear(self.inputs, self.outputs, self.bias is not None, device="meta", dtype=weight.dtype)
+        plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), self.bias
+        return plain.train(self.training)
+
+
+class QuantizedEmbedding(QuantizedWeight):
+    """An embedding on a weight of few bits, [tokens, size]; only the rows that are asked for are unpacked."""
+
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        form: Format,
+        stored: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(outputs, inputs, form, stored, dtype)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = outputs, inputs, padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = products.rows(self.packed, tokens.reshape(-1), self.like.dtype)
+        return found.view(*tokens.shape, self.inputs)
+
+    def dequantize(self) -> nn.Embedding:
+        """A plain embedding with the same weight in floating point."""
+        weight = self.dequantized()
+        plain = nn.Embedding(self.outputs, self.inputs, self.padding_idx, device="meta", dtype=weight.dtype)
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        return plain.train(self.training)
