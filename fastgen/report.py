@@ -64,7 +64,12 @@ def collect(patches: PatchSet) -> Status:
         versions=versions,
         patches={patch.name: patch.state for patch in patches.patches},
         operators={**ops.backends(), "captured_step": graph.backend(), "host_memory": host_memory.backend()},
-        notes=[*_untested(versions), *_weights(), *loaded.notes(), *(_SAMPLES if graph.backend() == "CUDA graphs" else ())],
+        notes=[
+            *_untested(versions),
+            *_weights(),
+            *loaded.notes(),
+            *(_SAMPLES if graph.backend() == "CUDA graphs" else ()),
+        ],
     )
 
 

@@ -50,8 +50,8 @@ class AWQ:
         group_size = whole_groups(inputs, groups, "scales")
         scales = expect("scales", scales, (groups, outputs), FLOATS)
         zeros = expect("qzeros", tensors.get("qzeros"), (groups, outputs // 8), (torch.int32,))
-        zeros = unless_middle(_unpacked(zeros), _BITS)
-        return GroupedWeight(_unpacked(stored), scales.t().contiguous(), zeros, None, _BITS, group_size, None)
+        apart = unless_middle(_unpacked(zeros), _BITS)
+        return GroupedWeight(_unpacked(stored), scales.t().contiguous(), apart, None, _BITS, group_size, None)
 
     def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
         return {

@@ -20,15 +20,15 @@ ADVICE = "the file is damaged or of another format; fetch it again"
 
 
 class Format(Protocol):
-    """How the weight of a linear layer, [outputs, inputs], is stored.
+    """How the weight of a linear layer, [outputs, inputs], is stored."""
 
-    Attributes:
-        name: what reports call it.
-        writable: `write` gives back what was read.
-    """
+    @property
+    def name(self) -> str:
+        """What reports call it."""
 
-    name: str
-    writable: bool
+    @property
+    def writable(self) -> bool:
+        """Whether `write` gives back what was read."""
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> Format:
         """The format with what only the values of a layer's tensors tell."""
@@ -77,7 +77,7 @@ def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:
     """
     groups = groups.to(torch.int64)
     count = groups.numel() // group_size
-    if groups.numel() and not (0 <= int(groups.min()) and int(groups.max()) < count):
+    if groups.numel() and (int(groups.min()) < 0 or int(groups.max()) >= count):
         raise ValueError(
             f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}: {ADVICE}"
         )

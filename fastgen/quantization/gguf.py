@@ -1,9 +1,9 @@
 """Blocks of GGUF (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c): Q4_0, Q4_1, Q8_0 and Q4_K.
 
-A row of a weight is a row of blocks, each with its own scale. Q4_0: a scale d in float16 and 32 numbers of 4 bits, which
-stand for d * (number - 8); the first 16 are the lower halves of the bytes. Q4_1: d, m and numbers for d * number + m.
-Q8_0: d and 32 signed bytes. Q4_K: 8 groups of 32 numbers with scales and minimums of 6 bits, which are multiples of
-two numbers in float16.
+A row of a weight is a row of blocks, each with its own scale. Q4_0: a scale d in float16 and 32 numbers of 4 bits,
+which stand for d * (number - 8); the first 16 are the lower halves of the bytes. Q4_1: d, m and numbers for
+d * number + m. Q8_0: d and 32 signed bytes. Q4_K: 8 groups of 32 numbers with scales and minimums of 6 bits, which are
+multiples of two numbers in float16. These products need 17 bits, so they are kept in float32.
 """
 
 from __future__ import annotations

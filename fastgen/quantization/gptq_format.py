@@ -78,8 +78,8 @@ class GPTQ:
             order = order_of(g_idx, group_size, "g_idx")
         if order is not None:
             numbers = numbers[:, order]
-        zeros = unless_middle(zeros.t().contiguous(), bits)
-        return GroupedWeight(numbers.contiguous(), scales.t().contiguous(), zeros, None, bits, group_size, order)
+        apart = unless_middle(zeros.t().contiguous(), bits)
+        return GroupedWeight(numbers.contiguous(), scales.t().contiguous(), apart, None, bits, group_size, order)
 
     def write(self, weight: GroupedWeight) -> dict[str, Tensor]:
         zeros = zeros_of(weight)

@@ -26,6 +26,8 @@ class QuantizedWeight(nn.Module):
         dtype: of the model, in which the weight is given where it must be floating.
     """
 
+    like: Tensor
+
     def __init__(
         self, outputs: int, inputs: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
@@ -74,7 +76,7 @@ class QuantizedWeight(nn.Module):
         """The weight, once it is packed."""
         if self.bits is None:
             raise RuntimeError("the weight of this layer has not been loaded")
-        parts = {part: self._buffers[f"packed_{part}"] for part in PARTS}
+        parts: dict[str, Any] = {part: self._buffers[f"packed_{part}"] for part in PARTS}
         return PackedWeight(**parts, bits=self.bits, inputs=self.inputs)
 
     @property
@@ -148,6 +150,8 @@ class QuantizedLinear(QuantizedWeight):
         bias: of the layer that this stands for, or None.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         outputs: int,
@@ -168,7 +172,8 @@ class QuantizedLinear(QuantizedWeight):
         """A plain layer with the same weight in floating point."""
         weight = self.dequantized()
         plain = nn.Linear(self.inputs, self.outputs, self.bias is not None, device="meta", dtype=weight.dtype)
-        plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), self.bias
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        plain.register_parameter("bias", self.bias)
         return plain.train(self.training)
 
 

@@ -1,4 +1,4 @@
-"""Weights of few bits as layers keep them, and what they are multiplied with: the one place where products are chosen."""
+"""Weights of few bits as layers keep them, and their products: the one place where these are chosen."""
 
 from __future__ import annotations
 

@@ -34,13 +34,13 @@ class Kept(QuantizationConfigMixin):
         return {}
 
 
-def stored(config: Any) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's configuration, or None."""
+def stored(config: Any) -> dict[str, Any]:
+    """The `quantization_config` of a model's configuration, or nothing."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if found is None:
-        return None
+        return {}
     return dict(found) if isinstance(found, Mapping) else found.to_dict()
 
 
@@ -52,7 +52,7 @@ def form_of(values: Mapping[str, Any]) -> Format | None:
     """
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
     method = values.get("quant_method")
-    reader = readers.get(getattr(method, "value", method))
+    reader = readers.get(str(getattr(method, "value", method)))
     return None if reader is None else reader(values)
 
 

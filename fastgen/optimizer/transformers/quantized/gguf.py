@@ -24,7 +24,6 @@ from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.optimizer.transformers.quantized.hooks import ENTRY_POINT
 from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
-from fastgen.quantization.layers import QuantizedWeight
 
 _MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
 
@@ -96,7 +95,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         replacing.pack({name: layer for name, layer in layers.items() if name not in self._shared})
         for name, source in self._shared.items():
             layers[name].share(layers[source])
-        for kind, count in self._file.other_types.items():
+        for kind in sorted(self._file.other_types):
             counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
         del self._file
         self._kept = {}  # which holds the file
@@ -104,7 +103,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         counters.count_accelerated(ENTRY_POINT)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         replacing.dequantize(model, dtype)
         model.all_tied_weights_keys |= self._ties
         model.tie_weights(recompute_mapping=False)
@@ -135,7 +134,7 @@ class _File:
         kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
         self._processor = kind(config=config)
         self._names = library.get_gguf_hf_weights_map(model, self._processor)
-        self.other_types: dict[str, int] = {}  # weights in few bits that are unpacked
+        self.other_types: set[str] = set()  # weights in few bits that are unpacked
 
     def blocks(self, model: Any) -> dict[str, _Kept]:
         """What can stay in blocks: tensors of known types whose rows become the rows of a layer's weight."""
@@ -145,8 +144,7 @@ class _File:
             if kept is not None:
                 found[tensor.name] = kept
             elif tensor.tensor_type.value not in BLOCK_TYPES and tensor.data.dtype == np.uint8:
-                kind = tensor.tensor_type.name
-                self.other_types[kind] = self.other_types.get(kind, 0) + 1
+                self.other_types.add(tensor.tensor_type.name)
         return found
 
     def _block(self, model: Any, tensor: Any) -> _Kept | None:

@@ -1,7 +1,7 @@
 """The hooks: which checkpoints `from_pretrained` reads into FastGen's layers.
 
-The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. For a checkpoint that FastGen serves it
-gets FastGen's. What only the files tell comes out later: then `from_pretrained` is repeated with the library's own.
+The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. For a checkpoint that FastGen serves
+it gets FastGen's. What only the files tell comes out later: then `from_pretrained` is repeated with the library's own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ ENTRY_POINT = "transformers.from_pretrained"
 _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
 
 
-def from_pretrained(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def from_pretrained(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around `PreTrainedModel.from_pretrained`: repeats the call for a checkpoint that turns out not to be served."""
     try:
         return wrapped(*args, **kwargs)
@@ -33,9 +31,7 @@ def from_pretrained(
         return wrapped(*args, **kwargs)
 
 
-def get_hf_quantizer(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around `get_hf_quantizer`: FastGen's quantizer for checkpoints that it serves."""
     if not patching.is_active() or _declined.get():
         return wrapped(*args, **kwargs)
@@ -54,7 +50,7 @@ def _for_checkpoint(given: dict[str, Any]) -> tuple[Any, Any, Any] | None:
     """What `get_hf_quantizer` returns for a checkpoint that is served; None for one of other kinds."""
     config, device_map = given["config"], given["device_map"]
     stored = configurations.stored(config)
-    form = None if stored is None else configurations.form_of(stored)
+    form = configurations.form_of(stored)
     if form is None:
         return None
     _check_call(given["quantization_config"], device_map)

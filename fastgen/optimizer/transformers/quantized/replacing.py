@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +28,11 @@ def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -
     """A layer for the tensors `stored`, on the device "meta", in place of one that `sizes` knows."""
     shape = sizes(module)
     assert shape is not None
+    dtype = module.get_parameter("weight").dtype
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(*shape, form, stored, module.weight.dtype, module.padding_idx)
-    layer = QuantizedLinear(*shape, form, stored, module.weight.dtype, module.bias)
-    layer.is_conv1d = isinstance(module, Conv1D)
-    return layer
+        return QuantizedEmbedding(*shape, form, stored, dtype, module.padding_idx)
+    layer = QuantizedLinear(*shape, form, stored, dtype, module._parameters["bias"])
+    return layer if isinstance(module, nn.Linear) else _mark(layer)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -50,20 +49,27 @@ def pack(layers: Mapping[str, QuantizedWeight]) -> None:
             raise ValueError(f"{name}: {error}") from None
 
 
+def _mark(layer: QuantizedLinear) -> QuantizedLinear:
+    """Notes that this layer stands for a Conv1D, whose weight is [inputs, outputs]."""
+    vars(layer)["stands_for"] = Conv1D
+    return layer
+
+
 def dequantize(model: Any, dtype: torch.dtype | str) -> None:
     """Puts plain layers with the same weights, in this dtype, in place of those on few bits."""
     if isinstance(dtype, str):  # as the library notes it in a configuration
         dtype = getattr(torch, dtype)
     for name, layer in quantized_layers(model).items():
-        plain = layer.to(dtype).dequantize()
-        if getattr(layer, "is_conv1d", False):
+        assert isinstance(layer, (QuantizedLinear, QuantizedEmbedding))
+        plain: nn.Module = layer.to(dtype).dequantize()
+        if "stands_for" in vars(layer):
             plain = _as_conv1d(plain)
         model.set_submodule(name, plain)
 
 
-def _as_conv1d(plain: nn.Linear) -> Conv1D:
+def _as_conv1d(plain: Any) -> nn.Module:
     with torch.device("meta"):
         layer = Conv1D(plain.out_features, plain.in_features)
     layer.weight = nn.Parameter(plain.weight.detach().t().contiguous(), requires_grad=False)
-    layer.bias = copy.copy(plain.bias)
+    layer.bias = plain.bias
     return layer.train(plain.training)

@@ -62,7 +62,7 @@ class StoredQuantizer(HfQuantizer):
         counters.count_accelerated(ENTRY_POINT)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         replacing.dequantize(model, dtype)
         return model
 
@@ -105,13 +105,11 @@ def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Te
             raise NotServed(f"{form.name}: the checkpoint is not in safetensors")
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118: it is no mapping
+                for name in tensors.keys():  # noqa: SIM118
                     layer, _, tensor = name.rpartition(".")
                     piece = tensors.get_slice(name)
                     dtype = _DTYPES.get(piece.get_dtype())
-                    layers[layer][tensor] = torch.empty(
-                        piece.get_shape(), dtype=dtype or torch.uint8, device="meta"
-                    )
+                    layers[layer][tensor] = torch.empty(piece.get_shape(), dtype=dtype or torch.uint8, device="meta")
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read ({error}): {ADVICE}") from None
     # Scales of activations come with layers of their own.
