@@ -25,7 +25,7 @@ from fastgen.quantization.checkpoint import (
     whole_groups,
     zeros_of,
 )
-from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.grouped import BITS, GroupedWeight
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,17 @@ class GPTQ:
     writable = True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> GPTQ:
-        if not self.symmetric or "qzeros" not in tensors or "qweight" not in tensors:
+        stored, scales = tensors.get("qzeros"), tensors.get("scales")
+        if not self.symmetric or stored is None or scales is None or stored.dim() != 2 or not scales.dim():
             return self
-        stored, outputs = tensors["qzeros"], tensors["qweight"].shape[-1]
-        for bits in (4, 8):
-            # The middle of the range in each number of a word.
-            middle = sum(2 ** (bits - 1) << shift for shift in range(0, 32, bits))
-            lowered = sum((2 ** (bits - 1) - 1) << shift for shift in range(0, 32, bits))
-            if stored.shape[-1] * 32 == outputs * bits:
-                if torch.all(stored == middle - 2**32):  # as int32
-                    return replace(self, lowered=False)
-                if torch.all(stored == lowered):
-                    return replace(self, lowered=True)
+        for bits in BITS:
+            if stored.shape[-1] * 32 == scales.shape[-1] * bits:
+                # The middle of the range in each number of a word, as int32, and one less.
+                middle = sum(2 ** (bits - 1) << shift for shift in range(0, 32, bits))
+                lowered = sum((2 ** (bits - 1) - 1) << shift for shift in range(0, 32, bits))
+                for value, is_lowered in ((middle - 2**32, False), (lowered, True)):
+                    if stored.numel() and torch.all(stored == value):
+                        return replace(self, lowered=is_lowered)
         return self
 
     def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:

@@ -1,0 +1,156 @@
+"""Checkpoint formats written number by number from their definitions, with nothing of FastGen's but `GroupedWeight`.
+
+The definitions: AutoGPTQ and GPTQModel (`pack` of their linear layers), AutoAWQ (`WQLinear_GEMM`), compressed-tensors
+(`pack_to_int32`), and ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgen.quantization.grouped import GroupedWeight
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def random_weight(
+    outputs: int,
+    inputs: int,
+    bits: int = 4,
+    group_size: int = 16,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+    dtype: torch.dtype = torch.float16,
+    scale: float = 0.02,
+) -> GroupedWeight:
+    groups = inputs // group_size
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
+    scales = ((torch.rand(outputs, groups) + 0.5) * scale).to(dtype)
+    zeros = None if symmetric else torch.randint(0, 2**bits, (outputs, groups), dtype=torch.uint8)
+    order = None
+    if act_order:  # within a group, files name the inputs in their own order
+        order = torch.cat([part.sort().values for part in torch.randperm(inputs).split(group_size)])
+    return GroupedWeight(numbers, scales, zeros, None, bits, group_size, order)
+
+
+def by_definition(weight: GroupedWeight) -> Tensor:
+    """What the weight stands for, [outputs, inputs] in float64, in loops."""
+    outputs, inputs = weight.numbers.shape
+    found = torch.zeros(outputs, inputs, dtype=torch.float64)
+    for output in range(outputs):
+        for column in range(inputs):
+            group = column // weight.group_size
+            number = float(weight.numbers[output, column])
+            scale = float(weight.scales[output, group])
+            if weight.minimums is not None:
+                value = scale * number + float(weight.minimums[output, group])
+            else:
+                zero = 2 ** (weight.bits - 1) if weight.zeros is None else int(weight.zeros[output, group])
+                value = scale * (number - zero)
+            found[output, column if weight.order is None else int(weight.order[column])] = value
+    return found
+
+
+def gptq(weight: GroupedWeight, *, version: int = 1, with_groups: bool = True) -> dict[str, Tensor]:
+    numbers, zeros, groups = _plain(weight)
+    stored = (zeros - 1) % 2**weight.bits if version == 1 else zeros
+    found = {
+        "qweight": _words(numbers.T, weight.bits, down=True),  # [inputs, outputs]
+        "qzeros": _words(stored.T, weight.bits),
+        "scales": weight.scales.t().contiguous(),
+    }
+    return found | ({"g_idx": groups} if with_groups else {})
+
+
+def awq(weight: GroupedWeight) -> dict[str, Tensor]:
+    numbers, zeros, _ = _plain(weight)
+    return {
+        "qweight": _words(_awq_columns(numbers.T), 4),
+        "qzeros": _words(_awq_columns(zeros.T), 4),
+        "scales": weight.scales.t().contiguous(),
+    }
+
+
+def _awq_columns(values: np.ndarray) -> np.ndarray:
+    found = np.empty_like(values)
+    for word in range(values.shape[1] // 8):
+        for place, column in enumerate(AWQ_ORDER):
+            found[:, 8 * word + place] = values[:, 8 * word + column]
+    return found
+
+
+def pack_quantized(weight: GroupedWeight, *, packed_zeros: bool = True) -> dict[str, Tensor]:
+    numbers, zeros, groups = _plain(weight)
+    found = {
+        "weight_packed": _words(numbers, weight.bits),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(numbers.shape),
+    }
+    if weight.zeros is not None:
+        found["weight_zero_point"] = (
+            _words(zeros, weight.bits, down=True)
+            if packed_zeros
+            else torch.from_numpy(zeros - 2 ** (weight.bits - 1)).to(torch.int8)
+        )
+    return found | ({"weight_g_idx": groups} if weight.order is not None else {})
+
+
+def _plain(weight: GroupedWeight) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """Numbers in the layer's order of inputs, zeros, and the group of each input."""
+    outputs, inputs = weight.numbers.shape
+    order = list(range(inputs)) if weight.order is None else weight.order.tolist()
+    numbers, groups = np.zeros((outputs, inputs), dtype=np.int64), [0] * inputs
+    for column, place in enumerate(order):
+        numbers[:, place] = weight.numbers[:, column].numpy()
+        groups[place] = column // weight.group_size
+    zeros = np.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=np.int64)
+    if weight.zeros is not None:
+        zeros = weight.zeros.numpy().astype(np.int64)
+    return numbers, zeros, torch.tensor(groups, dtype=torch.int32)
+
+
+def _words(values: np.ndarray, bits: int, down: bool = False) -> Tensor:
+    """Integers packed along the rows, or down the columns, into words of 32 bits."""
+    if down:
+        return _words(values.T, bits).t().contiguous()
+    rows, columns = values.shape
+    each = 32 // bits
+    words = np.zeros((rows, -(-columns // each)), dtype=np.uint32)
+    for row in range(rows):
+        for column in range(columns):
+            words[row, column // each] |= np.uint32(int(values[row, column]) << bits * (column % each))
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def q4_0(scale: float, numbers: list[int]) -> bytes:
+    return struct.pack("<e", scale) + _half_and_half(numbers)
+
+
+def q4_1(scale: float, minimum: float, numbers: list[int]) -> bytes:
+    return struct.pack("<2e", scale, minimum) + _half_and_half(numbers)
+
+
+def q8_0(scale: float, numbers: list[int]) -> bytes:
+    return struct.pack("<e32b", scale, *numbers)
+
+
+def q4_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
+    """8 scales and 8 minimums of 6 bits, and 256 numbers."""
+    six = bytearray(12)
+    for i in range(4):
+        six[i] = scales[i] | (scales[i + 4] >> 4) << 6
+        six[i + 4] = minimums[i] | (minimums[i + 4] >> 4) << 6
+        six[i + 8] = scales[i + 4] & 15 | (minimums[i + 4] & 15) << 4
+    body = bytearray()
+    for first in range(0, 256, 64):
+        body += bytes(numbers[first + i] | numbers[first + 32 + i] << 4 for i in range(32))
+    return struct.pack("<2e", scale, minimum) + bytes(six) + bytes(body)
+
+
+def _half_and_half(numbers: list[int]) -> bytes:
+    return bytes(numbers[i] | numbers[i + 16] << 4 for i in range(16))

@@ -1,0 +1,61 @@
+"""Weights in groups: what they stand for, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen.quantization.grouped import GroupedWeight, check, dequantized
+from tests.quantization.definitions import by_definition, random_weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs", "bits", "group_size"), [(3, 32, 4, 16), (1, 7, 8, 7), (5, 9, 4, 3)])
+def test_dequantized(
+    outputs: int, inputs: int, bits: int, group_size: int, symmetric: bool, act_order: bool, dtype: torch.dtype
+) -> None:
+    weight = random_weight(outputs, inputs, bits, group_size, symmetric=symmetric, act_order=act_order, dtype=dtype)
+    torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), rtol=1e-6, atol=0)
+    assert torch.equal(dequantized(weight, dtype), dequantized(weight, torch.float32).to(dtype))
+
+
+def test_minimums() -> None:
+    weight = random_weight(3, 32)._replace(minimums=torch.randn(3, 2).half())
+    torch.testing.assert_close(dequantized(weight, torch.float32).double(), by_definition(weight), rtol=1e-5, atol=1e-6)
+
+
+def test_no_outputs() -> None:
+    assert dequantized(random_weight(0, 32), torch.float32).shape == (0, 32)
+
+
+WEIGHT = random_weight(4, 32, symmetric=False, act_order=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "3 bits"),
+        ({"numbers": WEIGHT.numbers.int()}, "numbers are int32"),
+        ({"numbers": WEIGHT.numbers[0]}, r"numbers are uint8 \[32\]"),
+        ({"group_size": 12}, "32 inputs are not whole groups of 12"),
+        ({"group_size": 0}, "not whole groups of 0"),
+        ({"scales": WEIGHT.scales[:3]}, r"scales are float16 \[3, 2\]"),
+        ({"scales": WEIGHT.scales.double()}, "scales are float64"),
+        ({"zeros": WEIGHT.scales}, "zeros are float16"),
+        ({"minimums": WEIGHT.scales}, "zeros or minimums, not both"),
+        ({"zeros": None, "minimums": WEIGHT.scales[:, :1]}, r"minimums are float16 \[4, 1\]"),
+        ({"order": torch.arange(31)}, r"the order is int64 \[31\]"),
+        ({"order": torch.arange(32).int()}, "the order is int32"),
+        ({"order": torch.zeros(32, dtype=torch.int64)}, "does not name each of the 32 inputs once"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    broken: GroupedWeight = WEIGHT._replace(**change)
+    for function in (check, lambda weight: dequantized(weight, torch.float32)):
+        with pytest.raises(ValueError, match=message) as error:
+            function(broken)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,188 @@
+"""Layers on weights of few bits: what they compute, keep, save and load."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastgen.quantization import products
+from fastgen.quantization.checkpoint import Format
+from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
+from fastgen.quantization.gptq_format import GPTQ
+from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from tests.quantization import definitions
+from tests.quantization.definitions import random_weight
+
+
+def linear(
+    weight: GroupedWeight,
+    form: Format | None = None,
+    tensors: dict[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+) -> QuantizedLinear:
+    """A layer that has been loaded as the library loads one: its parameters are replaced, and then packed."""
+    form, tensors = form or GPTQ(symmetric=False), tensors or definitions.gptq(weight)
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    outputs, inputs = weight.numbers.shape
+    layer = QuantizedLinear(outputs, inputs, form, meta, dtype, parameter)
+    assert layer.state_dict().keys() == tensors.keys() | ({"bias"} if bias is not None else set())
+    for name, tensor in tensors.items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    layer.pack()
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (1, 32), (2, 5, 32), (3, 0, 32)])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_product(act_order: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight, bias = random_weight(24, 32, symmetric=False, act_order=act_order, scale=0.1), torch.randn(24)
+    layer = linear(weight, dtype=dtype, bias=bias.to(dtype))
+    x = torch.randn(shape).to(dtype)
+    expected = F.linear(x, dequantized(weight, dtype), bias.to(dtype))
+    torch.testing.assert_close(layer(x), expected)
+    assert layer(x).dtype == dtype
+
+
+def test_product_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large weight is in floating point piece by piece."""
+    weight, x = random_weight(24, 32, symmetric=False), torch.randn(3, 32)
+    layer = linear(weight, bias=torch.randn(24))
+    whole = layer(x)
+    monkeypatch.setattr(products, "_CHUNK", 32 * 5)
+    torch.testing.assert_close(layer(x), whole)
+
+
+@pytest.mark.parametrize(("inputs", "group_size"), [(13, 13), (9, 3), (2, 1)])
+def test_odd_numbers_of_inputs(inputs: int, group_size: int) -> None:
+    weight = random_weight(5, inputs, 4, group_size)
+    assert torch.equal(products.unpack(products.pack(weight)).numbers, weight.numbers)
+    x = torch.randn(2, inputs)
+    torch.testing.assert_close(
+        products.multiply(x, products.pack(weight), None), F.linear(x, dequantized(weight, torch.float32))
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_take_their_bits(bits: int) -> None:
+    """And nothing floating but scales is left."""
+    layer = linear(random_weight(64, 1024, bits, 128))
+    assert list(layer.parameters()) == []
+    size = sum(buffer.nbytes for buffer in layer.buffers())
+    assert size == layer.nbytes <= 1.15 * 64 * 1024 * bits / 8
+
+
+def test_not_loaded() -> None:
+    meta = {name: tensor.to("meta") for name, tensor in definitions.gptq(random_weight(8, 32)).items()}
+    layer = QuantizedLinear(8, 32, GPTQ(), meta, torch.float32)
+    assert not hasattr(layer, "weight")
+    with pytest.raises(RuntimeError, match="has not been loaded"):
+        layer(torch.randn(1, 32))
+
+
+def test_state_dict_holds_the_file() -> None:
+    weight = random_weight(8, 32, symmetric=False, act_order=True)
+    tensors = definitions.gptq(weight)
+    layer = linear(weight, bias=torch.randn(8))
+    saved = layer.state_dict()
+    assert saved.keys() == {*tensors, "bias"}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in tensors.items())
+    other = linear(random_weight(8, 32, symmetric=False), bias=torch.zeros(8))
+    assert other.load_state_dict(saved).missing_keys == []
+    x = torch.randn(2, 32)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_state_dict_that_does_not_fit() -> None:
+    layer = linear(random_weight(8, 32))
+    before, x = copy.deepcopy(layer), torch.randn(2, 32)
+    saved = layer.state_dict()
+    with pytest.raises(RuntimeError, match="qweight is int32"):
+        layer.load_state_dict({**saved, "qweight": saved["qweight"][:, :4]})
+    with pytest.raises(RuntimeError, match="Missing key.*scales"):
+        layer.load_state_dict({name: tensor for name, tensor in saved.items() if name != "scales"})
+    with pytest.raises(RuntimeError, match="Unexpected key.*more"):
+        layer.load_state_dict({**saved, "more": torch.zeros(1)})
+    assert torch.equal(layer(x), before(x))
+
+
+def blocks(rows: int, dtype: torch.dtype = torch.float32) -> tuple[QuantizedEmbedding, Tensor]:
+    """An embedding in Q8_0, and its weight in float32."""
+    kind = BLOCK_TYPES[8]
+    data = torch.randint(0, 256, (rows, 2, 34), dtype=torch.uint8)
+    data[:, :, :2] = torch.tensor([0.25], dtype=torch.float16).view(torch.uint8)
+    stored = data.flatten(1)
+    layer = QuantizedEmbedding(rows, 64, Blocks(kind), {"blocks": stored.to("meta")}, dtype, padding_idx=1)
+    layer.blocks = nn.Parameter(stored, requires_grad=False)
+    layer.pack()
+    return layer, data[:, :, 2:].contiguous().view(torch.int8).float().flatten(1) * 0.25
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (2, 0)])
+def test_embedding(shape: tuple[int, ...]) -> None:
+    layer, weight = blocks(9)
+    tokens = torch.randint(0, 9, shape)
+    assert torch.equal(layer(tokens), F.embedding(tokens, weight))
+    with pytest.raises(IndexError):
+        layer(torch.tensor([9]))
+
+
+def test_blocks_are_saved_as_they_are_kept() -> None:
+    layer, weight = blocks(9)
+    other, _ = blocks(9)
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    assert torch.equal(other.weight, weight)
+
+
+def test_sharing() -> None:
+    embedding, weight = blocks(9)
+    head = QuantizedLinear(9, 64, embedding.form, {}, torch.float32)
+    head.share(embedding)
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(head(x), F.linear(x, weight))
+    assert head.packed_numbers.data_ptr() == embedding.packed_numbers.data_ptr()
+    both = nn.ModuleList([embedding, head]).to(torch.bfloat16)
+    assert both[0].packed_numbers.data_ptr() == both[1].packed_numbers.data_ptr()
+
+
+def test_to_another_type() -> None:
+    """Scales stay as they are; results, and what they are added to, do not."""
+    weight = random_weight(8, 32, dtype=torch.float16)
+    layer = linear(weight, PackQuantized(), definitions.pack_quantized(weight), bias=torch.zeros(8))
+    layer.to(torch.bfloat16)
+    assert torch.equal(layer.packed_scales, weight.scales) and layer.packed_scales.dtype == torch.float16
+    assert layer.bias is not None and layer.bias.dtype == layer.weight.dtype == torch.bfloat16
+    embedding, _ = blocks(3)
+    assert embedding.half()(torch.tensor([1])).dtype == torch.float16
+
+
+def test_copies_and_dequantized() -> None:
+    weight = random_weight(8, 32, symmetric=False, act_order=True)
+    layer, x = linear(weight, bias=torch.randn(8)), torch.randn(2, 32)
+    plain = layer.dequantize()
+    assert type(plain) is nn.Linear and plain.state_dict().keys() == {"weight", "bias"}
+    assert torch.equal(plain.weight, dequantized(weight, torch.float32))
+    torch.testing.assert_close(plain(x), layer(x))
+    duplicate = copy.deepcopy(layer)
+    assert torch.equal(duplicate(x), layer(x))
+    assert duplicate.packed_numbers.data_ptr() != layer.packed_numbers.data_ptr()
+    embedding, values = blocks(3)
+    assert type(embedding.dequantize()) is nn.Embedding and torch.equal(embedding.dequantize().weight, values)
+
+
+def test_gradients_of_inputs() -> None:
+    layer, x = linear(random_weight(8, 32)), torch.randn(2, 32, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, layer.weight.sum(0).expand(2, 32))
