@@ -1,0 +1,296 @@
+"""GPTQ, AWQ and pack-quantized checkpoints through `from_pretrained`."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPTQConfig, PreTrainedModel, modeling_utils
+from transformers.pytorch_utils import Conv1D
+
+import fastgen
+from fastgen.quantization.layers import QuantizedLinear
+from tests.optimizer.transformers.quantized.checkpoints import (
+    CASES,
+    MODELS,
+    awq_config,
+    gptq_config,
+    inputs_of,
+    llama,
+    pack_config,
+    quantize,
+    save,
+)
+
+ENTRY_POINT = "transformers.from_pretrained"
+
+
+@pytest.fixture(autouse=True)
+def no_counts() -> None:
+    fastgen.reset_stats()
+
+
+def load(folder: Path, seq2seq: bool = False, **named: Any) -> PreTrainedModel:
+    return (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM).from_pretrained(folder, **named)
+
+
+def counts() -> dict[str, Any]:
+    return fastgen.stats().get(ENTRY_POINT, {"accelerated": 0, "fallback": {}})
+
+
+def few_bits(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_the_model_with_dequantized_weights(name: str, case: str, tmp_path: Path) -> None:
+    reference, tensors = quantize(MODELS[name](), CASES[case])
+    save(tmp_path, reference, tensors, CASES[case].config)
+    model = load(tmp_path, name == "bart")
+    assert counts() == {"accelerated": 1, "fallback": {}}
+    linear = {n for n, module in reference.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    assert set(few_bits(model)) == linear - {"lm_head"}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    inputs = inputs_of(reference)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    if case in ("gptq-act-order", "awq"):
+        inputs.pop("decoder_input_ids", None)
+        options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(**inputs, **options), reference.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Scales stay those of the file; all else is of the model's type."""
+    reference, tensors = quantize(llama(), CASES["gptq-asymmetric"])
+    save(tmp_path, reference, tensors, gptq_config(sym=False))
+    model = load(tmp_path, dtype=dtype)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert torch.equal(layer.packed_scales, tensors["model.layers.0.mlp.up_proj.scales"].t())
+    inputs = inputs_of(reference)
+    with torch.no_grad():
+        ours, expected = model(**inputs).logits, reference.to(dtype)(**inputs).logits
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_as_it_was_read(case: str, tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES[case])
+    save(tmp_path / "given", reference, tensors, CASES[case].config)
+    load(tmp_path / "given").save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    found = {}
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        found |= load_file(file)
+    expected = load_file(tmp_path / "given" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"] == CASES[case].config
+    again, inputs = load(tmp_path / "saved"), inputs_of(reference)
+    with torch.no_grad():
+        torch.testing.assert_close(again(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dequantized(name: str, tmp_path: Path) -> None:
+    reference, tensors = quantize(MODELS[name](), CASES["gptq-act-order"])
+    save(tmp_path / "given", reference, tensors, CASES["gptq-act-order"].config)
+    model = load(tmp_path / "given", name == "bart").dequantize()
+    assert few_bits(model) == [] and type(model) is type(reference)
+    model.save_pretrained(tmp_path / "plain")
+    plain = load(tmp_path / "plain", name == "bart")
+    for key, value in reference.state_dict().items():
+        assert torch.equal(plain.state_dict()[key], value), key
+
+
+def test_no_floating_copy_is_left(tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES["pack"])
+    save(tmp_path, reference, tensors, CASES["pack"].config)
+    model = load(tmp_path)
+    for name in few_bits(model):
+        layer = model.get_submodule(name)
+        held = [*layer.parameters(), *layer.buffers()]
+        assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
+    assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
+
+
+def test_status(tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES["awq"])
+    save(tmp_path, reference, tensors, CASES["awq"].config)
+    model = load(tmp_path)
+    (line,) = [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    assert line.startswith("LlamaForCausalLM read from awq: 14 layers of 4 bits in ")
+    del model
+    gc.collect()
+    assert not [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+
+
+def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES["gptq"])
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save(tmp_path, reference, renamed, CASES["gptq"].config)
+    model, inputs = load(tmp_path), inputs_of(reference)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_disabled(tmp_path: Path) -> None:
+    """The library is as if FastGen was not there: without the package it refuses the checkpoint."""
+    save(tmp_path, *quantize(llama(), CASES["gptq"]), CASES["gptq"].config)
+    with fastgen.disabled(), pytest.raises(ImportError, match="optimum"):
+        load(tmp_path)
+    patched = modeling_utils.get_hf_quantizer
+    fastgen.disable()
+    try:
+        assert modeling_utils.get_hf_quantizer is patched.__wrapped__
+        with pytest.raises(ImportError, match="optimum"):
+            load(tmp_path)
+    finally:
+        fastgen.enable()
+    assert counts() == {"accelerated": 0, "fallback": {}}
+
+
+def _in_group(**changes: Any) -> dict[str, Any]:
+    config = pack_config()
+    config["config_groups"]["group_0"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (gptq_config(3), "gptq: 3 bits"),
+        (gptq_config(dynamic={"down_proj": {"bits": 2}}), "gptq: 2 bits"),
+        (gptq_config(checkpoint_format="marlin"), "gptq: format marlin"),
+        (awq_config(bits=8), "awq: 8 bits"),
+        (awq_config(version="gemv"), "awq: format gemv"),
+        (awq_config(zero_point=False), "awq: without zero points"),
+        (pack_config(weights={"num_bits": 2}), "compressed-tensors: 2 bits"),
+        (pack_config(weights={"type": "float"}), "compressed-tensors: weights of type float"),
+        (pack_config(weights={"strategy": "tensor"}), "compressed-tensors: strategy tensor"),
+        (pack_config(format="nvfp4-pack-quantized"), "compressed-tensors: format nvfp4-pack-quantized"),
+        (pack_config(kv_cache_scheme={"num_bits": 8}), "compressed-tensors: K/V in few bits"),
+        (pack_config(transform_config={"r1": {}}), "compressed-tensors: transformed weights"),
+        (pack_config(sparsity_config={"format": "sparse-24-bitmask"}), "compressed-tensors: sparse weights"),
+        (pack_config(config_groups={}), "compressed-tensors: no config_groups"),
+        (_in_group(weights=None), "compressed-tensors: a group without weights"),
+        (_in_group(input_activations={"num_bits": 8}), "compressed-tensors: activations in few bits"),
+    ],
+)
+def test_left_to_the_library(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES["gptq"])
+    save(tmp_path, reference, tensors, config)
+    library = pytest.raises(Exception)  # whatever it says: it lacks the package, or does not know this either
+    with library:
+        load(tmp_path)
+    assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
+    fastgen.enable(strict=True)
+    with pytest.raises(fastgen.FallbackError, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"quantization_config": GPTQConfig(bits=4)}, "the call has a quantization_config of its own"),
+        ({"device_map": "meta"}, "the model is loaded to another device than the CPU"),
+    ],
+)
+def test_calls_left_to_the_library(arguments: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    save(tmp_path, *quantize(llama(), CASES["gptq"]), CASES["gptq"].config)
+    with pytest.raises(ImportError, match="optimum"):
+        load(tmp_path, **arguments)
+    assert counts()["fallback"] == {reason: 1}
+
+
+def test_files_left_to_the_library(tmp_path: Path) -> None:
+    """What only the files tell."""
+    reference, tensors = quantize(llama(), CASES["gptq"])
+    layer = "model.layers.1.mlp.up_proj"
+    embedding = {name.replace(layer, "model.embed_tokens"): tensor for name, tensor in tensors.items()}
+    expert = {name.replace(layer, f"{layer}.experts.0"): tensor for name, tensor in tensors.items()}
+    activations = {**tensors, "model.layers.0.mlp.act.scales": torch.ones(96)}
+    more = {**tensors, f"{layer}.weight_global_scale": torch.ones(1)}
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    for changed, reason in (
+        (embedding, "gptq: Embedding in few bits"),
+        (expert, f"{layer}.experts.0 is no layer of LlamaForCausalLM"),
+        (activations, "gptq: model.layers.0.mlp.act has scales and no weight"),
+        (more, f"gptq: {layer} has weight_global_scale"),
+        ({name: t for name, t in floating.items() if "scales" not in name}, "gptq: the files hold no qweight"),
+    ):
+        fastgen.reset_stats()
+        save(tmp_path, reference, changed, gptq_config())
+        with pytest.raises(ImportError, match="optimum"):
+            load(tmp_path)
+        assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
+
+
+LAYER = "model.layers.1.self_attn.k_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        ("g_idx", lambda t: t + 7, "g_idx names groups 7 to 10, and there are 4"),
+        ("g_idx", lambda t: t.clamp(max=2), "group 2 in g_idx has 32 inputs, not 16"),
+        ("qzeros", lambda t: t[:-1], r"qzeros is int32 \[3, 4\] and must be int32 \[4, 4\]"),
+        ("scales", lambda t: t[:, :-1], r"scales is float16 \[4, 31\]"),
+        ("qweight", lambda t: t[:-1], "qweight has 7 words for 64 numbers"),
+        ("scales", None, "scales has 0 groups"),
+        ("qzeros", None, "qzeros is missing"),
+    ],
+)
+def test_damaged_layers(tensor: str, change: Any, message: str, tmp_path: Path) -> None:
+    reference, tensors = quantize(llama(), CASES["gptq-act-order"])
+    name = f"{LAYER}.{tensor}"
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change(tensors[name]).contiguous()
+    save(tmp_path, reference, tensors, CASES["gptq-act-order"].config)
+    with pytest.raises(ValueError, match=f"^{LAYER}: {message}") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    assert counts() == {"accelerated": 0, "fallback": {}}
+
+
+@pytest.mark.parametrize("part", [0.001, 0.05, 0.5, 0.99])
+def test_truncated_files(part: float, tmp_path: Path) -> None:
+    save(tmp_path, *quantize(llama(), CASES["pack"]), CASES["pack"].config)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(part * len(data))])
+    with pytest.raises(ValueError, match="model.safetensors cannot be read .* fetch it again") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_checkpoints_are_none_of_its_business(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    assert few_bits(load(tmp_path)) == []
+    assert ENTRY_POINT not in fastgen.stats()
+
+
+def test_equal_to_what_compressed_tensors_reads(tmp_path: Path) -> None:
+    """The library itself, where it has the package: it unpacks the weights."""
+    pytest.importorskip("compressed_tensors.compressors")
+    for case in ("pack", "pack-8-bits", "pack-asymmetric", "pack-channels"):
+        save(tmp_path, *quantize(llama(), CASES[case]), CASES[case].config)
+        ours = load(tmp_path)
+        with fastgen.disabled():
+            theirs = load(tmp_path)
+        assert few_bits(ours) and not few_bits(theirs)
+        inputs = inputs_of(ours)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits, rtol=1e-3, atol=1e-3)
