@@ -40,6 +40,7 @@ class QuantizedWeight(nn.Module):
         for part in PARTS:
             # What cannot be written in its own format is saved as it is.
             self.register_buffer(f"packed_{part}", None, persistent=not form.writable)
+        self.placeholder = torch.empty(outputs, inputs, dtype=dtype, device="meta")  # for the weight, until it is loaded
         # Holds the dtype, and follows `module.to(dtype)`; the parts of the weight do not.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
@@ -81,10 +82,11 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in floating point, made anew: for code that looks at weights; layers do not use it."""
-        if self.bits is None:
-            raise AttributeError("weight")
-        return self.dequantized()
+        """The weight in floating point, made anew: for code that looks at weights; layers do not use it.
+
+        It is on the device "meta" as long as nothing has been loaded.
+        """
+        return self.placeholder if self.bits is None else self.dequantized()
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in floating point, [outputs, inputs], by default in the model's dtype."""

@@ -13,15 +13,17 @@ if sys.byteorder != "little":  # the bytes of a word are read in memory's order
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """The numbers in words, [rows, words] in int32: uint8, [rows, words * 32 / bits]."""
-    numbers = words.contiguous().view(torch.uint8)
+    # As one row: a tensor of one row may have any stride, and then has no view as another type.
+    numbers = words.reshape(-1).contiguous().view(torch.uint8).view(len(words), 4 * words.shape[1])
     return numbers if bits == 8 else halves(numbers)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
     """The words, [rows, words] in int32, of numbers, [rows, numbers] in uint8; zeros fill the last word."""
     per_word = 32 // bits
-    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word)).contiguous()
-    return (numbers if bits == 8 else joined(numbers)).view(torch.int32)
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % per_word))
+    octets = numbers if bits == 8 else joined(numbers)
+    return octets.reshape(-1).contiguous().view(torch.int32).view(len(octets), octets.shape[1] // 4)
 
 
 def halves(numbers: Tensor) -> Tensor:
