@@ -1,0 +1,243 @@
+"""GGUF files through `from_pretrained`, against what the library reads of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import fastgen
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, inputs_of
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+ENTRY_POINT = "transformers.from_pretrained"
+HIDDEN, INNER, LAYERS, HEADS = 256, 512, 2, 4
+TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")
+
+
+@pytest.fixture(autouse=True)
+def no_counts() -> None:
+    fastgen.reset_stats()
+
+
+def random_blocks(name: str, rows: int, inputs: int) -> Any:
+    """Random bytes, with scales that leave the model's numbers small: [rows, bytes]."""
+    per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = torch.randint(0, 256, (rows * inputs // per_block, size), dtype=torch.uint8)
+    half = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1, "Q4_K": 2, "Q6_K": 0}[name]
+    small = {"Q4_K": 1e-4, "Q8_0": 1e-3}.get(name, 1e-2)
+    for place in range(half):
+        scales = (torch.rand(len(blocks), 1) * small).half() * (-1 if place == 1 and name == "Q4_1" else 1)
+        blocks[:, 2 * place : 2 * place + 2] = scales.view(torch.uint8)
+    if name == "Q6_K":
+        blocks[:, -2:] = (torch.rand(len(blocks), 1) * 1e-5).half().view(torch.uint8)
+    return blocks.view(rows, -1).numpy()
+
+
+class Writer:
+    """A GGUF file with a tiny model, whose weights are of these types by turns."""
+
+    def __init__(self, file: Path, architecture: str, types: tuple[str, ...]) -> None:
+        self.writer = gguf.GGUFWriter(file, architecture)
+        self.types, self.count = types, 0
+        self.writer.add_block_count(LAYERS)
+        self.writer.add_context_length(64)
+        self.writer.add_embedding_length(HIDDEN)
+        self.writer.add_feed_forward_length(INNER)
+        self.writer.add_head_count(HEADS)
+        self.writer.add_vocab_size(VOCABULARY)
+
+    def blocks(self, name: str, rows: int, inputs: int) -> None:
+        kind = self.types[self.count % len(self.types)]
+        self.count += 1
+        data = random_blocks(kind, rows, inputs)
+        self.writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+
+    def floats(self, name: str, *shape: int, around: float = 0.0) -> None:
+        self.writer.add_tensor(name, (around + torch.randn(shape) * 0.02).numpy())
+
+    def close(self) -> None:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+
+def write_llama(file: Path, types: tuple[str, ...] = TYPES, *, tied: bool = True, kv_heads: int = 2) -> None:
+    writer = Writer(file, "llama", types)
+    writer.writer.add_head_count_kv(kv_heads)
+    writer.writer.add_layer_norm_rms_eps(1e-5)
+    writer.writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.blocks("token_embd", VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        keys = HIDDEN // HEADS * kv_heads
+        sizes = {"q": (HIDDEN, HIDDEN), "k": (keys, HIDDEN), "v": (keys, HIDDEN), "output": (HIDDEN, HIDDEN)}
+        for name, (rows, inputs) in sizes.items():
+            writer.blocks(f"blk.{layer}.attn_{name}", rows, inputs)
+        writer.blocks(f"blk.{layer}.ffn_gate", INNER, HIDDEN)
+        writer.blocks(f"blk.{layer}.ffn_up", INNER, HIDDEN)
+        writer.blocks(f"blk.{layer}.ffn_down", HIDDEN, INNER)
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.floats(f"blk.{layer}.{norm}.weight", HIDDEN, around=1.0)
+    writer.floats("output_norm.weight", HIDDEN, around=1.0)
+    if not tied:
+        writer.blocks("output", VOCABULARY, HIDDEN)
+    writer.close()
+
+
+def write_gpt2(file: Path, types: tuple[str, ...] = TYPES) -> None:
+    writer = Writer(file, "gpt2", types)
+    writer.writer.add_layer_norm_eps(1e-5)
+    writer.blocks("token_embd", VOCABULARY, HIDDEN)
+    # The library takes the size of the vocabulary from here, and has 1024 positions.
+    writer.writer.add_tokenizer_model("gpt2")
+    writer.writer.add_token_list([f"token{number}" for number in range(VOCABULARY)])
+    writer.floats("position_embd.weight", 1024, HIDDEN)
+    for layer in range(LAYERS):
+        for name, rows, inputs in (
+            ("attn_qkv", 3 * HIDDEN, HIDDEN),
+            ("attn_output", HIDDEN, HIDDEN),
+            ("ffn_up", 4 * HIDDEN, HIDDEN),
+            ("ffn_down", HIDDEN, 4 * HIDDEN),
+        ):
+            writer.blocks(f"blk.{layer}.{name}", rows, inputs)
+            writer.floats(f"blk.{layer}.{name}.bias", rows)
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.floats(f"blk.{layer}.{norm}.weight", HIDDEN, around=1.0)
+            writer.floats(f"blk.{layer}.{norm}.bias", HIDDEN)
+    writer.floats("output_norm.weight", HIDDEN, around=1.0)
+    writer.floats("output_norm.bias", HIDDEN)
+    writer.close()
+
+
+def load(file: Path, **named: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **named)
+
+
+def read_both(file: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """As FastGen reads it, and as the library does."""
+    with fastgen.disabled():
+        theirs = load(file)
+    assert not any(isinstance(module, QuantizedWeight) for module in theirs.modules())
+    assert fastgen.stats().get(ENTRY_POINT) is None
+    return load(file), theirs
+
+
+def check_equal(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    inputs = inputs_of(theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits, rtol=1e-4, atol=1e-5)
+    options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
+
+
+def blocks_in(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("types", [(name,) for name in TYPES] + [TYPES], ids="-".join)
+def test_llama(types: tuple[str, ...], kv_heads: int, tmp_path: Path) -> None:
+    """llama.cpp stores the rows of queries and keys in another order than the library."""
+    write_llama(tmp_path / "model.gguf", types, kv_heads=kv_heads)
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    assert fastgen.stats()[ENTRY_POINT] == {"accelerated": 1, "fallback": {}}
+    layers = {name for name, module in theirs.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    assert blocks_in(ours) == layers
+    check_equal(ours, theirs)
+
+
+def test_tied_weights_are_in_memory_once(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", ("Q8_0",))
+    model = load(tmp_path / "model.gguf")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert type(embedding) is QuantizedEmbedding and type(head) is QuantizedLinear
+    assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
+    held = [tensor for layer in (embedding, head) for tensor in (*layer.parameters(), *layer.buffers())]
+    assert all(tensor.numel() == 0 or tensor.dtype in (torch.uint8, torch.float16) for tensor in held)
+
+
+def test_output_layer_of_its_own(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", ("Q4_0",), tied=False)
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    check_equal(ours, theirs)
+    assert not torch.equal(ours.get_input_embeddings().weight, ours.get_output_embeddings().weight)
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    """Its weights are transposed, and its output layer has those of the embedding."""
+    write_gpt2(tmp_path / "model.gguf")
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    kinds = (nn.Linear, Conv1D)
+    assert blocks_in(ours) == {n for n, m in theirs.named_modules() if isinstance(m, kinds)} | {"transformer.wte"}
+    check_equal(ours, theirs)
+
+
+def test_other_types_are_unpacked(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", ("Q4_K", "Q6_K"))
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    found = fastgen.stats()[ENTRY_POINT]
+    assert found["accelerated"] == 1
+    assert found["not used"] == {"gguf: weights of type Q6_K, which are unpacked": 1}
+    assert 0 < len(blocks_in(ours)) < 2 + 7 * LAYERS
+    check_equal(ours, theirs)
+
+
+def test_nothing_to_keep(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", ("Q6_K",))
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    reason = "gguf: no weight of a type that is kept in blocks"
+    assert fastgen.stats()[ENTRY_POINT] == {"accelerated": 0, "fallback": {reason: 1}}
+    assert blocks_in(ours) == set()
+    check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_llama(file, ("Q4_1",))
+    ours = load(file, dtype=dtype)
+    with fastgen.disabled():
+        theirs = load(file, dtype=dtype)
+    inputs = inputs_of(theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits)
+
+
+def test_saving_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf")
+    model = load(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="a model in GGUF blocks cannot be saved") as error:
+        model.save_pretrained(tmp_path / "saved")
+    assert "\n" not in str(error.value) and not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("write", [write_llama, write_gpt2])
+def test_dequantized(write: Any, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf")
+    ours, theirs = read_both(tmp_path / "model.gguf")
+    model = ours.dequantize()
+    assert blocks_in(model) == set()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path / "saved")
+    saved: dict[str, Tensor] = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(saved[name], tensor), name
+
+
+def test_dequantize_asked_for(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "GgufConfig"):
+        pytest.skip("this release has no configuration for GGUF")
+    write_llama(tmp_path / "model.gguf")
+    model = load(tmp_path / "model.gguf", quantization_config=transformers.GgufConfig(dequantize=True))
+    assert blocks_in(model) == set()
+    assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
