@@ -40,7 +40,9 @@ class QuantizedWeight(nn.Module):
         for part in PARTS:
             # What cannot be written in its own format is saved as it is.
             self.register_buffer(f"packed_{part}", None, persistent=not form.writable)
-        self.placeholder = torch.empty(outputs, inputs, dtype=dtype, device="meta")  # for the weight, until it is loaded
+        self.placeholder = torch.empty(
+            outputs, inputs, dtype=dtype, device="meta"
+        )  # for the weight, until it is loaded
         # Holds the dtype, and follows `module.to(dtype)`; the parts of the weight do not.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 

@@ -15,6 +15,9 @@ from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.grouped import BITS
 
+# What checkpoints are counted under in `fastgen.stats()`.
+ENTRY_POINT = "transformers.from_pretrained"
+
 
 class NotServed(Exception):
     """The checkpoint stays with the library, for this reason."""

@@ -20,8 +20,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from fastgen import counters
 from fastgen.optimizer.transformers.quantized import replacing
-from fastgen.optimizer.transformers.quantized.configurations import NotServed
-from fastgen.optimizer.transformers.quantized.hooks import ENTRY_POINT
+from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 

@@ -15,9 +15,8 @@ import torch
 
 from fastgen import counters, patching
 from fastgen.optimizer.transformers.quantized import configurations
-from fastgen.optimizer.transformers.quantized.configurations import NotServed
+from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 
-ENTRY_POINT = "transformers.from_pretrained"
 _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
 
 

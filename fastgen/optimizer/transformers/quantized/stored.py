@@ -13,8 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from fastgen import counters
 from fastgen.optimizer.transformers.quantized import replacing
-from fastgen.optimizer.transformers.quantized.configurations import Kept, NotServed
-from fastgen.optimizer.transformers.quantized.hooks import ENTRY_POINT
+from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, NotServed
 from fastgen.quantization import loaded
 from fastgen.quantization.checkpoint import ADVICE, Format
 

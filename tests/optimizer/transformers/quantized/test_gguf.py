@@ -17,6 +17,7 @@ from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, input
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
 
 ENTRY_POINT = "transformers.from_pretrained"
 HIDDEN, INNER, LAYERS, HEADS = 256, 512, 2, 4

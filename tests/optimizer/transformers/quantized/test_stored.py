@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from pathlib import Path
@@ -193,8 +194,7 @@ def _in_group(**changes: Any) -> dict[str, Any]:
 def test_left_to_the_library(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
     reference, tensors = quantize(llama(), CASES["gptq"])
     save(tmp_path, reference, tensors, config)
-    library = pytest.raises(Exception)  # whatever it says: it lacks the package, or does not know this either
-    with library:
+    with contextlib.suppress(Exception):  # it lacks the package, or cannot read this either, or can
         load(tmp_path)
     assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
     fastgen.enable(strict=True)
