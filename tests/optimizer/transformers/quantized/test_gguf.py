@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
+from benchmarks import smollm2
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, inputs_of
 
@@ -242,3 +243,17 @@ def test_dequantize_asked_for(tmp_path: Path) -> None:
     model = load(tmp_path / "model.gguf", quantization_config=transformers.GgufConfig(dequantize=True))
     assert blocks_in(model) == set()
     assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
+
+
+def test_smollm2() -> None:
+    """A trained model that a package ships, in Q4_1 and Q8_0."""
+    folder = smollm2.folder()
+    if folder is None:
+        pytest.skip(smollm2.MISSING)
+    ours, theirs = read_both(folder / smollm2.GGUF)
+    tokens = torch.randint(0, theirs.config.vocab_size, (2, 12))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    size = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in (*ours.parameters(), *ours.buffers())}.values())
+    assert size < 1.15 * (folder / smollm2.GGUF).stat().st_size
