@@ -17,12 +17,16 @@ def note(model: nn.Module, form: str) -> None:
 
 
 def notes() -> list[str]:
-    """A line for each such model that is still there."""
-    return [_described(model, form) for model, form in _formats.items()]
+    """A line for each such model that is still there, and has not been unpacked since."""
+    found = ((model, form, _layers(model)) for model, form in list(_formats.items()))
+    return [_described(model, form, layers) for model, form, layers in found if layers]
 
 
-def _described(model: nn.Module, form: str) -> str:
-    layers = [module for module in model.modules() if isinstance(module, QuantizedWeight) and module.bits is not None]
+def _layers(model: nn.Module) -> list[QuantizedWeight]:
+    return [module for module in model.modules() if isinstance(module, QuantizedWeight) and module.bits is not None]
+
+
+def _described(model: nn.Module, form: str, layers: list[QuantizedWeight]) -> str:
     distinct = {layer.packed.numbers.data_ptr(): layer for layer in layers}.values()  # tied ones count once
     size = sum(layer.nbytes for layer in distinct)
     full = sum(layer.outputs * layer.inputs * 4 for layer in distinct)

@@ -134,6 +134,10 @@ def test_status(tmp_path: Path) -> None:
     model = load(tmp_path)
     (line,) = [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
     assert line.startswith("LlamaForCausalLM read from awq: 14 layers of 4 bits in ")
+    model.dequantize()
+    assert not [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
+    model = load(tmp_path)
+    assert [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
     del model
     gc.collect()
     assert not [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
