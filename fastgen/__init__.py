@@ -34,6 +34,7 @@ def enable(
     packed_weights: str | None = None,
     weight_dtype: str | None = None,
     weight_group_size: int | None = None,
+    few_bits_inputs: str | None = None,
     linear_products: str | None = None,
     captured_step: str | None = None,
     cpu_weights: str | None = None,
@@ -54,6 +55,8 @@ def enable(
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
             where that serves, or "never".
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
+        few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
+            "int8" (the default), or the "exact" ones, which is slow.
         cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:

@@ -18,6 +18,7 @@ CHOICES = {
     "packed_weights": ("call", "keep", "never"),
     "weight_dtype": ("fp32", "int8", "int4", "bf16"),
     "weight_group_size": (32, 64, 128),
+    "few_bits_inputs": ("int8", "exact"),
     "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "never"),
 }
@@ -47,6 +48,9 @@ class Settings:
             deprecated.
         weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
             (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
+        few_bits_inputs: what layers on the CPU multiply the weights of a checkpoint in 4 or 8 bits with: inputs that
+            are rounded to "int8", row by row and group by group (the default), or the "exact" ones, which takes as
+            long as unpacking the weight does (FASTGEN_FEW_BITS_INPUTS).
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
             (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
             digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
@@ -65,6 +69,7 @@ class Settings:
     packed_weights: str = "call"
     weight_dtype: str = "fp32"
     weight_group_size: int = 64
+    few_bits_inputs: str = "int8"
     linear_products: str = "measured"
     captured_step: str = "auto"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)

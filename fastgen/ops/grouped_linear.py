@@ -110,7 +110,8 @@ def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
     scales = half if is_half else exact
     numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size)
     packed = _by_panels(scales)
-    return PackedWeight(numbers, packed, None, None, None, *weight.shape, bits, group_size)
+    outputs, inputs = weight.shape
+    return PackedWeight(numbers, packed, None, None, None, outputs, inputs, bits, group_size)
 
 
 def _of_eight(lowest: Tensor, highest: Tensor) -> Tensor:
@@ -150,28 +151,37 @@ def _by_panels(factors: Tensor) -> Tensor:
     return wide.view(panels, _PANEL, -1).transpose(1, 2).contiguous()
 
 
-def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | None = None) -> Tensor:
-    """The weight, [outputs, inputs], in a floating type; or only some of its outputs, [n] int64, in their order."""
-    if outputs is None:
-        outputs = torch.arange(weight.outputs, device=weight.numbers.device)
+def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
+    """What `pack` was given, of all outputs or some, [n] int64: numbers, [n, inputs], scales, zeros and minimums."""
+    if isinstance(outputs, slice):
+        outputs = torch.arange(weight.outputs, device=weight.numbers.device)[outputs]
     panels, lanes = outputs // _PANEL, outputs % _PANEL
     lines = weight.numbers[panels, :, lanes]  # [n, lines, 4]
     if weight.bits == 4:
         lines = torch.stack((lines & 15, lines >> 4), dim=2)
-    groups = weight.scales.shape[1]
-    values = lines.reshape(len(outputs), groups, weight.group_size).float()
-    scales = weight.scales[panels, :, lanes].float().unsqueeze(2)
-    if weight.minimums is not None:
-        values = scales * values + weight.minimums[panels, :, lanes].float().unsqueeze(2)
+    factors = weight.scales, weight.zeros, weight.minimums
+    return (
+        lines.flatten(1)[:, : weight.inputs],
+        [None if factor is None else factor[panels, :, lanes] for factor in factors],
+    )
+
+
+def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | slice = slice(None)) -> Tensor:
+    """The weight, [outputs, inputs], in a floating type, or some of its outputs; computed in float32, rounded once."""
+    numbers, factors = unpacked(weight, outputs)
+    # By input: the last group may have fewer of them.
+    scales, zeros, minimums = (
+        None if each is None else each.float().repeat_interleave(weight.group_size, dim=1)[:, : weight.inputs]
+        for each in factors
+    )
+    assert scales is not None
+    if minimums is not None:
+        values = scales * numbers + minimums
     else:
-        zeros = (
-            2.0 ** (weight.bits - 1) if weight.zeros is None else weight.zeros[panels, :, lanes].float().unsqueeze(2)
-        )
-        values = scales * (values - zeros)
-    columns = values.flatten(1)[:, : weight.inputs]
+        values = scales * (numbers - (2.0 ** (weight.bits - 1) if zeros is None else zeros))
     if weight.order is not None:
-        columns = columns[:, weight.order.argsort()]
-    return columns.to(dtype)
+        values = values[:, weight.order.argsort()]
+    return values.to(dtype)
 
 
 def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

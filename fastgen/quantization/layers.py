@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.grouped import dequantized
-from fastgen.quantization.products import PARTS, PackedWeight
+from fastgen.quantization.products import PARTS, PackedWeight, Sizes
 
 
 class QuantizedWeight(nn.Module):
@@ -34,7 +34,7 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.outputs, self.inputs, self.form = outputs, inputs, form
         self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        self.bits: int | None = None  # once packed
+        self.sizes: Sizes | None = None  # once packed
         for name, tensor in stored.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         for part in PARTS:
@@ -65,7 +65,7 @@ class QuantizedWeight(nn.Module):
     def _keep(self, packed: PackedWeight) -> None:
         for part in PARTS:
             setattr(self, f"packed_{part}", getattr(packed, part))
-        self.bits = packed.bits
+        self.sizes = packed.sizes
         for name in self.stored_dtypes:
             self._parameters.pop(name, None)
 
@@ -75,12 +75,17 @@ class QuantizedWeight(nn.Module):
         self._keep(other.packed)
 
     @property
+    def bits(self) -> int | None:
+        """Of a number, once the weight is packed."""
+        return None if self.sizes is None else self.sizes.bits
+
+    @property
     def packed(self) -> PackedWeight:
         """The weight, once it is packed."""
-        if self.bits is None:
+        if self.sizes is None:
             raise RuntimeError("the weight of this layer has not been loaded")
         parts: dict[str, Any] = {part: self._buffers[f"packed_{part}"] for part in PARTS}
-        return PackedWeight(**parts, bits=self.bits, inputs=self.inputs)
+        return PackedWeight(**parts, sizes=self.sizes)
 
     @property
     def weight(self) -> Tensor:
@@ -88,7 +93,7 @@ class QuantizedWeight(nn.Module):
 
         It is on the device "meta" as long as nothing has been loaded.
         """
-        return self.placeholder if self.bits is None else self.dequantized()
+        return self.placeholder if self.sizes is None else self.dequantized()
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
@@ -111,7 +116,7 @@ class QuantizedWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.bits is not None and self.form.writable:
+        if self.sizes is not None and self.form.writable:
             tensors = self.form.write(products.unpack(self.packed))
             for name, dtype in self.stored_dtypes.items():
                 destination[prefix + name] = tensors[name].to(dtype)
@@ -127,7 +132,7 @@ class QuantizedWeight(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = unexpected_keys, error_msgs
-        if self.bits is None or not self.form.writable:
+        if self.sizes is None or not self.form.writable:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
             return
         found: list[str] = []

@@ -30,7 +30,7 @@ def _described(model: nn.Module, form: str, layers: list[QuantizedWeight]) -> st
     distinct = {layer.packed.numbers.data_ptr(): layer for layer in layers}.values()  # tied ones count once
     size = sum(layer.nbytes for layer in distinct)
     full = sum(layer.outputs * layer.inputs * 4 for layer in distinct)
-    bits = " and ".join(str(bits) for bits in sorted({layer.packed.bits for layer in layers}))
+    bits = " and ".join(str(bits) for bits in sorted({layer.bits or 0 for layer in layers}))
     return (
         f"{type(model).__name__} read from {form}: {len(layers)} layers of {bits} bits in {size / 2**20:.1f} MiB, "
         f"{full / 2**20:.1f} MiB in float32"

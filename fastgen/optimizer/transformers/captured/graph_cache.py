@@ -116,14 +116,8 @@ def _state(model: Any) -> Hashable:
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
     now = settings.current()
-    return (
-        modules,
-        tensors,
-        _settings(model.config),
-        now.packed_weights == "never",
-        now.weight_dtype,
-        now.weight_group_size,
-    )
+    chosen = now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.few_bits_inputs
+    return modules, tensors, _settings(model.config), chosen
 
 
 def _memory(tensor: Tensor) -> Hashable:
