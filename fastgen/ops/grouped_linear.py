@@ -184,6 +184,23 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | slic
     return values.to(dtype)
 
 
+def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
+    """Lines of the weight, [n, inputs], in a floating type: those that `which`, [n] int64, names.
+
+    Raises:
+        IndexError: there is no such line.
+    """
+    like = torch.empty(0, dtype=dtype, device=which.device)
+    sizes = weight.outputs, weight.inputs, weight.bits, weight.group_size
+    try:
+        found = torch.ops.fastgen.grouped_rows.default(like, which.contiguous(), *weight[:4], *sizes)
+    except RuntimeError as error:
+        if "index out of range" not in str(error):
+            raise
+        raise IndexError(f"a line that a weight with {weight.outputs} of them does not have") from None
+    return found if weight.order is None else found[:, weight.order.argsort()]
+
+
 def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear(x, dequantized(weight), bias)`, with x rounded to 8 bits; not differentiable.
 
@@ -218,6 +235,10 @@ def unavailable() -> str | None:
 
 _PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
 _library.define("round_to_panels(Tensor weight, Tensor scales, int bits, int group_size) -> Tensor")
+_library.define(
+    "grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, Tensor? zeros, Tensor? minimums, "
+    "int outputs, int inputs, int bits, int group_size) -> Tensor"
+)
 _library.define(f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size) -> Tensor")
 _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size) -> ()",

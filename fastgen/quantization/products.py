@@ -82,7 +82,15 @@ def unpack(packed: PackedWeight) -> GroupedWeight:
 
 
 def rows(packed: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight in floating point, [len(which), inputs], in the layer's order of inputs."""
+    """Rows of the weight in floating point, [len(which), inputs], in the layer's order of inputs.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    if packed.sizes.kernel_group_size and which.device.type == "cpu" and grouped_linear.is_available():
+        return grouped_linear.rows(_for_kernels(packed), which, dtype)
+    if not ((which >= 0) & (which < packed.sizes.outputs)).all():
+        raise IndexError(f"a row that a weight with {packed.sizes.outputs} of them does not have")
     found = values(_grouped(packed, which, None), dtype)
     return found if packed.order is None else found[:, torch.argsort(packed.order)]
 

@@ -114,11 +114,16 @@ def _ties(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_it_stands_for(form: str, dtype: torch.dtype) -> None:
-    packed, meant = _weight(70, 100, 4, 32, form, 3, ordered=form == "zeros")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_it_stands_for(bits: int, form: str, dtype: torch.dtype) -> None:
+    packed, meant = _weight(70, 100, bits, 32, form, 3, ordered=form == "zeros")
     assert torch.equal(grouped_linear.dequantized(packed, torch.float64).float(), meant.float())
     some = torch.tensor([69, 0, 33, 33])
     assert torch.equal(grouped_linear.dequantized(packed, dtype, some), meant.float().to(dtype)[some])
+    assert torch.equal(grouped_linear.rows(packed, some, dtype), meant.float().to(dtype)[some])
+    for wrong in (-1, 70, 95):
+        with pytest.raises(IndexError):
+            grouped_linear.rows(packed, torch.tensor([3, wrong]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

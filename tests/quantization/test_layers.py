@@ -162,7 +162,8 @@ def test_to_another_type() -> None:
     weight = random_weight(8, 32, dtype=torch.float16)
     layer = linear(weight, PackQuantized(), definitions.pack_quantized(weight), bias=torch.zeros(8))
     layer.to(torch.bfloat16)
-    assert torch.equal(layer.packed_scales, weight.scales) and layer.packed_scales.dtype == torch.float16
+    assert torch.equal(products.unpack(layer.packed).scales, weight.scales)
+    assert layer.packed_scales.dtype == torch.float16
     assert layer.bias is not None and layer.bias.dtype == layer.weight.dtype == torch.bfloat16
     embedding, _ = blocks(3)
     assert embedding.half()(torch.tensor([1])).dtype == torch.float16

@@ -347,6 +347,38 @@ Tensor grouped_linear(Tensor x, Tensor numbers, Tensor scales, std::optional<Ten
   return y;
 }
 
+// Lines of a weight, [n, inputs] in the type of `like`: those that `which`, [n] int64, names.
+Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
+                    std::optional<Tensor> minimums, int64_t outputs, int64_t inputs, int64_t bits,
+                    int64_t group_size) {
+  const ScalarType type = like.scalar_type();
+  STD_TORCH_CHECK(is_floating(type) && which.dim() == 1 && which.scalar_type() == ScalarType::Long &&
+                      which.is_contiguous() && outputs > 0 && inputs > 0,
+                  "grouped_rows: the lines must be [n] of int64, their type floating");
+  const Weight weight = Packed{numbers, scales, zeros, minimums, {}}.weight(inputs, outputs, bits, group_size);
+  const int64_t count = which.size(0), line = kPanel * 4;
+  const int64_t* from = static_cast<const int64_t*>(which.const_data_ptr());
+  STD_TORCH_CHECK(std::all_of(from, from + count, [&](int64_t i) { return i >= 0 && i < outputs; }),
+                  "grouped_rows: index out of range");
+  const ScalarType kept = scales.scalar_type();
+  Tensor y = torch::stable::new_empty(like, {count, inputs});
+  void* to = y.mutable_data_ptr();
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t panel = from[r] / kPanel, lane = from[r] % kPanel;
+    const uint8_t* bytes = weight.numbers + panel * weight.panel_bytes + lane * 4;
+    for (int64_t i = 0; i < inputs; ++i) {
+      const int64_t at = (panel * weight.groups + i / group_size) * kPanel + lane, four = i / 4;
+      const uint8_t byte = bits == 8 ? bytes[four * line + i % 4] : bytes[four / 2 * line + i % 4];
+      const int number = bits == 8 ? byte : four % 2 == 0 ? byte & 15 : byte >> 4;
+      const float scale = read(weight.scales, at, kept);
+      const int zero = weight.zeros != nullptr ? weight.zeros[at] : weight.middle;
+      const float least = weight.minimums != nullptr ? read(weight.minimums, at, kept) : 0.0f;
+      write(to, r * inputs + i, type, scale * static_cast<float>(number - zero) + least);
+    }
+  }
+  return y;
+}
+
 // A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
 Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && is_floating(weight.scalar_type()),
@@ -388,6 +420,7 @@ Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("round_to_panels", TORCH_BOX(&round_to_panels));
+  library.impl("grouped_rows", TORCH_BOX(&grouped_rows));
   library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
   library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));
   library.impl("grouped_linears_out", TORCH_BOX(&grouped_linears_out));

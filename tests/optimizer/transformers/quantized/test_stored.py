@@ -19,6 +19,7 @@ import fastgen
 from fastgen.optimizer.transformers.quantized import hooks
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.quantization.layers import QuantizedLinear
+from fastgen.quantization.products import unpack
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
     MODELS,
@@ -77,7 +78,7 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     save(tmp_path, reference, tensors, gptq_config(sym=False))
     model = load(tmp_path, dtype=dtype)
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    assert torch.equal(layer.packed_scales, tensors["model.layers.0.mlp.up_proj.scales"].t())
+    assert torch.equal(unpack(layer.packed).scales, tensors["model.layers.0.mlp.up_proj.scales"].t())
     inputs = inputs_of(reference)
     reference.save_pretrained(tmp_path / "plain")  # and read again: `to` would round what the library does not
     with torch.no_grad():
