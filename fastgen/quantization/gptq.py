@@ -1,0 +1,87 @@
+"""GPTQ: rounding that makes up for its errors (Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization", Alg. 1).
+
+Columns of the weight are rounded one after the other. What a column loses is made up for by those that are still to be
+rounded, as the second derivatives of the layer's squared output error say. These are its Hessian, which is the same for
+every output: the sum of x x^T over the calibration inputs x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.rtn import Grid, grouped, nearest
+
+DAMPING = 0.01
+_COLUMNS = 128  # whose errors reach the columns behind them in one product (the paper's section 3.3, step 2)
+
+
+def gptq(
+    weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING, by_activation: bool = True
+) -> GroupedWeight:
+    """The weight on a grid, with a small error of the layer's output on the calibration inputs.
+
+    The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
+    ("static groups").
+
+    Args:
+        weight: [outputs, inputs].
+        hessian: [inputs, inputs], float32 or float64: the sum of x x^T. All is computed in its dtype. An input that
+            was always 0 is rounded to nearest.
+        damping: the part of the mean of the Hessian's diagonal that is added to the diagonal.
+        by_activation: begin with the inputs of the largest activations ("act-order").
+
+    Raises:
+        torch.linalg.LinAlgError: the damped Hessian is not positive definite.
+    """
+    inputs = weight.shape[1]
+    diagonal = hessian.diagonal()
+    order = torch.argsort(diagonal, descending=True, stable=True) if by_activation else torch.arange(inputs)
+    order = order.to(hessian.device)
+    rows = _compensation(hessian, damping, order)
+    values = weight.to(hessian.dtype)[:, order]
+    numbers = torch.empty_like(values)
+    groups = (order // grid.group_size).tolist()
+    for first in range(0, inputs, _COLUMNS):
+        last = min(first + _COLUMNS, inputs)
+        errors = torch.empty_like(values[:, first:last])
+        for column in range(first, last):
+            scales, zeros = grid.of_group(groups[column], values.dtype)
+            rounded = nearest(values[:, column], scales, zeros, grid.bits)
+            numbers[:, column] = rounded
+            error = (values[:, column] - (rounded - zeros) * scales) / rows[column, column]
+            values[:, column:last] -= torch.outer(error, rows[column, column:last])
+            errors[:, column - first] = error
+        values[:, last:] -= errors @ rows[first:last, last:]
+    return grouped(numbers[:, torch.argsort(order)], grid)
+
+
+def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
+    """The upper triangular U with U^T U = the inverse of the damped Hessian, rows and columns in this order.
+
+    Row j of U, divided by its diagonal element, says how columns from j on make up for the error of column j.
+    """
+    damped = hessian[order][:, order]
+    diagonal = damped.diagonal()
+    mean = diagonal.mean()
+    # An input that never was anything but 0 has a row and column of zeros: nothing makes up for it, nor it for others.
+    diagonal[diagonal == 0] = mean if mean > 0 else 1
+    diagonal += damping * mean
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:
+    """||(W - Q) X|| / ||W X|| in Frobenius norms, of a Hessian X X^T; 0 where W X is 0 and both weights are the same.
+
+    Args:
+        weight, quantised: [outputs, inputs].
+    """
+    weight = weight.to(hessian.dtype)
+    lost, whole = (_energy(part, hessian) for part in (weight - quantised.to(hessian.dtype), weight))
+    return (lost / whole) ** 0.5 if whole > 0 else (float("inf") if lost > 0 else 0.0)
+
+
+def _energy(weight: Tensor, hessian: Tensor) -> float:
+    return max(float(((weight @ hessian) * weight).sum(dtype=torch.float64)), 0.0)
