@@ -1,0 +1,220 @@
+"""Running samples through a model block by block.
+
+A block is an element of a list of modules that a forward pass calls once. While a block is worked on, the blocks before
+it are not computed: they return what the last finished block of their list has returned, which is kept for each sample.
+All code between the blocks runs as it is, so nothing is assumed about what a block is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Forward = Callable[[int], object]
+"""Runs the whole model on the sample of this number."""
+
+
+class Block(NamedTuple):
+    name: str
+    module: nn.Module
+    stack: str  # the name of its list
+    linears: dict[str, nn.Linear]  # by their names in the model
+
+
+class _Reached(Exception):  # noqa: N818 (not an error: the forward pass ends here)
+    pass
+
+
+def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
+    """The blocks of a model that have linear layers, in the order in which the first sample reaches them.
+
+    A linear layer is one of exactly `nn.Linear`, whose weight no other module has.
+
+    Raises:
+        ValueError: there are none, or they are not called in turn.
+    """
+    candidates = _outermost(model)
+    calls: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        for name, (module, _) in candidates.items()
+    ]
+    try:
+        with torch.no_grad():
+            forward(0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shared = _shared_parameters(model)
+    blocks = []
+    for name in calls:
+        module, stack = candidates[name]
+        linears = _linears(name, module, shared)
+        if calls.count(name) == 1 and linears:
+            blocks.append(Block(name, module, stack, linears))
+    if not blocks:
+        raise ValueError("it has no list of blocks with linear layers that are called once each")
+    return blocks
+
+
+def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
+    """The output layer as a block of its own, which comes after all others.
+
+    Raises:
+        ValueError: there is no such layer that could be quantised.
+    """
+    for name, module in model.named_modules():
+        if module is output_layer:
+            linears = {name: module} if type(module) is nn.Linear else {}
+            if not linears:
+                raise ValueError("its output layer is not a linear layer")
+            if id(module.weight) in _shared_parameters(model):
+                raise ValueError("its output layer shares its weight with the embeddings, which stay as they are")
+            return Block(name, module, name, linears)
+    raise ValueError("it has no output layer")
+
+
+def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The elements of all lists of modules that are not within another, with the names of their lists."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{inner}.") for inner in found):
+            found |= {f"{name}.{key}": (child, name) for key, child in module.named_children()}
+    return found
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    return {key for key, count in seen.items() if count > 1}
+
+
+def _linears(name: str, module: nn.Module, shared: set[int]) -> dict[str, nn.Linear]:
+    return {
+        f"{name}.{inner}" if inner else name: layer
+        for inner, layer in module.named_modules()
+        if type(layer) is nn.Linear and id(layer.weight) not in shared
+    }
+
+
+class Carried:
+    """What the blocks that are finished have returned, for each sample.
+
+    Args:
+        samples: how many there are; `forward` takes their numbers.
+    """
+
+    def __init__(self, forward: Forward, samples: int) -> None:
+        self.samples = samples
+        self._forward = forward
+        self._finished: dict[str, list[nn.Module]] = {}
+        self._returned: dict[str, list[Any]] = {}
+
+    @contextlib.contextmanager
+    def _replayed(self, sample: int) -> Iterator[None]:
+        """Inside this block the finished blocks return what is kept for a sample."""
+        changed = []
+        try:
+            for stack, modules in self._finished.items():
+                for module in modules:
+                    # Copied, because the code behind a block may write into what it has returned.
+                    module.forward = lambda *_, stack=stack, **__: _copied(self._returned[stack][sample])
+                    changed.append(module)
+            yield
+        finally:
+            for module in changed:
+                del module.forward
+
+    @torch.no_grad()
+    def inputs(self, block: Block, sample: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a forward pass on the sample gives the block: its arguments, and those with names.
+
+        Raises:
+            ValueError: the pass does not reach the block.
+        """
+        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.append((args, kwargs))
+            raise _Reached
+
+        hook = block.module.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with self._replayed(sample), contextlib.suppress(_Reached):
+                self._forward(sample)
+        finally:
+            hook.remove()
+        if not given:
+            raise ValueError(f"a sample does not reach {block.name}")
+        return given[0]
+
+    @torch.no_grad()
+    def run(self, block: Block) -> Iterator[Any]:
+        """Runs the block on each sample; what it returns."""
+        for sample in range(self.samples):
+            args, kwargs = self.inputs(block, sample)
+            yield block.module(*args, **kwargs)
+
+    def finish(self, block: Block) -> None:
+        """The block is as it will be: keep what it returns now, in place of what the block before it returned."""
+        returned = list(self.run(block))
+        self._finished.setdefault(block.stack, []).append(block.module)
+        self._returned[block.stack] = returned
+
+
+@torch.no_grad()
+def check_carried(blocks: Sequence[Block], forward: Forward) -> None:
+    """That blocks are given the same when those before them are replayed as when they are computed.
+
+    Raises:
+        ValueError: they are not, because something other than the block before reaches a block.
+    """
+    given: dict[str, Any] = {}
+
+    def keep(block: Block) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[block.name] = _copied((args, kwargs))
+
+        return hook
+
+    hooks = [block.module.register_forward_pre_hook(keep(block), with_kwargs=True) for block in blocks]
+    try:
+        forward(0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    carried = Carried(forward, 1)
+    for block in blocks:
+        if not _same(carried.inputs(block, 0), given[block.name]):
+            raise ValueError(f"{block.name} is given more than what the block before it returns")
+        carried.finish(block)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {name: _copied(part) for name, part in value.items()}
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether all tensors of two values are equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is dict and type(other) is dict:
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return type(one) is type(other)

@@ -1,0 +1,145 @@
+"""Quantising the linear layers of a block with what its calibration inputs say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.quantization.blocks import Block, Carried
+from fastgen.quantization.gptq import DAMPING, gptq, output_error
+from fastgen.quantization.grouped import GroupedWeight, dequantized
+from fastgen.quantization.rtn import Kind, best_grid, make_grid, round_to_nearest
+
+_LEAST_GROUP = 16  # inputs; smaller groups have more scales than they save
+
+
+class Recipe(NamedTuple):
+    """How layers are quantised."""
+
+    method: str = "gptq"  # or "rtn"
+    bits: int = 4  # 4 or 8
+    group_size: int = 64
+    symmetric: bool = True
+    damping: float = DAMPING
+    max_error: float | None = None
+    """Layers whose relative output error is larger get 8 bits. Layers that share their input are treated alike."""
+
+
+class Quantised(NamedTuple):
+    """A layer, quantised."""
+
+    weight: GroupedWeight
+    error: float  # relative output error on the calibration inputs
+
+
+class _Inputs:
+    """What is known of the inputs that some layers of a block share."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.names: list[str] = []
+        inputs = layer.in_features
+        self.hessian = torch.zeros(inputs, inputs, dtype=torch.float32, device=layer.weight.device)
+
+    def add(self, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.hessian.addmm_(rows.T, rows)
+
+
+def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callable[[], object]) -> dict[str, Quantised]:
+    """The layers of a block by name, quantised. The block itself is not changed.
+
+    A layer whose number of inputs has no group size is left out; see `group_size_of`.
+
+    Args:
+        step: called after each layer.
+
+    Raises:
+        ValueError: an input or a weight is NaN or infinite.
+    """
+    layers = {name: layer for name, layer in block.linears.items() if group_size_of(layer.in_features, recipe)}
+    found: dict[str, Quantised] = {}
+    for inputs in _collect(block, carried, layers):
+        if not bool(inputs.hessian.isfinite().all()):
+            raise ValueError(f"the inputs of {inputs.names[0]} are NaN or infinite on the calibration text")
+        shared = {name: layers[name].weight for name in inputs.names}
+        quantised = {name: quantise(weight, inputs.hessian, recipe) for name, weight in shared.items()}
+        if recipe.max_error is not None and any(layer.error > recipe.max_error for layer in quantised.values()):
+            more = recipe._replace(bits=8)
+            quantised = {name: quantise(weight, inputs.hessian, more) for name, weight in shared.items()}
+        found |= quantised
+        for _ in quantised:
+            step()
+    return {name: found[name] for name in layers}
+
+
+@torch.no_grad()
+def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe) -> Quantised:
+    """A weight, [outputs, inputs], quantised after the recipe, whatever its `max_error`.
+
+    With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, on the grid of the least weighted
+    error, and rounding to nearest. So the error on the calibration inputs is never more than that of rounding to nearest.
+    """
+    size = group_size_of(weight.shape[1], recipe)
+    scale_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
+    kind = Kind(recipe.bits, size, recipe.symmetric, scale_dtype)
+    grid = make_grid(weight, kind)
+    candidates = [round_to_nearest(weight, grid)]
+    if recipe.method == "gptq":
+        diagonal = hessian.diagonal()
+        importance = diagonal if bool(diagonal.any()) else torch.ones_like(diagonal)
+        for possible in (grid, best_grid(weight, kind, importance)):
+            candidates.append(gptq(weight, hessian, possible, recipe.damping))
+    errors = [output_error(weight, dequantized(one, weight.dtype), hessian) for one in candidates]
+    least = min(range(len(errors)), key=errors.__getitem__)
+    return Quantised(candidates[least], errors[least])
+
+
+def group_size_of(inputs: int, recipe: Recipe) -> int | None:
+    """The largest of the recipe's group size and its halves that divides a layer's inputs; None where that is small."""
+    size = recipe.group_size
+    while inputs % size and size % 2 == 0:
+        size //= 2
+    return size if inputs % size == 0 and size >= min(_LEAST_GROUP, recipe.group_size) else None
+
+
+@torch.no_grad()
+def use(block: Block, quantised: dict[str, GroupedWeight]) -> None:
+    """Gives the layers of a block what their quantised weights stand for."""
+    for name, weight in quantised.items():
+        layer = block.linears[name]
+        layer.weight.copy_(dequantized(weight, layer.weight.dtype))
+
+
+def _collect(block: Block, carried: Carried, layers: dict[str, nn.Linear]) -> list[_Inputs]:
+    """The inputs of the layers on all samples; of layers that are given the same tensor, once."""
+    found: dict[str, _Inputs] = {}
+    leaders: dict[str, _Inputs] = {}
+    latest: list[tuple[Tensor, _Inputs]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x: Tensor = args[0] if args else kwargs["input"]
+            if name not in found:  # its first call: it shares what the layer before it was given, or begins anew
+                same = bool(latest) and latest[0][0] is x
+                found[name] = latest[0][1] if same else leaders.setdefault(name, _Inputs(layers[name]))
+                found[name].names.append(name)
+            if name in leaders:
+                leaders[name].add(x)
+            latest[:] = [(x, found[name])]
+
+        return seen
+
+    hooks = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        for _ in carried.run(block):
+            latest.clear()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    for name in [name for name in layers if name not in found]:  # no sample has reached it
+        leaders[name] = _Inputs(layers[name])
+        leaders[name].names.append(name)
+    return list(leaders.values())

@@ -1,0 +1,140 @@
+"""Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
+
+A layer of [outputs, inputs] has these tensors in place of its weight:
+
+- `weight_packed`: int32 [outputs, inputs * bits / 32], the numbers of a row next to each other, the first in the lowest
+  bits; a last word that is not full ends in zeros;
+- `weight_scale`: [outputs, groups];
+- `weight_zero_point`, only of asymmetric weights: int32 [outputs * bits / 32, groups], packed along the outputs;
+- `weight_shape`: int64 [2].
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fastgen.quantization.calibration import Quantised
+from fastgen.quantization.grouped import GroupedWeight, check
+
+_BEGINNING = "fastgen"  # the key of the metadata that block files have
+
+
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """The numbers of each row, uint8 [rows, columns], packed into int32 [rows, words]."""
+    each = 8 // bits
+    rows, columns = numbers.shape
+    words = -(-columns * bits // 32)
+    padded = torch.nn.functional.pad(numbers, (0, words * 4 * each - columns))
+    octets = padded.view(rows, -1, each)
+    if bits == 4:
+        octets = octets[:, :, :1] | octets[:, :, 1:] << 4
+    octets = octets.reshape(rows, words, 4).to(torch.int32)
+    # Not as a view of other bytes, whose order is the machine's.
+    return octets[:, :, 0] | octets[:, :, 1] << 8 | octets[:, :, 2] << 16 | octets[:, :, 3] << 24
+
+
+def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
+    """The tensors of a quantised weight.
+
+    Raises:
+        ValueError: the format cannot hold it: it has minimums, or its inputs are in another order.
+    """
+    check(weight)
+    if weight.minimums is not None or weight.order is not None:
+        raise ValueError("compressed-tensors has no minimums, and no order of inputs")
+    found = {
+        "weight_packed": packed(weight.numbers, weight.bits),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.numbers.shape),
+    }
+    if weight.zeros is not None:
+        found["weight_zero_point"] = packed(weight.zeros.T, weight.bits).T.contiguous()
+    return found
+
+
+class PackedLinear(nn.Module):
+    """Holds the tensors of a quantised linear layer under the names that they are saved by. It cannot be called."""
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        for name, tensor in tensors(weight).items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", bias)
+
+
+def config(layers: Mapping[str, GroupedWeight], left_out: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of a model with these quantised layers.
+
+    Args:
+        left_out: the names of the linear layers that stay as they are.
+    """
+    kinds: dict[tuple[int, int, bool], list[str]] = collections.defaultdict(list)
+    for name, weight in layers.items():
+        kinds[weight.bits, weight.group_size, weight.zeros is None].append(name)
+    groups = {}
+    usual = max(kinds, key=lambda kind: len(kinds[kind]))
+    # The names of layers come before the class, which stands for all that are not named.
+    for number, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] == usual)):
+        bits, group_size, symmetric = kind
+        weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"] if kind == usual else names,
+            "weights": weights | {"group_size": group_size, "dynamic": False},
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(left_out),
+        "kv_cache_scheme": None,
+    }
+
+
+def save_block(path: Path, layers: Mapping[str, Quantised]) -> None:
+    """Keeps the layers of a finished block in a file."""
+    parts: dict[str, Tensor] = {}
+    about = {}
+    for name, (weight, error) in layers.items():
+        kept = {"numbers": weight.numbers, "scales": weight.scales, "zeros": weight.zeros}
+        parts |= {f"{name}.{part}": tensor.contiguous() for part, tensor in kept.items() if tensor is not None}
+        about[name] = {"bits": weight.bits, "group_size": weight.group_size, "error": error}
+    save_file(parts, path, metadata={_BEGINNING: json.dumps(about)})
+
+
+def load_block(path: Path) -> dict[str, Quantised]:
+    """What `save_block` has kept.
+
+    Raises:
+        ValueError: the file is damaged, or was not written by `save_block`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()[_BEGINNING])
+            names = set(file.keys())
+            found = {}
+            for name, values in about.items():
+                parts = {
+                    part: file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None
+                    for part in ("numbers", "scales", "zeros")
+                }
+                weight = GroupedWeight(
+                    parts["numbers"], parts["scales"], parts["zeros"], None, values["bits"], values["group_size"], None
+                )
+                check(weight)
+                found[name] = Quantised(weight, float(values["error"]))
+            return found
+    except Exception as error:  # whatever a damaged file leads to
+        raise ValueError(f"{path} is damaged") from error
