@@ -204,7 +204,7 @@ class Journal:
         except OSError as error:
             raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
         try:
-            _lock(self._file, path)
+            lock(self._file, path)
             check(find(path))
             if resume:
                 self._load()
@@ -374,7 +374,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _lock(handle: BinaryIO, path: Path) -> None:
+def lock(handle: BinaryIO, path: Path) -> None:
+    """Lock a file that is open until it is closed. Raises `SetupError` where another run has the lock."""
     # Without POSIX, or on a file system without locks, as some network mounts are, two runs are not told apart.
     with contextlib.suppress(ImportError, OSError):
         import fcntl

@@ -52,7 +52,7 @@ def load(settings: RunOptions) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
         _check_tokenizer(tokenizer, name)
         # The library goes on without a generation config that is damaged.
-        if file := _file_of(name, "generation_config.json"):
+        if file := file_of(name, "generation_config.json"):
             read_json_object(file, "the generation config")
         torch.manual_seed(settings.seed)  # weights that are missing are drawn, and a run can be repeated
         before = transformers_logging.get_verbosity()
@@ -74,11 +74,11 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
     named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
     known = {*named, "tokenizer.json", "tokenizer.model", "tekken.json"}
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    if not ordinary or (named and not any(_file_of(name, file) for file in known)):
+    if not ordinary or (named and not any(file_of(name, file) for file in known)):
         raise SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
 
 
-def _file_of(model: str, name: str) -> Path | None:
+def file_of(model: str, name: str) -> Path | None:
     """A file of a model, in its directory or where the library keeps what it has downloaded."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastgen.quantization.calibration import Quantised
 from fastgen.quantization.grouped import GroupedWeight, check
+from fastgen.quantization.rtn import Kind
 
 _BEGINNING = "fastgen"  # the key of the metadata that block files have
 
@@ -71,23 +72,24 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
 
-def config(layers: Mapping[str, GroupedWeight], left_out: Iterable[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any]:
     """The `quantization_config` of a model with these quantised layers.
 
     Args:
+        layers: what kind of grid each of them has.
         left_out: the names of the linear layers that stay as they are.
     """
     kinds: dict[tuple[int, int, bool], list[str]] = collections.defaultdict(list)
-    for name, weight in layers.items():
-        kinds[weight.bits, weight.group_size, weight.zeros is None].append(name)
+    for name, kind in layers.items():
+        kinds[kind.bits, kind.group_size, kind.symmetric].append(name)
     groups = {}
-    usual = max(kinds, key=lambda kind: len(kinds[kind]))
+    usual = max(kinds, key=lambda of: len(kinds[of]))
     # The names of layers come before the class, which stands for all that are not named.
-    for number, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] == usual)):
-        bits, group_size, symmetric = kind
+    for number, (of, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] == usual)):
+        bits, group_size, symmetric = of
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if kind == usual else names,
+            "targets": ["Linear"] if of == usual else names,
             "weights": weights | {"group_size": group_size, "dynamic": False},
             "input_activations": None,
             "output_activations": None,

@@ -284,10 +284,10 @@ def test_of_two_runs_that_begin_together_the_second_is_refused(tmp_path, monkeyp
             runs[0].remove()
         lock(handle, path)
 
-    lock = journals._lock
+    lock = journals.lock
     monkeypatch.setattr(Path, "exists", exists)
     monkeypatch.setattr(os, "open", open_first)
-    monkeypatch.setattr(journals, "_lock", lock_when_over)
+    monkeypatch.setattr(journals, "lock", lock_when_over)
     with pytest.raises(SetupError, match="another run"):
         Journal(path, SETTINGS, resume=False)
     runs[0].close()

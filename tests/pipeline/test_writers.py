@@ -133,7 +133,7 @@ def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_repl
     tmp_path, monkeypatch, resume, kind
 ):
     path, work = tmp_path / "out.txt", tmp_path / "out.txt.partial"
-    lock = journal._lock
+    lock = journal.lock
 
     def late(handle, locked):
         if kind == "output":
@@ -142,7 +142,7 @@ def test_what_another_run_has_written_between_the_check_and_the_lock_is_not_repl
             work.write_text('{"journal": 2}\n')
         lock(handle, locked)
 
-    monkeypatch.setattr(journal, "_lock", late)
+    monkeypatch.setattr(journal, "lock", late)
     with pytest.raises(SetupError, match="exists already|is left from an interrupted run|first line .* is damaged"):
         file_output(path, resume=resume)
     assert (path if kind == "output" else work).read_text() in ("theirs", '{"journal": 2}\n')

@@ -1,0 +1,113 @@
+"""The options of `fastgen-quantize`, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions, option
+
+METHODS = ("gptq", "rtn")
+_LEAST_GROUP = 8  # inputs, whose numbers of 4 bits fill a word
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What to quantise, and how. Only `model`, `output` and `calibration` are needed.
+
+    Raises `SetupError` for a value that an option cannot have, and for options that do not fit together.
+    """
+
+    model: str
+    """A directory written by `save_pretrained`, or a hub name."""
+    output: str
+    """The directory to write."""
+
+    bits: int = option(4, "bits of a weight, 4 or 8 (default: 4)")
+    group_size: int = option(
+        64, "inputs that share a scale; halved for layers whose inputs it does not divide (default: 64)"
+    )
+    method: str = option("gptq", "gptq, or rtn, which rounds to nearest (default: gptq)")
+    asymmetric: bool = option(False, "store a zero point for each group")
+    damping: float = option(0.01, "gptq: part of the mean activation that is added to each (default: 0.01)")
+    max_error: float | None = option(
+        None, "keep 8 bits for layers whose output would change by more than this part, such as 0.05"
+    )
+    output_layer: bool = option(False, "quantise the output layer too")
+
+    calibration: str = option(
+        "", "text that the model should do well on: .txt, .jsonl, .csv, .tsv, .parquet or a data set", group="text"
+    )
+    calibration_reference: str | None = option(
+        None, "encoder-decoder: file of targets, a line each; otherwise they follow the sources after a TAB, or the "
+        "model writes them"
+    )  # fmt: skip
+    samples: int = option(128, "how many samples of the text are used (default: 128)")
+    sample_length: int = option(512, "tokens of a sample at most (default: 512)")
+    evaluate: str | None = option(
+        None, "other text, for the perplexity of a decoder-only model, or the BLEU of an encoder-decoder", free=True
+    )
+    reference: str | None = option(
+        None, "file of references for --evaluate, a line each; otherwise they follow the sources after a TAB", free=True
+    )
+    input_column: str | None = option(None, "column of CALIBRATION and EVALUATE", "--text-column")
+    reference_column: str | None = option(None, "column of CALIBRATION and EVALUATE with the targets")
+    task: str = option("auto", "as for fastgen-generate")
+    prefix: str | None = option(None, "text put before every source", "--source-prefix")
+    src_lang: str | None = option(None, "source language, for multilingual models")
+    tgt_lang: str | None = option(None, "target language, for multilingual models")
+
+    device: str | None = option(
+        None, "torch device (default: cuda where there is one, otherwise cpu)", group="running"
+    )
+    dtype: str = option("auto", "fp32, fp16 or bf16 (default: that of the model)")
+    overwrite: bool = option(
+        False, "replace OUT, if fastgen-quantize wrote it, and drop what an interrupted run has left", free=True
+    )
+    resume: bool = option(False, "continue the interrupted run for this OUT", free=True)
+    trust_remote_code: bool = option(False, "run code that comes with the model", free=True)
+    quiet: bool = option(False, "no progress and no report on the terminal", free=True)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("bits", (4, 8)), ("method", METHODS), ("dtype", ("auto", *DTYPES))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise SetupError(f"{name} is {value!r}: choose from {', '.join(map(str, allowed))}")
+        if self.group_size < _LEAST_GROUP or self.group_size % _LEAST_GROUP:
+            raise SetupError(f"group-size is {self.group_size}: it must be a multiple of {_LEAST_GROUP}")
+        for name in ("samples", "sample_length"):
+            if getattr(self, name) < 1:
+                raise SetupError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        for name, value in (("damping", self.damping), ("max-error", self.max_error)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SetupError(f"{name} is {value}: it must be more than 0")
+        if self.max_error is not None and self.bits == 8:
+            raise SetupError("max-error gives layers 8 bits, which they have already: use it with 4 bits")
+        if not self.calibration:
+            raise SetupError("give a file of calibration text: --calibration FILE")
+        if STANDARD_STREAM in (self.calibration, self.evaluate, self.output):
+            raise SetupError("standard input and output cannot be used: give files and a directory")
+        if self.reference and not self.evaluate:
+            raise SetupError("references need --evaluate FILE")
+
+    @property
+    def partial(self) -> Path:
+        """Where the work so far is kept until OUT is complete."""
+        return Path(self.output.rstrip("/") + ".partial")
+
+    def reading(self, name: str, reference: str | None) -> RunOptions:
+        """The same model over a file, as a run of `fastgen-generate`."""
+        shared = ("model", "task", "prefix", "src_lang", "tgt_lang", "device", "trust_remote_code", "input_column")
+        column = None if reference else self.reference_column
+        return RunOptions(
+            input=name, output=STANDARD_STREAM, reference=reference, reference_column=column, quiet=True,
+            **{field: getattr(self, field) for field in shared},
+        )  # fmt: skip
+
+    def decisive(self) -> dict[str, object]:
+        """The options that decide what the quantised layers are."""
+        fields = (field for field in dataclasses.fields(self) if field.metadata and not field.metadata["free"])
+        return {field.name: getattr(self, field.name) for field in fields} | {"model": None, "calibration": None}

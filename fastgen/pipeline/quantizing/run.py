@@ -1,0 +1,224 @@
+"""A run of `fastgen-quantize`, from the options to OUT."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastgen.pipeline.errors import PipelineError, check_installed, explained
+from fastgen.pipeline.identity import content
+from fastgen.pipeline.loading import LoadedModel, check_path
+from fastgen.pipeline.quantizing import evaluation
+from fastgen.pipeline.quantizing.options import QuantizeOptions
+from fastgen.pipeline.quantizing.saving import load_model, save, weight_bytes
+from fastgen.pipeline.quantizing.texts import Text, Texts, samples
+from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
+from fastgen.pipeline.run import SECONDS_BETWEEN_LINES
+
+if TYPE_CHECKING:
+    from fastgen.quantization.blocks import Block, Forward
+    from fastgen.quantization.report import Layer, Report
+
+PICTURE = "report.png"
+_PROMPTS = 8
+
+
+def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda: None) -> Report | None:
+    """Quantises the linear layers of a model and writes OUT.
+
+    Args:
+        begins: called when all is checked and loaded, and the first file is about to be written.
+
+    Returns:
+        The report, which is also in OUT/report.json; None where a run that is resumed had finished before.
+
+    Raises:
+        SetupError: something given cannot work.
+        PipelineError: a file cannot be written.
+    """
+    start = time.perf_counter()
+    check_output(options)
+    check_path(options.model)
+    for package in ("rich", "matplotlib"):
+        check_installed(package, "the report")
+    calibration = Texts(options.reading(options.calibration, options.calibration_reference))
+    held_out = Texts(options.reading(options.evaluate, options.reference)) if options.evaluate else None
+    loaded = load_model(options)
+    texts = evaluation.check_texts(held_out, held_out.name, loaded.encoder_decoder) if held_out else None
+    prompts = list(itertools.islice(texts or calibration, _PROMPTS))
+    given = samples(loaded, calibration, options.samples, options.sample_length)
+    blocks, forward = _blocks(loaded, given, options)
+    identity = {"text": calibration.identity(), "model": content(loaded.model, loaded.tokenizer)}
+    with closing(Work(options, options.decisive() | identity)) as work:
+        if work.complete:
+            return None
+        begins()
+        before = _measured(loaded, texts, prompts, work, held_out.identity() if held_out else None)
+        layers = _quantise(blocks, forward, len(given), work, options)
+        with explained(f"model {options.model} cannot be measured"):
+            quality = evaluation.quality(loaded, texts) if texts else None
+        save(loaded, blocks, work, options)
+        left_out = loaded.model.config.quantization_config["ignore"]
+        before["bytes"] = weight_bytes(options.model, loaded.model)
+        # The memory of the model is needed for the one that was saved.
+        loaded.model = None
+        del forward, blocks
+        gc.collect()
+        rate, note = _speed_after(options, work.model, prompts)
+        report = _report(options, before, quality, rate, layers, left_out)
+        report.samples, report.notes = len(given), [note] if note else []
+        report.bytes.after = weight_bytes(work.model)
+        report.seconds = time.perf_counter() - start
+        _write(report, work)
+        work.finish()
+    return report
+
+
+def _blocks(loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions) -> tuple[list[Block], Forward]:
+    """The blocks of the model, and what runs it on a sample."""
+    from fastgen.quantization.blocks import check_carried, find_blocks, output_block
+
+    def forward(sample: int) -> object:
+        return loaded.model(**given[sample], use_cache=False)
+
+    with explained(f"model {options.model} cannot be quantised block by block"):
+        blocks = find_blocks(loaded.model, forward)
+        if options.output_layer:
+            blocks.append(output_block(loaded.model, loaded.model.get_output_embeddings()))
+        check_carried(blocks, forward)
+    return blocks, forward
+
+
+def _measured(
+    loaded: LoadedModel, texts: list[Text] | None, prompts: list[Text], work: Work, text: object
+) -> dict[str, Any]:
+    """What the model does before it is changed. A run that is resumed knows it, if the text is the same."""
+    if work.measured and work.measured["text"] == _plain(text):
+        return dict(work.measured)
+    with explained("the model cannot be measured"):
+        quality = evaluation.quality(loaded, texts)._asdict() if texts else None
+        measured = {"text": _plain(text), "quality": quality, "speed": evaluation.speed(loaded, prompts)}
+    work.keep(measured)
+    return measured
+
+
+def _plain(value: object) -> Any:
+    import json
+
+    return json.loads(json.dumps(value, default=str))
+
+
+def _quantise(
+    blocks: Sequence[Block], forward: Forward, count: int, work: Work, options: QuantizeOptions
+) -> list[Layer]:
+    """Block by block: its layers are quantised, or read where a run before has kept them, and put to use."""
+    from fastgen.quantization import calibration
+    from fastgen.quantization.blocks import Carried
+    from fastgen.quantization.report import Layer
+    from fastgen.quantization.writing import load_block, save_block
+
+    recipe = calibration.Recipe(
+        options.method, options.bits, options.group_size, not options.asymmetric, options.damping, options.max_error
+    )
+    carried = Carried(forward, count)
+    layers: list[Layer] = []
+    with _progress(sum(len(block.linears) for block in blocks), options.quiet) as step:
+        for number, block in enumerate(blocks):
+            path = work.block(number)
+            with explained(f"{block.name} cannot be quantised"):
+                if path.exists():
+                    quantised = load_block(path)
+                    step(len(block.linears))
+                else:
+                    quantised = calibration.quantise_block(block, carried, recipe, step)
+                    with work.placed(path.name) as unfinished:
+                        save_block(unfinished, quantised)
+                calibration.use(block, {name: weight for name, (weight, _) in quantised.items()})
+                if number + 1 < len(blocks):
+                    carried.finish(block)
+            layers += [Layer(name, w.bits, w.group_size, error) for name, (w, error) in quantised.items()]
+    if not layers:
+        raise PipelineError(f"no layer of {options.model} can be quantised in groups of {options.group_size}")
+    return layers
+
+
+@contextmanager
+def _progress(layers: int, quiet: bool) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, otherwise a line every 30 seconds; quiet, nothing. Yields what counts layers."""
+    from tqdm import tqdm
+
+    start = last = time.perf_counter()
+    done = 0
+    lines = not (quiet or sys.stderr.isatty())
+    with tqdm(total=layers, unit=" layers", disable=quiet or lines, dynamic_ncols=True) as bar:
+
+        def step(count: int = 1) -> None:
+            nonlocal done, last
+            done += count
+            bar.update(count)
+            now = time.perf_counter()
+            if lines and now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                line = bar.format_meter(done, layers, now - start, ncols=0, unit=" layers")
+                print(line.strip(), file=sys.stderr)
+
+        yield step
+
+
+def _speed_after(options: QuantizeOptions, folder: Path, prompts: list[Text]) -> tuple[float | None, str | None]:
+    """Tokens per second of the saved model; a note instead where it cannot be loaded here."""
+    try:
+        return evaluation.speed(load_model(options, folder), prompts), None
+    except PipelineError as error:
+        return None, f"tokens per second after: not measured, because {error}"
+
+
+def _report(
+    options: QuantizeOptions,
+    before: dict[str, Any],
+    quality: evaluation.Quality | None,
+    rate: float | None,
+    layers: list[Layer],
+    left_out: list[str],
+) -> Report:
+    import torch
+    import transformers
+
+    from fastgen.quantization.report import Measured, Report
+
+    was = before["quality"] or {}
+    return Report(
+        model=options.model,
+        method=options.method,
+        bits=options.bits,
+        group_size=options.group_size,
+        symmetric=not options.asymmetric,
+        samples=0,
+        bytes=Measured(before["bytes"], None),
+        measure=was.get("measure"),
+        quality=Measured(was.get("value"), quality.value if quality else None),
+        measured_on=was.get("count", 0),
+        tokens_per_second=Measured(before["speed"], rate),
+        layers=layers,
+        left_out=left_out,
+        seconds=0.0,
+        versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__),
+    )
+
+
+def _write(report: Report, work: Work) -> None:
+    """The report beside the model."""
+    from fastgen.quantization.report import png
+
+    values = dataclasses.asdict(report) | {"identity": work.identity}
+    with saving(work.model / REPORT):
+        (work.model / REPORT).write_text(report_text(values), encoding="utf-8")
+        (work.model / PICTURE).write_bytes(png(report))

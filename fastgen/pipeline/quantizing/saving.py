@@ -1,0 +1,102 @@
+"""Loading the model that is quantised, and saving what it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastgen.pipeline.errors import SetupError, explained
+from fastgen.pipeline.loading import LoadedModel, file_of, load
+from fastgen.pipeline.quantizing.options import QuantizeOptions
+from fastgen.pipeline.quantizing.work import Work, saving
+from fastgen.pipeline.settings import DTYPES, RunOptions
+
+if TYPE_CHECKING:
+    from fastgen.quantization.blocks import Block
+
+_GENERATION = "generation_config.json"
+
+
+def load_model(options: QuantizeOptions, name: str | Path | None = None) -> LoadedModel:
+    """The model that the options name, or another one, in the dtype that they ask for.
+
+    Raises `SetupError` where it cannot be loaded, or is quantised already although it is the one to quantise.
+    """
+    settings = options.reading(options.calibration, None)
+    if name is not None:
+        settings = dataclasses.replace(settings, model=str(name))
+    return load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
+
+
+def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
+    from transformers import AutoConfig
+
+    with explained(f"model {settings.model} cannot be loaded"):
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    if of_floats and getattr(config, "quantization_config", None) is not None:
+        raise SetupError(f"model {settings.model} is quantised already")
+    if wanted != "auto":
+        return wanted
+    names = dict(zip(("float32", "float16", "bfloat16"), DTYPES, strict=True))
+    return names.get(str(getattr(config, "dtype", None)).removeprefix("torch."), "fp32")
+
+
+def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: QuantizeOptions) -> None:
+    """Saves model, tokenizer and generation config in the directory that becomes OUT. The model is of no use any more.
+
+    Layer by layer the quantised weights, which the work directory has, take the place of the others.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from fastgen.quantization.rtn import Kind
+    from fastgen.quantization.writing import PackedLinear, config, load_block
+
+    model: Any = loaded.model
+    kinds = {}
+    for number, block in enumerate(blocks):
+        for name, (weight, _) in load_block(work.block(number)).items():
+            parent, _, own = name.rpartition(".")
+            bias = block.linears.pop(name).bias
+            setattr(model.get_submodule(parent), own, PackedLinear(weight, bias))
+            kinds[name] = Kind(weight.bits, weight.group_size, not options.asymmetric)
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    model.config.quantization_config = config(kinds, linear)
+    shutil.rmtree(work.model, ignore_errors=True)
+    with saving(work.model):
+        model.save_pretrained(work.model, state_dict=_as_stored(model.state_dict()))
+        # A fresh one: that of the run remembers how it has truncated.
+        tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        tokenizer.save_pretrained(work.model)
+        own_generation = file_of(options.model, _GENERATION)
+        if own_generation:
+            shutil.copyfile(own_generation, work.model / _GENERATION)
+
+
+def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors in float32 that fit into float16 to the last bit, as those that were stored in it: in float16."""
+    import torch
+
+    known: dict[int, Any] = {}
+
+    def stored(tensor: Any) -> Any:
+        if tensor.dtype != torch.float32:
+            return tensor
+        if tensor.data_ptr() not in known:
+            half = tensor.half()
+            known[tensor.data_ptr()] = half if torch.equal(half.float(), tensor) else tensor
+        return known[tensor.data_ptr()]  # one object for tied weights
+
+    return {name: stored(tensor) for name, tensor in state.items()}
+
+
+def weight_bytes(name: str | Path, model: Any = None) -> int:
+    """The bytes of the files of weights in a directory; of a model of the hub, of its parameters in memory."""
+    folder = Path(name)
+    for pattern in ("*.safetensors", "*.bin"):
+        if folder.is_dir() and (files := list(folder.glob(pattern))):
+            return sum(file.stat().st_size for file in files)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

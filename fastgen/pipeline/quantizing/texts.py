@@ -1,0 +1,106 @@
+"""The text that a model is calibrated and measured with, and the samples made of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from fastgen.pipeline.errors import SetupError, explained
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.loading import LoadedModel
+from fastgen.pipeline.records import BadRecord
+from fastgen.pipeline.settings import RunOptions
+
+
+class Text(NamedTuple):
+    source: str
+    target: str | None = None
+
+
+Sample = dict[str, Any]
+"""What the model is called with: a single sequence, or a source with its target."""
+
+
+class Texts:
+    """The texts of a file. Empty ones are left out; any other bad record is a SetupError."""
+
+    def __init__(self, settings: RunOptions) -> None:
+        self._inputs = Inputs(settings)
+        self.name = settings.input
+
+    def identity(self) -> dict[str, Any]:
+        return self._inputs.identity()
+
+    def __iter__(self) -> Iterator[Text]:
+        """Sources with their targets, for an encoder-decoder: from the references, or what follows a TAB."""
+        for record in self._inputs:
+            if isinstance(record, BadRecord):
+                if record.problem.kind == "empty":
+                    continue
+                raise SetupError(f"{self.name}, line {record.line}: {record.problem.message}")
+            source, tab, target = record.text.partition("\t")
+            if record.reference is not None or not tab:
+                yield Text(record.text, record.reference)
+            else:
+                yield Text(source, target)
+
+
+def samples(loaded: LoadedModel, texts: Texts, count: int, length: int) -> list[Sample]:
+    """At most `count` samples of at most `length` tokens, on the model's device.
+
+    Raises `SetupError` where the file has no text, or text that the tokenizer refuses.
+    """
+    with explained(f"{texts.name} cannot be tokenised"):
+        if loaded.encoder_decoder:
+            made = [_pair(loaded, text, length) for text in itertools.islice(texts, count)]
+        else:
+            made = [{"input_ids": ids} for ids in itertools.islice(sequences(loaded, texts, length), count)]
+    if not made:
+        raise SetupError(f"{texts.name} has no text")
+    return made
+
+
+def sequences(loaded: LoadedModel, texts: Iterable[Text], length: int) -> Iterator[Any]:
+    """The texts, one after the other, in sequences of `length` tokens: int64 [1, length], the last may be shorter.
+
+    A token that the tokenizer begins every text with begins every sequence.
+    """
+    import torch
+
+    tokenizer = loaded.tokenizer
+    length = min(length, loaded.positions or length)
+    first = tokenizer("a").input_ids[:1]
+    beginning = first if first == [tokenizer.bos_token_id] else []
+    taken = max(1, length - len(beginning))
+    waiting: list[int] = []
+
+    def sequence(ids: list[int]) -> Any:
+        return torch.tensor([[*beginning, *ids]], device=loaded.device)
+
+    for source, target in texts:
+        text = source if target is None else f"{source}\t{target}"
+        waiting += tokenizer(f"{text}\n", add_special_tokens=False, verbose=False).input_ids
+        while len(waiting) >= taken:
+            yield sequence(waiting[:taken])
+            del waiting[:taken]
+    if len(waiting) > 1:
+        yield sequence(waiting)
+
+
+def _pair(loaded: LoadedModel, text: Text, length: int) -> Sample:
+    """A source with its target, which the model writes where there is none."""
+    import torch
+
+    longest = {"truncation": True, "max_length": min(length, loaded.positions or length), "return_tensors": "pt"}
+    found = loaded.tokenizer(loaded.prefix + text.source, **longest)
+    sample = {name: found[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
+    if text.target is not None:
+        labels = loaded.tokenizer(text_target=text.target, **longest).input_ids
+    else:
+        with torch.no_grad():
+            written = loaded.model.generate(**sample, num_return_sequences=1, return_dict_in_generate=False)
+        labels = written[:1, 1 : length + 1]  # without the token that starts the decoder
+    if not labels.numel():
+        raise SetupError(f"the target of {text.source[:40]!r} has no tokens")
+    return sample | {"labels": labels.to(loaded.device)}

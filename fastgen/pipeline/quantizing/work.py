@@ -1,0 +1,188 @@
+"""OUT.partial: what makes a run resumable, and OUT appear at once.
+
+    OUT.partial/run.json              what the run is, and what was measured before
+    OUT.partial/block-0003.safetensors  the quantised layers of a block, written under another name and renamed
+    OUT.partial/model/                what OUT will be; its rename is the end of the run
+
+A directory without such a run.json, or an OUT without a report of FastGen's, is somebody else's: it is not replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import PipelineError, SetupError, one_line, writing
+from fastgen.pipeline.journal import lock, sync
+from fastgen.pipeline.quantizing.options import QuantizeOptions
+from fastgen.pipeline.writers import check_writable
+
+REPORT = "report.json"
+_RUN = "run.json"
+_FIRST = ("lock", f".{_RUN}.unfinished")  # what a directory holds before it has a run.json
+_KEY = "fastgen-quantize"  # in both: the format, and what says that they are FastGen's
+_VERSION = 1
+_REMEDY = "what is done is kept: --resume continues"
+
+
+def check_output(options: QuantizeOptions) -> None:
+    """Raises `SetupError` where OUT cannot be written, or something would be replaced unasked."""
+    out, partial = Path(options.output), options.partial
+    check_writable(partial / _RUN if partial.is_dir() else partial)
+    if os.path.lexists(out) and _read(out / REPORT) is None:
+        raise SetupError(f"{out} exists and was not written by fastgen-quantize: move it away, or choose another OUT")
+    left = _read(partial / _RUN)
+    if left is None and partial.is_dir() and any(path.name not in _FIRST for path in partial.iterdir()):
+        raise SetupError(f"{partial} was not written by fastgen-quantize: move it away, or choose another OUT")
+    if options.resume or options.overwrite:
+        return
+    if left is not None:
+        raise SetupError(f"{partial} is left from an interrupted run (--resume continues it, --overwrite drops it)")
+    if os.path.lexists(out):
+        raise SetupError(f"{out} exists already (--overwrite replaces it)")
+
+
+def report_text(values: Mapping[str, Any]) -> str:
+    """A report that says that FastGen has written the directory."""
+    return json.dumps({_KEY: _VERSION, **values}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and _KEY in values else None
+
+
+class Work:
+    """The directory of one run, locked against a second one with the same OUT.
+
+    Args:
+        identity: all that decides what the quantised layers are. A run with another one is not resumed.
+
+    Raises:
+        SetupError: another run writes it, or it belongs to other settings.
+    """
+
+    def __init__(self, options: QuantizeOptions, identity: Mapping[str, Any]) -> None:
+        self.path = options.partial
+        self._out = Path(options.output)
+        self._identity = json.loads(json.dumps(identity, default=str))
+        self._lock = contextlib.ExitStack()
+        self.measured: dict[str, Any] = {}
+        """What was measured of the model before it was changed."""
+        self.complete = False
+        """Whether OUT is what this run makes, and the run is only to be resumed."""
+        with writing(self.path):
+            self.path.mkdir(exist_ok=True)
+            handle = self._lock.enter_context(open(self.path / "lock", "ab"))
+        try:
+            lock(handle, self.path / "lock")
+            check_output(options)
+            if options.resume and self._is_in_place():
+                self.complete = True
+                self._drop()
+                return
+            before = _read(self.path / _RUN) if options.resume else None
+            if before is not None:
+                self._take_over(before)
+            elif os.path.lexists(self._out) and not options.overwrite:
+                raise SetupError(f"{self._out} is not of this model, text and options (--overwrite replaces it)")
+            else:
+                self._clear()
+                self.keep({})
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _is_in_place(self) -> bool:
+        return (_read(self._out / REPORT) or {}).get("identity") == self._identity
+
+    def _clear(self) -> None:
+        with writing(self.path):
+            for path in self.path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
+                    path.unlink()
+
+    def _take_over(self, before: Mapping[str, Any]) -> None:
+        if before[_KEY] != _VERSION:
+            raise SetupError(f"cannot resume: {self.path} was written by another version of fastgen")
+        old, new = before.get("identity"), self._identity
+        if not isinstance(old, dict) or not isinstance(before.get("measured"), dict):
+            raise SetupError(f"cannot resume: {self.path / _RUN} is damaged (--overwrite starts over)")
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                changed = f"{name} was {old.get(name)} and is now {new.get(name)}"
+                what = changed if len(changed) < 120 else f"{name} is not the same"
+                raise SetupError(f"cannot resume with other settings: {what}")
+        self.measured = before["measured"]
+
+    def keep(self, measured: Mapping[str, Any]) -> None:
+        """Writes what was measured before, with the identity of the run."""
+        self.measured = dict(measured)
+        values = {_KEY: _VERSION, "identity": self._identity, "measured": self.measured}
+        with self.placed(_RUN) as path:
+            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def block(self, number: int) -> Path:
+        """Where the layers of a block are kept, once it is finished."""
+        return self.path / f"block-{number:04d}.safetensors"
+
+    @contextlib.contextmanager
+    def placed(self, name: str) -> Iterator[Path]:
+        """A path to write to; the file takes its name when the block ends well."""
+        path = self.path / name
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        with saving(path):
+            yield unfinished
+            sync(unfinished)
+            os.replace(unfinished, path)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the report says of the run."""
+        return dict(self._identity)
+
+    @property
+    def model(self) -> Path:
+        """Where OUT is made."""
+        return self.path / "model"
+
+    def finish(self) -> None:
+        """Puts OUT in place and drops the rest."""
+        with writing(self._out, _REMEDY):
+            for path in self.model.rglob("*"):
+                if path.is_file():
+                    sync(path)
+            if os.path.lexists(self._out):
+                os.rename(self._out, self.path / "replaced")
+            os.rename(self.model, self._out)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._lock.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Releases the lock; what is done stays."""
+        self._lock.close()
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Inside this block an error of the system's, or of safetensors', becomes a PipelineError on one line."""
+    from safetensors import SafetensorError
+
+    try:
+        with writing(path, _REMEDY):
+            yield
+    except SafetensorError as error:
+        raise PipelineError(f"cannot write {path}: {one_line(error)} ({_REMEDY})") from error

@@ -1,0 +1,112 @@
+"""`fastgen-quantize MODEL OUT --calibration FILE`: a model in 4 or 8 bits, and a report of what that changes.
+
+Exit status: 0 done, 2 the run could not be done, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
+from fastgen_cli.shared import (
+    DONE,
+    INTERRUPTED,
+    UsageError,
+    allow_interrupts,
+    fail,
+    interrupts_end,
+    reported,
+    standard_streams,
+)
+
+PROGRAM = "fastgen-quantize"
+
+_EPILOG = """\
+text:     CALIBRATION and EVALUATE are read as fastgen-generate reads its INPUT. For an encoder-decoder, a line is a
+          source, or a source, a TAB and its target. EVALUATE should not be a part of CALIBRATION
+OUT:      loads in Transformers, if compressed-tensors is installed, and in vLLM. It also holds report.json and
+          report.png
+resuming: finished blocks are kept in OUT.partial; after an interrupt or a kill the same command with --resume
+          continues, and ends in the same weights as a run that was not interrupted
+status:   0 done, 2 the run could not be done, 130 interrupted
+"""
+_TYPES = {"bool": None, "int": int, "float": float, "str": str}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error as one line, without a page of options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser. A destination is a field of `QuantizeOptions`."""
+    from fastgen import __version__
+
+    parser = _Parser(
+        prog=PROGRAM,
+        usage="%(prog)s MODEL OUT --calibration FILE [options]",
+        description="Quantise the linear layers of a model to 4 or 8 bits.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
+    parser.add_argument("output", metavar="OUT", help="directory to write")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    group: Any = parser
+    for field in dataclasses.fields(QuantizeOptions):
+        about = field.metadata
+        if not about:
+            continue
+        if about["group"]:
+            group = parser.add_argument_group(about["group"])
+        names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
+        kind = _TYPES[str(field.type).partition(" ")[0]]
+        if kind is None:
+            group.add_argument(*names, dest=field.name, action="store_true", help=about["help"])
+        else:
+            metavar = {int: "N", float: "X"}.get(kind, field.name.split("_")[-1].upper())
+            group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=about["help"])
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    with standard_streams(), interrupts_end(PROGRAM):
+        return reported(PROGRAM, lambda: _run(words), debug="--debug" in words)
+
+
+def _run(words: Sequence[str]) -> int:
+    given = vars(build_parser().parse_args(list(words)))
+    given.pop("debug", None)
+    options = QuantizeOptions(**given)
+    try:
+        report = quantize_model(options, begins=allow_interrupts)
+    except KeyboardInterrupt:
+        if not options.partial.exists():
+            raise
+        again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
+        return fail(PROGRAM, f"interrupted; to continue: {PROGRAM} {again}", INTERRUPTED)
+    if report is None:
+        print(f"{PROGRAM}: all blocks were done before: {options.output} is complete", file=sys.stderr)
+    elif not options.quiet:
+        from rich.console import Console
+
+        from fastgen.quantization.report import table
+
+        Console().print(table(report))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
