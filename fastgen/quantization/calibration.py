@@ -83,8 +83,8 @@ def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe) -> Quantised:
     error, and rounding to nearest. So the error on the calibration inputs is never more than that of rounding to nearest.
     """
     size = group_size_of(weight.shape[1], recipe)
-    scale_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
-    kind = Kind(recipe.bits, size, recipe.symmetric, scale_dtype)
+    # In the dtype of the weight, in which compressed-tensors multiplies numbers and scales.
+    kind = Kind(recipe.bits, size, recipe.symmetric, weight.dtype)
     grid = make_grid(weight, kind)
     candidates = [round_to_nearest(weight, grid)]
     if recipe.method == "gptq":

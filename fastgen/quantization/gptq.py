@@ -27,13 +27,11 @@ def gptq(
 
     Args:
         weight: [outputs, inputs].
-        hessian: [inputs, inputs], float32 or float64: the sum of x x^T. All is computed in its dtype. An input that
-            was always 0 is rounded to nearest.
-        damping: the part of the mean of the Hessian's diagonal that is added to the diagonal.
+        hessian: [inputs, inputs], float32 or float64: the sum of x x^T. Weights are brought up to date in its dtype. An
+            input that was always 0 is rounded to nearest.
+        damping: the part of the mean of the Hessian's diagonal that is added to the diagonal: tenfold, again and
+            again, where that is too little for a positive definite matrix.
         by_activation: begin with the inputs of the largest activations ("act-order").
-
-    Raises:
-        torch.linalg.LinAlgError: the damped Hessian is not positive definite.
     """
     inputs = weight.shape[1]
     diagonal = hessian.diagonal()
@@ -62,14 +60,21 @@ def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 
     Row j of U, divided by its diagonal element, says how columns from j on make up for the error of column j.
     """
-    damped = hessian[order][:, order]
-    diagonal = damped.diagonal()
+    # In float64: few samples make a nearly singular matrix.
+    ordered = hessian[order][:, order].double()
+    diagonal = ordered.diagonal()
     mean = diagonal.mean()
     # An input that never was anything but 0 has a row and column of zeros: nothing makes up for it, nor it for others.
     diagonal[diagonal == 0] = mean if mean > 0 else 1
-    diagonal += damping * mean
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    while True:
+        damped = ordered.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper.to(hessian.dtype)
+        damping *= 10
 
 
 def output_error(weight: Tensor, quantised: Tensor, hessian: Tensor) -> float:

@@ -102,6 +102,9 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any
         "config_groups": groups,
         "ignore": list(left_out),
         "kv_cache_scheme": None,
+        # Transformers then unpacks the weights while it loads them: what it does otherwise, at the first forward pass,
+        # fails for zero points and for T5. But this takes all layers to be of one kind.
+        "dequantize": len(groups) == 1,
     }
 
 

@@ -86,6 +86,8 @@ class QuantizeOptions:
                 raise SetupError(f"{name} is {value}: it must be more than 0")
         if self.max_error is not None and self.bits == 8:
             raise SetupError("max-error gives layers 8 bits, which they have already: use it with 4 bits")
+        if self.max_error is not None and self.asymmetric:
+            raise SetupError("max-error needs symmetric weights: Transformers cannot load a mixture of asymmetric ones")
         if not self.calibration:
             raise SetupError("give a file of calibration text: --calibration FILE")
         if STANDARD_STREAM in (self.calibration, self.evaluate, self.output):

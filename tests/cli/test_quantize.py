@@ -1,0 +1,145 @@
+"""The command line of `fastgen-quantize`: what it understands, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fastgen.pipeline.quantizing import QuantizeOptions
+from fastgen.pipeline.quantizing import run as running
+from fastgen_cli.quantize import build_parser, main
+from tests.pipeline import tiny
+
+FAST = ["--group-size", "16", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
+
+
+def call(*words):
+    return main([str(word) for word in words])
+
+
+def one_line(capsys):
+    """What was printed on standard error, which must be one line."""
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1, text
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.txt"
+    made = zip(tiny.sentences(8), tiny.sentences(8, seed=1), strict=True)
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in made))
+    return path
+
+
+def test_every_option_is_on_the_command_line():
+    found = {action.dest for action in build_parser()._actions}
+    assert {field.name for field in dataclasses.fields(QuantizeOptions)} <= found
+    given = build_parser().parse_args(["m", "o", "--bits", "8", "--max-error", "0.5", "--asymmetric", "--dtype", "bf16"])
+    assert (given.bits, given.max_error, given.asymmetric, given.dtype) == (8, 0.5, True, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: MODEL, OUT"),
+        (["m", "o"], "give a file of calibration text: --calibration FILE"),
+        (["m", "o", "--bit", "4"], "unrecognized arguments: --bit 4"),
+        (["m", "o", "--bits", "3", "--calibration", "f"], "bits is 3: choose from 4, 8"),
+        (["m", "o", "--bits", "four"], "invalid int value: 'four'"),
+        (["m", "o", "--method", "awq", "--calibration", "f"], "method is 'awq': choose from gptq, rtn"),
+        (["m", "o", "--group-size", "12", "--calibration", "f"], "group-size is 12: it must be a multiple of 8"),
+        (["m", "o", "--group-size", "-1", "--calibration", "f"], "group-size is -1"),
+        (["m", "o", "--samples", "0", "--calibration", "f"], "samples is 0: it must be at least 1"),
+        (["m", "o", "--damping", "nan", "--calibration", "f"], "damping is nan: it must be more than 0"),
+        (["m", "o", "--max-error", "0.1", "--bits", "8", "--calibration", "f"], "use it with 4 bits"),
+        (["m", "o", "--max-error", "0.1", "--asymmetric", "--calibration", "f"], "max-error needs symmetric weights"),
+        (["m", "o", "--calibration", "f", "--reference", "r"], "references need --evaluate FILE"),
+        (["m", "o", "--calibration", "-"], "give files and a directory"),
+        (["m", "-", "--calibration", "f"], "give files and a directory"),
+        (["m", "o", "--calibration", "/none/i.txt"], "no such file"),
+        (["/none/model", "o", "--calibration", __file__], "no such directory"),
+        (["m", "/none/o", "--calibration", __file__], "does not exist"),
+    ],
+)
+def test_wrong_options_are_one_line(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert call(*words) == 2
+    assert message in one_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_models_and_places_are_one_line(bart, gpt2, pairs, tmp_path, capsys):
+    out = tmp_path / "out"
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for words, message in (
+        ([tmp_path / "empty", out, "--calibration", pairs], "cannot be loaded"),
+        ([gpt2, out, "--calibration", pairs, *FAST], "no list of blocks with linear layers"),
+        ([bart, tmp_path / "taken", "--calibration", pairs, *FAST], "was not written by fastgen-quantize"),
+        ([bart, tmp_path / "file", "--calibration", pairs, "--overwrite"], "was not written by fastgen-quantize"),
+        ([bart, out, "--calibration", pairs, "--calibration-reference", tmp_path / "none"], "none does not exist"),
+        ([bart, out, "--calibration", pairs, "--calibration-reference", tmp_path / "file"], "has 1 lines but the input"),
+        ([bart, out, "--calibration", pairs, "--output-layer", *FAST], "shares its weight with the embeddings"),
+    ):
+        assert call(*words) == 2
+        assert message in one_line(capsys)
+        assert not out.exists() and not out.with_name("out.partial").exists()
+
+
+def test_a_run(bart, pairs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert call(bart, out, "--calibration", pairs, "--evaluate", pairs, *FAST) == 0
+    said = capsys.readouterr()
+    for word in ("weights", "bleu", "tokens per second", "relative output error", "mean of all", "gptq, 4 bits"):
+        assert word in said.out
+    assert {"config.json", "model.safetensors", "report.json", "report.png", "tokenizer.json", "generation_config.json"} <= {
+        path.name for path in out.iterdir()
+    }  # fmt: skip
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 4
+    assert (out / "generation_config.json").read_bytes() == (bart / "generation_config.json").read_bytes()
+    assert call(bart, out, "--calibration", pairs, "--resume", *FAST) == 0
+    assert f"all blocks were done before: {out} is complete" in one_line(capsys)
+    assert call(bart, out, "--calibration", pairs, "--overwrite", "--bits", 8, "--quiet", *FAST) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, capsys, monkeypatch):
+    words = [bart, tmp_path / "out", "--calibration", pairs, "--quiet", *FAST]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert call(*words) == 130
+    said = one_line(capsys)
+    assert said.startswith("fastgen-quantize: interrupted; to continue: fastgen-quantize --resume ")
+    assert call("--resume", *words) == 0
+
+
+def test_a_killed_run_is_continued(bart, pairs, tmp_path):
+    """Killed when the first block is there; compared with a run that was not."""
+    words = ["--calibration", str(pairs), "--quiet", *FAST]
+    command = [sys.executable, "-m", "fastgen_cli.quantize", str(bart)]
+    process = subprocess.Popen([*command, str(tmp_path / "out"), *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    block = tmp_path / "out.partial" / "block-0000.safetensors"
+    try:
+        while not block.exists() and process.poll() is None:
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    status = process.wait()
+    if status != 0:  # otherwise it was done before it could be killed
+        assert status == -signal.SIGKILL
+        assert block.exists() and not (tmp_path / "out").exists()
+        assert call(str(bart), tmp_path / "out", "--resume", *words) == 0
+    assert call(bart, tmp_path / "whole", *words) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
