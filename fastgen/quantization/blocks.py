@@ -25,8 +25,8 @@ class Block(NamedTuple):
     linears: dict[str, nn.Linear]  # by their names in the model
 
 
-class _Reached(Exception):  # noqa: N818 (not an error: the forward pass ends here)
-    pass
+class _Reached(Exception):
+    """No error: the forward pass ends here."""
 
 
 def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
@@ -69,12 +69,11 @@ def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
     """
     for name, module in model.named_modules():
         if module is output_layer:
-            linears = {name: module} if type(module) is nn.Linear else {}
-            if not linears:
+            if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
                 raise ValueError("its output layer is not a linear layer")
             if id(module.weight) in _shared_parameters(model):
                 raise ValueError("its output layer shares its weight with the embeddings, which stay as they are")
-            return Block(name, module, name, linears)
+            return Block(name, module, name, {name: module})
     raise ValueError("it has no output layer")
 
 

@@ -79,10 +79,13 @@ def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callabl
 def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe) -> Quantised:
     """A weight, [outputs, inputs], quantised after the recipe, whatever its `max_error`.
 
-    With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, on the grid of the least weighted
-    error, and rounding to nearest. So the error on the calibration inputs is never more than that of rounding to nearest.
+    With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, GPTQ on the grid of the least
+    weighted error, and rounding to nearest. So the error on the calibration inputs is never more than the latter's.
+
+    Raises:
+        ValueError: no group size divides the inputs, or a weight is NaN or infinite.
     """
-    size = group_size_of(weight.shape[1], recipe)
+    size = group_size_of(weight.shape[1], recipe) or recipe.group_size
     # In the dtype of the weight, in which compressed-tensors multiplies numbers and scales.
     kind = Kind(recipe.bits, size, recipe.symmetric, weight.dtype)
     grid = make_grid(weight, kind)

@@ -1,4 +1,5 @@
-"""GPTQ: rounding that makes up for its errors (Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization", Alg. 1).
+"""GPTQ: rounding that makes up for its errors (Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization for
+Generative Pre-trained Transformers", Algorithm 1).
 
 Columns of the weight are rounded one after the other. What a column loses is made up for by those that are still to be
 rounded, as the second derivatives of the layer's squared output error say. These are its Hessian, which is the same for

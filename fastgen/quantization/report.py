@@ -99,7 +99,7 @@ def png(report: Report) -> bytes:
 
 def _kind(report: Report) -> str:
     of_8 = sum(layer.bits == 8 for layer in report.layers)
-    mixed = f", {of_8} of {len(report.layers)} layers with 8 bits" if 0 < of_8 and report.bits == 4 else ""
+    mixed = f", {of_8} of {len(report.layers)} layers with 8 bits" if of_8 > 0 and report.bits == 4 else ""
     symmetry = "symmetric" if report.symmetric else "asymmetric"
     return f"{report.method}, {report.bits} bits, groups of {report.group_size}, {symmetry}{mixed}"
 

@@ -39,9 +39,9 @@ class Kind(NamedTuple):
 def make_grid(weight: Tensor, kind: Kind, shrink: float = 1.0) -> Grid:
     """A grid for each output and group of inputs that covers all of the group's weights.
 
-    Symmetric: the largest absolute value is the largest number, and 0 is 2**(bits - 1). Asymmetric: from the least weight
-    to the largest, 0 included, so that 0 stays 0. Scales are rounded to the dtype that they are stored in before
-    anything is rounded to the grid.
+    Symmetric: the largest absolute value is the largest number, and 0 is 2**(bits - 1). Asymmetric: from the least
+    weight to the largest, 0 included, so that 0 stays 0. Scales are rounded to the dtype that they are stored in
+    before anything is rounded to the grid.
 
     Args:
         weight: [outputs, inputs].

@@ -131,13 +131,9 @@ def load_block(path: Path) -> dict[str, Quantised]:
             names = set(file.keys())
             found = {}
             for name, values in about.items():
-                parts = {
-                    part: file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None
-                    for part in ("numbers", "scales", "zeros")
-                }
-                weight = GroupedWeight(
-                    parts["numbers"], parts["scales"], parts["zeros"], None, values["bits"], values["group_size"], None
-                )
+                numbers, scales = (file.get_tensor(f"{name}.{part}") for part in ("numbers", "scales"))
+                zeros = file.get_tensor(f"{name}.zeros") if f"{name}.zeros" in names else None
+                weight = GroupedWeight(numbers, scales, zeros, None, values["bits"], values["group_size"], None)
                 check(weight)
                 found[name] = Quantised(weight, float(values["error"]))
             return found

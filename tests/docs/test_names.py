@@ -44,9 +44,9 @@ def test_links_lead_somewhere(name):
 
 def options_of_the_commands() -> set[str]:
     """Every option of every command that the project has."""
-    from fastgen_cli import generate
+    from fastgen_cli import generate, quantize
 
-    found = set(generate.build_parser()._option_string_actions)
+    found = {name for command in (generate, quantize) for name in command.build_parser()._option_string_actions}
     sources = [ROOT / path for path in ("tests/conftest.py", "benchmarks/__main__.py", "tools/gpu_check.py")]
     for source in (*sources, *(ROOT / "fastgen_cli").glob("*.py"), *(ROOT / "examples").glob("*.py")):
         found |= set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))

@@ -56,9 +56,12 @@ def test_the_hessian_of_every_layer_is_that_of_its_inputs_in_the_model(model, mo
     """Of a model whose blocks before it are quantised: compared with a pass through the whole model."""
     given = tiny.samples(model)
     seen = {}
-    monkeypatch.setattr(
-        calibration, "quantise", lambda weight, hessian, recipe: seen.update({id(weight): hessian}) or real(weight, hessian, recipe)
-    )  # fmt: skip
+
+    def kept(weight, hessian, recipe):
+        seen[id(weight)] = hessian
+        return quantise(weight, hessian, recipe)
+
+    monkeypatch.setattr(calibration, "quantise", kept)
     forward = tiny.runner(model, given)
     carried = Carried(forward, len(given))
     for block in find_blocks(model, forward):
@@ -76,13 +79,12 @@ def test_the_hessian_of_every_layer_is_that_of_its_inputs_in_the_model(model, mo
             hook.remove()
         layers = quantise_block(block, carried, BITS_4, lambda: None)
         assert layers.keys() == block.linears.keys()
-        for name, layer in block.linears.items():
-            torch.testing.assert_close(seen[id(layer.weight)].double(), expected[id(layer.weight)], rtol=1e-4, atol=1e-3)
+        for layer in block.linears.values():
+            torch.testing.assert_close(
+                seen[id(layer.weight)].double(), expected[id(layer.weight)], rtol=1e-4, atol=1e-3
+            )
         use(block, {name: layer.weight for name, layer in layers.items()})
         carried.finish(block)
-
-
-real = quantise
 
 
 def test_errors_are_those_of_the_outputs(model):
@@ -234,7 +236,7 @@ def test_the_output_layer():
 
 @pytest.mark.parametrize(
     ("inputs", "group", "found"),
-    [(576, 64, 64), (576, 128, 64), (96, 64, 32), (40, 32, None), (40, 8, 8), (48, 64, 16), (33, 16, None), (64, 64, 64)],
+    [(576, 64, 64), (576, 128, 64), (96, 64, 32), (40, 32, None), (40, 8, 8), (48, 64, 16), (33, 16, None)],
 )  # fmt: skip
 def test_the_group_size_of_a_layer(inputs, group, found):
     assert group_size_of(inputs, Recipe(group_size=group)) == found

@@ -122,7 +122,9 @@ def test_inputs_that_are_always_zero():
 def test_fewer_samples_than_inputs():
     weight, hessian = layer(4, 64, samples=3)
     grid = make_grid(weight, Kind(4, 16))
-    found, nearest = (dequantized(w, torch.float64) for w in (gptq(weight, hessian, grid), round_to_nearest(weight, grid)))
+    found, nearest = (
+        dequantized(w, torch.float64) for w in (gptq(weight, hessian, grid), round_to_nearest(weight, grid))
+    )
     assert output_error(weight, found, hessian) < output_error(weight, nearest, hessian)
     # Not positive definite, as rounding errors may leave it: the damping grows until it is.
     indefinite = hessian - 1e-5 * hessian.diagonal().mean() * torch.eye(64)
@@ -139,9 +141,8 @@ def test_float32_and_half_weights():
         assert (one.numbers != other.numbers).float().mean() < 0.01  # ties in rounding
 
 
-kinds = st.builds(
-    Kind, st.sampled_from([4, 8]), st.sampled_from([4, 8, 16]), st.booleans(), st.sampled_from([torch.float16, torch.bfloat16])
-)  # fmt: skip
+dtypes = st.sampled_from([torch.float16, torch.bfloat16])
+kinds = st.builds(Kind, st.sampled_from([4, 8]), st.sampled_from([4, 8, 16]), st.booleans(), dtypes)
 
 
 @given(kinds, st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**6), st.sampled_from([1e-7, 1e-3, 1.0, 1e4]))
@@ -162,9 +163,11 @@ def test_the_best_grid_is_not_worse_than_the_one_that_covers_all(kind, seed):
     importance = hessian.diagonal()
 
     def error(grid: Grid):
-        return ((dequantized(round_to_nearest(weight, grid), torch.float64) - weight).square() * importance).view(
-            5, 2, -1
-        ).sum(2)
+        return (
+            ((dequantized(round_to_nearest(weight, grid), torch.float64) - weight).square() * importance)
+            .view(5, 2, -1)
+            .sum(2)
+        )
 
     full, best = make_grid(weight, kind), best_grid(weight, kind, importance)
     assert bool((error(best) <= error(full) * (1 + 1e-5)).all())

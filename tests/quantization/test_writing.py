@@ -41,7 +41,9 @@ def test_the_library_reads_the_same_weight(bits, symmetric, dtype, outputs):
 
     stored = weight(outputs, 48, bits, 16, symmetric, dtype)
     about = config({"layer": Kind(bits, 16, symmetric)}, [])["config_groups"]["group_0"]
-    read = BaseCompressor.get_value_from_registry("pack-quantized").decompress(tensors(stored), QuantizationScheme(**about))
+    read = BaseCompressor.get_value_from_registry("pack-quantized").decompress(
+        tensors(stored), QuantizationScheme(**about)
+    )
     assert torch.equal(read["weight"].to(dtype), dequantized(stored, dtype))
 
 
@@ -79,7 +81,9 @@ def test_a_block_is_kept(tmp_path):
             assert torch.equal(read, value) if isinstance(value, torch.Tensor) else read == value
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-20], lambda data: data.replace(b"numbers", b"numbest")])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-20], lambda data: data.replace(b"numbers", b"numbest")]
+)
 def test_a_damaged_block_is_refused(tmp_path, damage):
     path = tmp_path / "block"
     save_block(path, {"a": Quantised(weight(), 0.5)})

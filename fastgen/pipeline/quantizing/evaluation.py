@@ -22,7 +22,7 @@ _SPEED_TEXTS, _SPEED_WORDS = 8, 32
 class Quality(NamedTuple):
     measure: str  # perplexity (lower is better) or bleu (higher is better)
     value: float
-    count: int  # predicted tokens, or texts
+    measured_on: int  # predicted tokens, or texts
 
 
 def check_texts(texts: Iterable[Text], name: str, encoder_decoder: bool) -> list[Text]:

@@ -60,9 +60,7 @@ class QuantizeOptions:
     src_lang: str | None = option(None, "source language, for multilingual models")
     tgt_lang: str | None = option(None, "target language, for multilingual models")
 
-    device: str | None = option(
-        None, "torch device (default: cuda where there is one, otherwise cpu)", group="running"
-    )
+    device: str | None = option(None, "torch device (default: cuda where there is one, otherwise cpu)", group="running")
     dtype: str = option("auto", "fp32, fp16 or bf16 (default: that of the model)")
     overwrite: bool = option(
         False, "replace OUT, if fastgen-quantize wrote it, and drop what an interrupted run has left", free=True

@@ -82,7 +82,9 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     return report
 
 
-def _blocks(loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions) -> tuple[list[Block], Forward]:
+def _blocks(
+    loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions
+) -> tuple[list[Block], Forward]:
     """The blocks of the model, and what runs it on a sample."""
     from fastgen.quantization.blocks import check_carried, find_blocks, output_block
 
@@ -205,7 +207,7 @@ def _report(
         bytes=Measured(before["bytes"], None),
         measure=was.get("measure"),
         quality=Measured(was.get("value"), quality.value if quality else None),
-        measured_on=was.get("count", 0),
+        measured_on=was.get("measured_on", 0),
         tokens_per_second=Measured(before["speed"], rate),
         layers=layers,
         left_out=left_out,

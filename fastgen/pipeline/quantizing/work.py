@@ -81,7 +81,7 @@ class Work:
         """Whether OUT is what this run makes, and the run is only to be resumed."""
         with writing(self.path):
             self.path.mkdir(exist_ok=True)
-            handle = self._lock.enter_context(open(self.path / "lock", "ab"))
+            handle = self._lock.enter_context((self.path / "lock").open("ab"))
         try:
             lock(handle, self.path / "lock")
             check_output(options)
