@@ -119,17 +119,21 @@ class Carried:
     @contextlib.contextmanager
     def _replayed(self, sample: int) -> Iterator[None]:
         """Inside this block the finished blocks return what is kept for a sample."""
-        changed = []
+        modules = [module for finished in self._finished.values() for module in finished]
+        # A module may have a forward of its own already, as wrapped ones have.
+        own = [vars(module).get("forward") for module in modules]
         try:
-            for stack, modules in self._finished.items():
-                for module in modules:
+            for stack, finished in self._finished.items():
+                for module in finished:
                     # Copied, because the code behind a block may write into what it has returned.
                     module.forward = lambda *_, stack=stack, **__: _copied(self._returned[stack][sample])
-                    changed.append(module)
             yield
         finally:
-            for module in changed:
-                del module.forward
+            for module, forward in zip(modules, own, strict=True):
+                if forward is None:
+                    vars(module).pop("forward", None)
+                else:
+                    module.forward = forward
 
     @torch.no_grad()
     def inputs(self, block: Block, sample: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

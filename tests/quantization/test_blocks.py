@@ -219,6 +219,10 @@ def test_the_model_is_as_before_when_a_pass_fails():
         carried._forward = lambda number: None
         carried.inputs(blocks[1], 0)
     assert "forward" not in vars(blocks[0].module)
+    own = blocks[0].module.forward = blocks[0].module.forward
+    with pytest.raises(ValueError, match="does not reach"):
+        carried.inputs(blocks[1], 0)
+    assert vars(blocks[0].module)["forward"] is own
     assert torch.equal(model(x[0]), before)
 
 
