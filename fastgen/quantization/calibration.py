@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.quantization.blocks import Block, Carried
-from fastgen.quantization.gptq import DAMPING, gptq, output_error
+from fastgen.quantization.gptq import DAMPING, Plan, gptq, output_error, plan
 from fastgen.quantization.grouped import GroupedWeight, dequantized
 from fastgen.quantization.rtn import Kind, best_grid, make_grid, round_to_nearest
 
@@ -65,10 +65,12 @@ def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callabl
         if not bool(inputs.hessian.isfinite().all()):
             raise ValueError(f"the inputs of {inputs.names[0]} are NaN or infinite on the calibration text")
         shared = {name: layers[name].weight for name in inputs.names}
-        quantised = {name: quantise(weight, inputs.hessian, recipe) for name, weight in shared.items()}
+        # Made once for all of them: most of the time goes into it.
+        rounding = plan(inputs.hessian, recipe.damping) if recipe.method == "gptq" else None
+        quantised = {name: quantise(weight, inputs.hessian, recipe, rounding) for name, weight in shared.items()}
         if recipe.max_error is not None and any(layer.error > recipe.max_error for layer in quantised.values()):
             more = recipe._replace(bits=8)
-            quantised = {name: quantise(weight, inputs.hessian, more) for name, weight in shared.items()}
+            quantised = {name: quantise(weight, inputs.hessian, more, rounding) for name, weight in shared.items()}
         found |= quantised
         for _ in quantised:
             step()
@@ -76,11 +78,14 @@ def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callabl
 
 
 @torch.no_grad()
-def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe) -> Quantised:
+def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | None = None) -> Quantised:
     """A weight, [outputs, inputs], quantised after the recipe, whatever its `max_error`.
 
     With "gptq" the best of three is taken: GPTQ on the grid that covers all weights, GPTQ on the grid of the least
     weighted error, and rounding to nearest. So the error on the calibration inputs is never more than the latter's.
+
+    Args:
+        rounding: GPTQ's plan for this Hessian, if there is one already.
 
     Raises:
         ValueError: no group size divides the inputs, or a weight is NaN or infinite.
@@ -93,8 +98,9 @@ def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe) -> Quantised:
     if recipe.method == "gptq":
         diagonal = hessian.diagonal()
         importance = diagonal if bool(diagonal.any()) else torch.ones_like(diagonal)
+        rounding = rounding or plan(hessian, recipe.damping)
         for possible in (grid, best_grid(weight, kind, importance)):
-            candidates.append(gptq(weight, hessian, possible, recipe.damping))
+            candidates.append(gptq(weight, possible, rounding))
     errors = [output_error(weight, dequantized(one, weight.dtype), hessian) for one in candidates]
     least = min(range(len(errors)), key=errors.__getitem__)
     return Quantised(candidates[least], errors[least])

@@ -8,6 +8,8 @@ every output: the sum of x x^T over the calibration inputs x.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,28 +20,46 @@ DAMPING = 0.01
 _COLUMNS = 128  # whose errors reach the columns behind them in one product (the paper's section 3.3, step 2)
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING, by_activation: bool = True
-) -> GroupedWeight:
-    """The weight on a grid, with a small error of the layer's output on the calibration inputs.
+class Plan(NamedTuple):
+    """How layers with the same inputs are rounded. It does not depend on their weights."""
 
-    The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
-    ("static groups").
+    order: Tensor  # int64 [inputs]: the columns as they are taken
+    rows: Tensor
+    """[inputs, inputs], upper triangular: row j, divided by its diagonal element, says how the columns from j on make
+    up for the error of column j. In the order of `order`."""
+
+
+def plan(hessian: Tensor, damping: float = DAMPING, by_activation: bool = True) -> Plan:
+    """The order of the columns, and the upper triangular U with U^T U = the inverse of the damped Hessian.
 
     Args:
-        weight: [outputs, inputs].
-        hessian: [inputs, inputs], float32 or float64: the sum of x x^T. Weights are brought up to date in its dtype. An
-            input that was always 0 is rounded to nearest.
+        hessian: [inputs, inputs], float32 or float64: the sum of x x^T.
         damping: the part of the mean of the Hessian's diagonal that is added to the diagonal: tenfold, again and
             again, where that is too little for a positive definite matrix.
         by_activation: begin with the inputs of the largest activations ("act-order").
+
+    Raises:
+        ValueError: the Hessian has elements that are NaN or infinite.
     """
-    inputs = weight.shape[1]
     diagonal = hessian.diagonal()
-    order = torch.argsort(diagonal, descending=True, stable=True) if by_activation else torch.arange(inputs)
-    order = order.to(hessian.device)
-    rows = _compensation(hessian, damping, order)
-    values = weight.to(hessian.dtype)[:, order]
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    if not by_activation:
+        order = torch.arange(len(diagonal), device=hessian.device)
+    return Plan(order, _compensation(hessian, damping, order))
+
+
+def gptq(weight: Tensor, grid: Grid, plan: Plan) -> GroupedWeight:
+    """The weight on a grid, with a small error of the layer's output on the calibration inputs.
+
+    The grid is known beforehand. So columns can be rounded in any order while their groups stay next to each other
+    ("static groups"). An input that was always 0 is rounded to nearest.
+
+    Args:
+        weight: [outputs, inputs]. It is brought up to date in the dtype of the plan.
+    """
+    order, rows = plan
+    inputs = weight.shape[1]
+    values = weight.to(rows.dtype)[:, order]
     numbers = torch.empty_like(values)
     groups = (order // grid.group_size).tolist()
     for first in range(0, inputs, _COLUMNS):
@@ -57,16 +77,14 @@ def gptq(
 
 
 def _compensation(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
-    """The upper triangular U with U^T U = the inverse of the damped Hessian, rows and columns in this order.
-
-    Row j of U, divided by its diagonal element, says how columns from j on make up for the error of column j.
-    """
     # In float64: few samples make a nearly singular matrix.
     ordered = hessian[order][:, order].double()
     diagonal = ordered.diagonal()
     mean = diagonal.mean()
     # An input that never was anything but 0 has a row and column of zeros: nothing makes up for it, nor it for others.
     diagonal[diagonal == 0] = mean if mean > 0 else 1
+    if not bool(ordered.isfinite().all()):
+        raise ValueError("the Hessian has elements that are NaN or infinite")
     while True:
         damped = ordered.clone()
         damped.diagonal().add_(damping * mean)

@@ -68,9 +68,10 @@ def table(report: Report) -> Any:
         change = _percent if report.measure == "perplexity" else lambda values: f"{values.after - values.before:+.2f}"
         whole.add_row(report.measure, *_cells(report.quality, lambda value: f"{value:,.3f}", change))
     whole.add_row("tokens per second", *_cells(report.tokens_per_second, lambda value: f"{value:,.1f}", _ratio))
-    worst = Table(title=f"{len(report.layers)} layers, the largest errors", title_justify="left")
-    for column in ("layer", "bits", "group", "relative output error"):
-        worst.add_column(column, justify="left" if column == "layer" else "right")
+    worst = Table(title=f"Relative output errors of {len(report.layers)} layers, the largest", title_justify="left")
+    worst.add_column("layer", overflow="fold")  # names are never cut
+    for column in ("bits", "group", "error"):
+        worst.add_column(column, justify="right")
     for layer in sorted(report.layers, key=lambda layer: -layer.error)[:_WORST]:
         worst.add_row(layer.name, str(layer.bits), str(layer.group_size), f"{100 * layer.error:.2f} %")
     mean = sum(layer.error for layer in report.layers) / max(1, len(report.layers))

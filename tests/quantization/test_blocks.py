@@ -13,7 +13,7 @@ from torch import nn
 from fastgen.quantization import calibration
 from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block
 from fastgen.quantization.calibration import Recipe, group_size_of, quantise, quantise_block, use
-from fastgen.quantization.gptq import gptq, output_error
+from fastgen.quantization.gptq import gptq, output_error, plan
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.rtn import Kind, make_grid
 from tests.quantization import tiny
@@ -57,9 +57,9 @@ def test_the_hessian_of_every_layer_is_that_of_its_inputs_in_the_model(model, mo
     given = tiny.samples(model)
     seen = {}
 
-    def kept(weight, hessian, recipe):
+    def kept(weight, hessian, *others):
         seen[id(weight)] = hessian
-        return quantise(weight, hessian, recipe)
+        return quantise(weight, hessian, *others)
 
     monkeypatch.setattr(calibration, "quantise", kept)
     forward = tiny.runner(model, given)
@@ -144,7 +144,7 @@ def test_gptq_alone_may_lose_more_than_rounding_to_nearest():
         x = torch.randn(9, 8, generator=source) * torch.rand(8, generator=source)
         weight, hessian = torch.randn(1, 8, generator=source), x.T @ x
         grid = make_grid(weight, Kind(4, 8))
-        alone = output_error(weight, dequantized(gptq(weight, hessian, grid), torch.float32), hessian)
+        alone = output_error(weight, dequantized(gptq(weight, grid, plan(hessian)), torch.float32), hessian)
         nearest = quantise(weight, hessian, Recipe("rtn", group_size=8)).error
         worse += alone > nearest
         assert quantise(weight, hessian, Recipe(group_size=8)).error <= nearest

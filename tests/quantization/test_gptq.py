@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.quantization import gptq as module
-from fastgen.quantization.gptq import gptq, output_error
+from fastgen.quantization.gptq import output_error
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.rtn import Grid, Kind, best_grid, make_grid, round_to_nearest
 
@@ -22,6 +22,10 @@ def layer(outputs, inputs, samples=200, seed=0):
     sizes = torch.rand(inputs, generator=source, dtype=torch.float64) * 3
     x = torch.randn(samples, inputs, generator=source, dtype=torch.float64) @ mixed * sizes
     return torch.randn(outputs, inputs, generator=source, dtype=torch.float64), x.T @ x
+
+
+def gptq(weight, hessian, grid, **options):
+    return module.gptq(weight, grid, module.plan(hessian, **options))
 
 
 def plain_rounding(value, scale, zero, bits):
@@ -185,5 +189,7 @@ def test_zeros_and_constants():
 def test_what_cannot_be_on_a_grid():
     with pytest.raises(ValueError, match="10 inputs are not whole groups of 4"):
         make_grid(torch.zeros(2, 10), Kind(4, 4))
+    with pytest.raises(ValueError, match="the Hessian has elements that are NaN"):
+        module.plan(torch.full((2, 2), float("nan")))
     with pytest.raises(ValueError, match="NaN"):
         make_grid(torch.tensor([[1.0, float("nan")]]), Kind(4, 2))
