@@ -7,7 +7,7 @@ TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 FAIRSEQ ?= fairseq==0.12.2
-OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1
+OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 nncf
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 TRANSFORMERS_VERSIONS ?= 5.4.0 5.10.4 5.17.0 5.23.0
 

@@ -19,11 +19,20 @@ _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class OpenVINO(Elsewhere):
-    """In the precision of the model, float32 or bfloat16."""
+    """In the precision of the model, float32 or bfloat16; or with weights of 8 or 4 bits, which it makes itself.
+
+    Args:
+        name, rival: of the backend.
+        bits: of a weight, with inputs as it rounds them by default; None for the precision of the model.
+    """
 
     library = "OpenVINO"
     environment = "openvino"
     script = Path(__file__).with_name("openvino_process.py")
+
+    def __init__(self, name: str, bits: int | None = None, rival: str = "fastgen") -> None:
+        super().__init__(name, rival)
+        self._bits = bits
 
     def check(self, job: Job) -> None:
         if job.model.dtype not in _PRECISIONS:
@@ -40,5 +49,6 @@ class OpenVINO(Elsewhere):
             "folder": str(folder),
             "is_encoder_decoder": job.model.config.is_encoder_decoder,
             "precision": _PRECISIONS[job.model.dtype],
+            "bits": self._bits,
             "options": dict(job.workload.options),
         }

@@ -18,11 +18,19 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     settings = {
         "INFERENCE_PRECISION_HINT": asked["precision"],
         "KV_CACHE_PRECISION": asked["precision"],
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
         "INFERENCE_NUM_THREADS": asked["threads"],
         "PERFORMANCE_HINT": "LATENCY",
     }
-    model = kind.from_pretrained(asked["folder"], export=True, load_in_8bit=False, ov_config=settings)
+    weights: dict[str, Any] = {"load_in_8bit": False}
+    if asked["bits"] is None:
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
+    elif asked["bits"] == 8:
+        weights = {"load_in_8bit": True}
+    else:
+        from optimum.intel import OVWeightQuantizationConfig
+
+        weights = {"quantization_config": OVWeightQuantizationConfig(bits=4, group_size=64, ratio=1.0)}
+    model = kind.from_pretrained(asked["folder"], export=True, ov_config=settings, **weights)
     inputs = {name: torch.tensor(value) for name, value in asked["inputs"].items()}
 
     def generate(count: int) -> list[list[int]]:
