@@ -16,6 +16,7 @@ OPERATORS = (
     "best_candidates",
     "dot_linear",
     "elementwise",
+    "grouped_linear",
     "linear",
     "no_repeat_ngram",
     "quantized_linear",

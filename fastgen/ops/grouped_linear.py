@@ -221,7 +221,7 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
 @functools.cache
 def is_available() -> bool:
     """Whether there are kernels in this process."""
-    return _library.has_kernel("fastgen::grouped_linear_out")
+    return _library.has_kernel("fastgen::grouped_linear_out") and _library.has_kernel("fastgen::grouped_rows")
 
 
 def unavailable() -> str | None:

@@ -33,8 +33,13 @@ _BITS = 4
 
 @dataclass(frozen=True)
 class AWQ:
-    """AWQ in the layout `gemm`."""
+    """AWQ in the layout `gemm`.
 
+    Attributes:
+        group_sizes: inputs per group that the configuration names; empty if it does not.
+    """
+
+    group_sizes: frozenset[int] = frozenset()
     name = "awq"
     writable = True
 
@@ -47,7 +52,7 @@ class AWQ:
         stored = expect("qweight", tensors.get("qweight"), (inputs, outputs // 8), (torch.int32,))
         scales = tensors.get("scales")
         groups = scales.shape[0] if scales is not None and scales.dim() else 0
-        group_size = whole_groups(inputs, groups, "scales")
+        group_size = whole_groups(inputs, groups, "scales", self.group_sizes)
         scales = expect("scales", scales, (groups, outputs), FLOATS)
         zeros = expect("qzeros", tensors.get("qzeros"), (groups, outputs // 8), (torch.int32,))
         apart = unless_middle(_unpacked(zeros), _BITS)

@@ -6,7 +6,7 @@ A format is read for one layer at a time, from tensors by the names that they ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -63,11 +63,17 @@ def expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tup
     return tensor
 
 
-def whole_groups(inputs: int, groups: int, what: str) -> int:
-    """The inputs per group, which must come out even."""
+def whole_groups(inputs: int, groups: int, what: str, sizes: Collection[int] = ()) -> int:
+    """The inputs per group, which must come out even.
+
+    sizes: those that the configuration names, if it does; -1 or 0 is one group for all inputs.
+    """
     if groups < 1 or inputs % groups:
         raise ValueError(f"{what} has {groups} groups for {inputs} inputs, which are no whole groups: {ADVICE}")
-    return inputs // groups
+    size = inputs // groups
+    if sizes and size not in sizes and not (groups == 1 and any(each < 1 or each >= inputs for each in sizes)):
+        raise ValueError(f"{what} has groups of {size} inputs, and the configuration says {sorted(sizes)}: {ADVICE}")
+    return size
 
 
 def order_of(groups: Tensor, group_size: int, name: str) -> Tensor | None:

@@ -36,9 +36,11 @@ class PackQuantized:
 
     Attributes:
         packed_zeros: zero points are packed into words.
+        group_sizes: inputs per group that the configuration names; empty if it does not.
     """
 
     packed_zeros: bool = True
+    group_sizes: frozenset[int] = frozenset()
     name = "compressed-tensors"
     writable = True
 
@@ -56,7 +58,7 @@ class PackQuantized:
             raise ValueError(f"weight_shape is {shape.tolist()}, and the layer's {[outputs, inputs]}: {ADVICE}")
         scales = tensors.get("weight_scale")
         groups = scales.shape[1] if scales is not None and scales.dim() == 2 else 0
-        group_size = whole_groups(inputs, groups, "weight_scale")
+        group_size = whole_groups(inputs, groups, "weight_scale", self.group_sizes)
         scales = expect("weight_scale", scales, (outputs, groups), FLOATS)
         zeros = None
         if "weight_zero_point" in tensors:
@@ -64,7 +66,8 @@ class PackQuantized:
         numbers, order = words.unpacked(stored, bits)[:, :inputs], None
         if "weight_g_idx" in tensors:
             g_idx = expect("weight_g_idx", tensors["weight_g_idx"], (inputs,), (torch.int32, torch.int64))
-            order = order_of(g_idx, group_size, "weight_g_idx")
+            # -1 throughout stands for an order that was never set.
+            order = None if bool((g_idx == -1).all()) else order_of(g_idx, group_size, "weight_g_idx")
         if order is not None:
             numbers = numbers[:, order]
         return GroupedWeight(numbers.contiguous(), scales.contiguous(), zeros, None, bits, group_size, order)

@@ -39,8 +39,10 @@ def plan(hessian: Tensor, damping: float = DAMPING, by_activation: bool = True) 
         by_activation: begin with the inputs of the largest activations ("act-order").
 
     Raises:
-        ValueError: the Hessian has elements that are NaN or infinite.
+        ValueError: the Hessian has elements that are NaN or infinite, or the damping is not positive.
     """
+    if not damping > 0:
+        raise ValueError(f"the damping is {damping}: it must be more than 0")
     diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True)
     if not by_activation:

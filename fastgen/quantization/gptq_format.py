@@ -36,10 +36,12 @@ class GPTQ:
         lowered: zeros are stored minus 1 (version 1).
         symmetric: every zero is the middle of the range. Then the stored values tell the version, and count more
             than what the file says: files say version 1 and hold version 2.
+        group_sizes: inputs per group that the configuration names; empty if it does not.
     """
 
     lowered: bool = True
     symmetric: bool = True
+    group_sizes: frozenset[int] = frozenset()
     name = "gptq"
     writable = True
 
@@ -63,7 +65,7 @@ class GPTQ:
         stored = expect("qweight", stored, (-(-inputs * bits // 32), outputs), (torch.int32,))
         scales = tensors.get("scales")
         groups = scales.shape[0] if scales is not None and scales.dim() else 0
-        group_size = whole_groups(inputs, groups, "scales")
+        group_size = whole_groups(inputs, groups, "scales", self.group_sizes)
         scales = expect("scales", scales, (groups, outputs), FLOATS)
         lines = -(-outputs * bits // 32)
         zeros = expect("qzeros", tensors.get("qzeros"), (groups, lines), (torch.int32,))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
@@ -89,11 +90,12 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in floating point, made anew: for code that looks at weights; layers do not use it.
+        """The weight in floating point, for code that looks at weights; layers do not use it.
 
-        It is on the device "meta" as long as nothing has been loaded.
+        It is on the device "meta" as long as nothing has been loaded, and then unpacked by the first operation on it:
+        T5, for one, asks for its type alone.
         """
-        return self.placeholder if self.sizes is None else self.dequantized()
+        return self.placeholder if self.sizes is None else _Unpacked(self)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
@@ -152,6 +154,29 @@ class QuantizedWeight(nn.Module):
         return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
 
 
+class _Unpacked(Tensor):
+    """The weight of a layer, which every operation on it unpacks anew."""
+
+    layer: QuantizedWeight
+
+    @staticmethod
+    def __new__(cls, layer: QuantizedWeight) -> _Unpacked:
+        like = layer.like
+        return Tensor._make_wrapper_subclass(cls, (layer.outputs, layer.inputs), dtype=like.dtype, device=like.device)
+
+    def __init__(self, layer: QuantizedWeight) -> None:
+        self.layer = layer
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        def unpacked(leaf: Any) -> Any:
+            return leaf.layer.dequantized(leaf.dtype) if isinstance(leaf, _Unpacked) else leaf
+
+        return func(*tree_map(unpacked, args), **tree_map(unpacked, kwargs or {}))
+
+
 class QuantizedLinear(QuantizedWeight):
     """A linear layer on a weight of few bits; x is [..., inputs] in any floating dtype, the result [..., outputs].
 
@@ -202,7 +227,7 @@ class QuantizedEmbedding(QuantizedWeight):
         self.num_embeddings, self.embedding_dim, self.padding_idx = outputs, inputs, padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = products.rows(self.packed, tokens.reshape(-1), self.like.dtype)
+        found = products.rows(self.packed, tokens.reshape(-1).long(), self.like.dtype)
         return found.view(*tokens.shape, self.inputs)
 
     def dequantize(self) -> nn.Embedding:

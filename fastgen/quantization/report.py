@@ -57,9 +57,10 @@ class Report:
 def table(report: Report) -> Any:
     """The report as a table of rich's."""
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
-    whole = Table(title=f"{report.model}: {_kind(report)}", title_justify="left")
+    whole = Table(title=escape(f"{report.model}: {_kind(report)}"), title_justify="left")
     for column in ("", "before", "after", "change"):
         whole.add_column(column, justify="left" if not column else "right")
     whole.add_row("weights", *_cells(report.bytes, lambda value: f"{value / 1e6:,.1f} MB", _ratio))
@@ -73,10 +74,10 @@ def table(report: Report) -> Any:
     for column in ("bits", "group", "error"):
         worst.add_column(column, justify="right")
     for layer in sorted(report.layers, key=lambda layer: -layer.error)[:_WORST]:
-        worst.add_row(layer.name, str(layer.bits), str(layer.group_size), f"{100 * layer.error:.2f} %")
+        worst.add_row(escape(layer.name), str(layer.bits), str(layer.group_size), f"{100 * layer.error:.2f} %")
     mean = sum(layer.error for layer in report.layers) / max(1, len(report.layers))
     worst.add_row("mean of all", "", "", f"{100 * mean:.2f} %")
-    return Group(whole, worst, *report.notes)
+    return Group(whole, worst, *map(escape, report.notes))
 
 
 def png(report: Report) -> bytes:
@@ -91,7 +92,7 @@ def png(report: Report) -> bytes:
     sides = figure.subplots(1, 2, width_ratios=[1, 2])
     _draw_changes(sides[0], report)
     _draw_layers(sides[1], report)
-    figure.suptitle(f"{report.model}: {_kind(report)}", fontsize=10)
+    figure.suptitle(f"{report.model}: {_kind(report)}", fontsize=10, parse_math=False)
     target = io.BytesIO()
     # Nothing in it depends on when it was made.
     figure.savefig(target, format="png", dpi=130, metadata={"Software": None})

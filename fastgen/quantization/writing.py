@@ -17,30 +17,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fastgen.quantization.calibration import Quantised
+from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.grouped import GroupedWeight, check
 from fastgen.quantization.rtn import Kind
 
 _BEGINNING = "fastgen"  # the key of the metadata that block files have
-
-
-def packed(numbers: Tensor, bits: int) -> Tensor:
-    """The numbers of each row, uint8 [rows, columns], packed into int32 [rows, words]."""
-    each = 8 // bits
-    rows, columns = numbers.shape
-    words = -(-columns * bits // 32)
-    padded = torch.nn.functional.pad(numbers, (0, words * 4 * each - columns))
-    octets = padded.view(rows, -1, each)
-    if bits == 4:
-        octets = octets[:, :, :1] | octets[:, :, 1:] << 4
-    octets = octets.reshape(rows, words, 4).to(torch.int32)
-    # Not as a view of other bytes, whose order is the machine's.
-    return octets[:, :, 0] | octets[:, :, 1] << 8 | octets[:, :, 2] << 16 | octets[:, :, 3] << 24
 
 
 def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
@@ -52,13 +38,10 @@ def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
     check(weight)
     if weight.minimums is not None or weight.order is not None:
         raise ValueError("compressed-tensors has no minimums, and no order of inputs")
-    found = {
-        "weight_packed": packed(weight.numbers, weight.bits),
-        "weight_scale": weight.scales,
-        "weight_shape": torch.tensor(weight.numbers.shape),
-    }
-    if weight.zeros is not None:
-        found["weight_zero_point"] = packed(weight.zeros.T, weight.bits).T.contiguous()
+    found = PackQuantized().write(weight)
+    del found["weight_g_idx"]  # inputs are in their order
+    if weight.zeros is None:
+        del found["weight_zero_point"]
     return found
 
 

@@ -104,4 +104,5 @@ def compare(
         others = original[:, given:]
         numbers = numbers_of(exact, inputs, original, others.shape[1])
         best = score(numbers, others, up_to_the_end(model, others))
-        assert (score(wanted, tokens, counts) >= best - bound / 2).all()
+        # A beam that is lost by rounding may have been on the way to the best end.
+        assert (score(wanted, tokens, counts) >= best - bound).all()

@@ -249,3 +249,26 @@ def test_fuzzed(data: st.DataObject) -> None:
         assert "\n" not in str(error)
     else:
         assert dequantized(read, torch.float32).shape == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("form", "write"),
+    [(GPTQ, definitions.gptq), (AWQ, definitions.awq), (PackQuantized, definitions.pack_quantized)],
+)
+def test_groups_of_another_size_than_the_configuration_says(form: Any, write: Any) -> None:
+    weight = random_weight(16, 64, group_size=32, symmetric=False)
+    tensors = write(weight)
+    for sizes in ({32}, {16, 32}, {}):
+        assert form(group_sizes=frozenset(sizes)).resolved(tensors).read(tensors, 16, 64).group_size == 32
+    for sizes in ({16}, {64}, {-1}):
+        with pytest.raises(ValueError, match="has groups of 32 inputs, and the configuration says"):
+            form(group_sizes=frozenset(sizes)).resolved(tensors).read(tensors, 16, 64)
+    channel = random_weight(16, 64, group_size=64, symmetric=False)
+    for sizes in ({64}, {-1}, {128}):
+        assert form(group_sizes=frozenset(sizes)).read(write(channel), 16, 64).group_size == 64
+
+
+def test_an_order_that_was_never_set() -> None:
+    weight = random_weight(16, 64, group_size=32)
+    tensors = {**definitions.pack_quantized(weight), "weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
+    assert PackQuantized().read(tensors, 16, 64).order is None

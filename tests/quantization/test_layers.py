@@ -187,3 +187,17 @@ def test_gradients_of_inputs() -> None:
     layer, x = linear(random_weight(8, 32)), torch.randn(2, 32, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, layer.weight.sum(0).expand(2, 32))
+
+
+def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 compares the type of a weight with that of its input, in every step."""
+    weight = random_weight(24, 32, symmetric=False)
+    layer, unpack, count = linear(weight, dtype=torch.bfloat16), products.unpack, []
+    monkeypatch.setattr(products, "unpack", lambda packed: (count.append(1), unpack(packed))[1])
+    found = layer.weight
+    assert isinstance(found, Tensor) and found.dtype is torch.bfloat16
+    assert (found.shape, found.device.type, found.dim(), found.numel()) == ((24, 32), "cpu", 2, 24 * 32)
+    assert not count
+    expected = dequantized(weight, torch.bfloat16)
+    assert torch.equal(found + 0, expected) and torch.equal(F.linear(torch.eye(32).bfloat16(), found).t(), expected)
+    assert len(count) == 2

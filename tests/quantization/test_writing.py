@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fastgen.quantization.calibration import Quantised
 from fastgen.quantization.grouped import GroupedWeight, dequantized
 from fastgen.quantization.rtn import Kind, make_grid, round_to_nearest
-from fastgen.quantization.writing import config, load_block, packed, save_block, tensors
+from fastgen.quantization.words import packed
+from fastgen.quantization.writing import config, load_block, save_block, tensors
 
 
 def weight(outputs=6, inputs=32, bits=4, group=8, symmetric=True, dtype=torch.float16, seed=0):

@@ -67,14 +67,19 @@ def _perplexity(loaded: LoadedModel, texts: list[Text]) -> Quality:
     return Quality("perplexity", math.exp(min(total / count, 700.0)), count)
 
 
+def _line(text: str | None) -> str:
+    """A text on one line."""
+    return " ".join((text or "").split())
+
+
 def _generate(loaded: LoadedModel, texts: list[Text], **options: Any) -> RunReport:
     """Runs the model over texts as `fastgen-generate` does. The model's own generation config stays."""
     own = loaded.model.generation_config
     with tempfile.TemporaryDirectory() as folder:
         source, reference, output = (Path(folder, name) for name in ("in.txt", "reference.txt", "out.txt"))
-        source.write_text("".join(f"{' '.join(text.source.split())}\n" for text in texts), encoding="utf-8")
+        source.write_text("".join(f"{_line(text.source)}\n" for text in texts), encoding="utf-8")
         if "metrics" in options:
-            reference.write_text("".join(f"{text.target}\n" for text in texts), encoding="utf-8")
+            reference.write_text("".join(f"{_line(text.target)}\n" for text in texts), encoding="utf-8")
             options["reference"] = str(reference)
         try:
             return generate_dataset(

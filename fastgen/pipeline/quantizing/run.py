@@ -65,9 +65,9 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
         layers = _quantise(blocks, forward, len(given), work, options)
         with explained(f"model {options.model} cannot be measured"):
             quality = evaluation.quality(loaded, texts) if texts else None
+        before["bytes"] = weight_bytes(options.model, loaded.model)  # saving takes the weights out of the layers
         save(loaded, blocks, work, options)
         left_out = loaded.model.config.quantization_config["ignore"]
-        before["bytes"] = weight_bytes(options.model, loaded.model)
         # The memory of the model is needed for the one that was saved.
         loaded.model = None
         del forward, blocks

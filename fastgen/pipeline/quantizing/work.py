@@ -93,6 +93,7 @@ class Work:
             if before is not None:
                 self._take_over(before)
             elif os.path.lexists(self._out) and not options.overwrite:
+                self._drop()  # it is empty: nothing of this run is left
                 raise SetupError(f"{self._out} is not of this model, text and options (--overwrite replaces it)")
             else:
                 self._clear()
@@ -168,8 +169,9 @@ class Work:
         self._drop()
 
     def _drop(self) -> None:
-        self._lock.close()
+        # While it is locked: unlocked, it may be another run's.
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
     def close(self) -> None:
         """Releases the lock; what is done stays."""

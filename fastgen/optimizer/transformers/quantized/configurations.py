@@ -70,7 +70,8 @@ def _gptq(values: Mapping[str, Any]) -> Format:
         raise NotServed(f"gptq: format {version}")
     if values.get("is_marlin_format"):
         raise NotServed("gptq: format marlin")
-    return GPTQ(lowered=version == "gptq", symmetric=bool(values.get("sym", True)))
+    sizes = _group_sizes(values, *_mappings(values.get("dynamic")))
+    return GPTQ(lowered=version == "gptq", symmetric=bool(values.get("sym", True)), group_sizes=sizes)
 
 
 def _awq(values: Mapping[str, Any]) -> Format:
@@ -84,7 +85,7 @@ def _awq(values: Mapping[str, Any]) -> Format:
         raise NotServed(f"awq: format {version}")
     if not values.get("zero_point", True):
         raise NotServed("awq: without zero points")
-    return AWQ()
+    return AWQ(_group_sizes(values))
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> Format:
@@ -113,7 +114,15 @@ def _compressed_tensors(values: Mapping[str, Any]) -> Format:
     sparsity = values.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
         raise NotServed("compressed-tensors: sparse weights")
-    return PackQuantized()
+    return PackQuantized(group_sizes=_group_sizes(*(dict(group["weights"]) for group in groups)))
+
+
+def _group_sizes(*values: Mapping[str, Any]) -> frozenset[int]:
+    """Inputs per group, as far as the configuration says; -1 for one group of all."""
+    found = [each.get("group_size", each.get("q_group_size")) for each in values]
+    if any(each.get("strategy") == "channel" for each in values):
+        found.append(-1)
+    return frozenset(int(size) for size in found if isinstance(size, int))
 
 
 def _check_bits(method: str, bits: Any) -> None:

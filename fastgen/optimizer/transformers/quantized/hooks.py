@@ -78,10 +78,16 @@ def _for_gguf(found: tuple[Any, Any, Any], given: dict[str, Any]) -> tuple[Any, 
     return GgufBlocksQuantizer(library.quantization_config), config, device_map
 
 
+def _values(device_map: Any) -> Any:
+    return device_map.values() if isinstance(device_map, dict) else [device_map]
+
+
 def _check_call(quantization_config: Any, device_map: Any) -> None:
     """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on the CPU."""
     if quantization_config is not None:
         raise NotServed("the call has a quantization_config of its own")
-    places = {torch.get_default_device()} if device_map is None else set(device_map.values())
+    if isinstance(device_map, str) and device_map not in ("cpu",):
+        raise NotServed(f"device_map is {device_map}")
+    places = {torch.get_default_device()} if device_map is None else set(_values(device_map))
     if any(str(place) != "cpu" for place in places):
         raise NotServed("the model is loaded to another device than the CPU")

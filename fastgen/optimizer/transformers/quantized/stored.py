@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,8 +49,11 @@ class StoredQuantizer(HfQuantizer):
         for name, tensors in _layers(checkpoint_files, self.form).items():
             path = _path(model, name)
             module = model.get_submodule(path)
-            if isinstance(module, nn.Embedding) or replacing.sizes(module) is None:
+            sizes = replacing.sizes(module)
+            if isinstance(module, nn.Embedding) or sizes is None:
                 raise NotServed(f"{self.form.name}: {type(module).__name__} in few bits")
+            if _has_short_group(tensors, sizes[1], getattr(self.form, "group_sizes", ())):
+                raise NotServed(f"{self.form.name}: a last group that is shorter than the others")
             if f"{path}.weight" in _tied(model):
                 raise NotServed(f"{self.form.name}: weights in few bits that are tied to others")
             model.set_submodule(path, replacing.replacement(module, self.form, tensors))
@@ -88,6 +91,12 @@ def _path(model: Any, name: str) -> str:
             continue
         return path
     raise NotServed(f"{name} is no layer of {type(model).__name__}")
+
+
+def _has_short_group(tensors: Mapping[str, Tensor], inputs: int, group_sizes: Collection[int]) -> bool:
+    scales = tensors.get("scales")  # [groups, outputs]; compressed-tensors has whole groups
+    groups = scales.shape[0] if scales is not None and scales.dim() else 0
+    return any(0 < size < inputs and inputs % size and -(-inputs // size) == groups for size in group_sizes)
 
 
 def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPTQConfig
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen.optimizer.transformers.quantized import hooks
+from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.quantization.layers import QuantizedLinear
 from fastgen.quantization.products import unpack
@@ -243,6 +243,20 @@ def test_files_left_to_the_library(tmp_path: Path) -> None:
         with pytest.raises(ImportError, match="optimum"):
             load(tmp_path)
         assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
+
+
+@pytest.mark.parametrize("device_map", ["auto", "balanced", {"": "cuda:0"}, {"model": "cpu", "lm_head": "disk"}])
+def test_other_places_than_the_processor(device_map: Any) -> None:
+    for ours in (None, "cpu", {"": "cpu"}, {"": torch.device("cpu")}):
+        hooks._check_call(None, ours)
+    with pytest.raises(NotServed):
+        hooks._check_call(None, device_map)
+
+
+@pytest.mark.parametrize(("inputs", "groups", "is_short"), [(4544, 36, True), (128, 3, False), (4608, 36, False)])
+def test_a_last_group_that_is_shorter(inputs: int, groups: int, is_short: bool) -> None:
+    tensors = {"scales": torch.empty(groups, 8, device="meta")}
+    assert stored._has_short_group(tensors, inputs, {128}) == is_short
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
