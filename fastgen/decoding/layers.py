@@ -11,7 +11,6 @@ to a call that still runs in another thread, unless the user asks for it (`packe
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -28,6 +27,7 @@ from torch.nn.utils import parametrize
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
+from fastgen.decoding.seen_weight import SeenWeight
 from fastgen.memory import free_host_memory
 from fastgen.ops import dot_linear, linear, quantized_linear
 
@@ -189,40 +189,6 @@ class _HalfLinear(_OwnProduct):
         return None if product is None else product(x, self._weight, self._bias)
 
 
-class _Weight:
-    """A parameter as it was when a call first multiplied with it.
-
-    Attributes:
-        is_plain: its layer was its weight and bias then, and nothing else.
-        may_be_packed: it is plain, and memory was not too short for its panels.
-        number: of no other one in this process.
-        panels: what it was packed to; None as long as it is not.
-    """
-
-    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "number", "panels")
-    _numbers = itertools.count()
-
-    def __init__(self, parameter: Tensor, is_plain: bool) -> None:
-        # The memory is held, so that no other tensor can come to lie there.
-        self._parameter, self._data, self._version = parameter, parameter.detach(), parameter._version
-        self.is_plain = self.may_be_packed = is_plain
-        self.number = next(self._numbers)
-        self.panels: Any = None
-
-    def is_of(self, parameter: Tensor) -> bool:
-        """Whether it is this parameter, unchanged."""
-        return (
-            self._parameter is parameter
-            and self._version == parameter._version
-            and _address(self._data) == _address(parameter)
-        )
-
-
-def _address(tensor: Tensor) -> tuple[int, int]:
-    # Not `data_ptr`, which is refused while a step is captured: it might be for a kernel that nobody sees.
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-
-
 class _Linear(_OwnProduct):
     """A linear layer with a packed weight, once there is one, and with the weight as it is where that is faster.
 
@@ -239,7 +205,7 @@ class _Linear(_OwnProduct):
         self._transposed = transposed
         self.budget = budget
         self._missed = 0.0
-        self._weight: _Weight | None = None
+        self._weight: SeenWeight | None = None
 
     @property
     def precision(self) -> str:
@@ -279,7 +245,7 @@ class _Linear(_OwnProduct):
         if weight is None or not weight.is_of(parameter):
             if weight is not None and weight.panels is not None:
                 self._missed = 0.0  # it has been changed since it was packed: see whether it may be packed again
-            weight = self._weight = _Weight(parameter, is_plain(self._module))
+            weight = self._weight = SeenWeight(parameter, is_plain(self._module))
         if gain.is_faster:
             if weight.panels is None:
                 self._pack_if_due(weight, parameter, gain.seconds)
@@ -297,7 +263,7 @@ class _Linear(_OwnProduct):
     def _as_rows(self, parameter: Tensor) -> Tensor:
         return parameter.t() if self._transposed else parameter
 
-    def _pack_if_due(self, weight: _Weight, parameter: Tensor, gain: float) -> None:
+    def _pack_if_due(self, weight: SeenWeight, parameter: Tensor, gain: float) -> None:
         """Packs the weight once that pays, by what this and earlier products have missed.
 
         Raises:

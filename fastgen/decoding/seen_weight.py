@@ -1,0 +1,42 @@
+"""A weight as it was when something was made of it: whether that still stands for it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import Tensor
+
+
+class SeenWeight:
+    """A parameter as it was when a call first multiplied with it.
+
+    Attributes:
+        is_plain: its layer was its weight and bias then, and nothing else.
+        may_be_packed: it is plain, and memory was not too short for its panels.
+        number: of no other one in this process.
+        panels: what it was packed to; None as long as it is not.
+    """
+
+    __slots__ = ("_data", "_parameter", "_version", "is_plain", "may_be_packed", "number", "panels")
+    _numbers = itertools.count()
+
+    def __init__(self, parameter: Tensor, is_plain: bool) -> None:
+        # The memory is held, so that no other tensor can come to lie there.
+        self._parameter, self._data, self._version = parameter, parameter.detach(), parameter._version
+        self.is_plain = self.may_be_packed = is_plain
+        self.number = next(self._numbers)
+        self.panels: Any = None
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether it is this parameter, unchanged."""
+        return (
+            self._parameter is parameter
+            and self._version == parameter._version
+            and _address(self._data) == _address(parameter)
+        )
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    # Not `data_ptr`, which is refused while a step is captured: it might be for a kernel that nobody sees.
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
