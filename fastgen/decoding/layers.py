@@ -211,6 +211,11 @@ class _Linear(_OwnProduct):
     def precision(self) -> str:
         return self.products.precision
 
+    @property
+    def form(self) -> tuple[str, int]:
+        """Of the packed weight: layers of the same one can have the same."""
+        return self.products.precision, self.products.group_size
+
     def _is_exact(self) -> bool:
         return self.precision == "fp32"
 
@@ -380,7 +385,7 @@ class FastLayers:
             if replacement is None:
                 continue
             former = self._kept.get(module)
-            if type(former) is _Linear and type(replacement) is _Linear and former.precision == replacement.precision:
+            if type(former) is _Linear and type(replacement) is _Linear and former.form == replacement.form:
                 # The weight may have another size since, and torch another number of threads.
                 former.products, former.budget = replacement.products, replacement.budget
                 replacement = former

@@ -141,6 +141,19 @@ def test_switching_while_weights_are_kept(packed: list[str]) -> None:
     assert not torch.equal(results[0], results[2])
 
 
+def test_switching_groups_while_weights_are_kept(packed: list[str]) -> None:
+    _skip_without("int4")
+    model, x = nn.Sequential(nn.Linear(128, 40)), torch.randn(3, 128)
+    results = []
+    for group_size in (32, 128, 32):
+        fastgen.enable(weight_dtype="int4", weight_group_size=group_size, packed_weights="keep")
+        with FastLayers.of(model, KINDS):
+            results.append(model(x))
+    fastgen.enable(weight_group_size=64)
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+    assert packed == ["int4"] * 3
+
+
 def test_switching_in_the_middle_of_a_call(precision: str, packed: list[str]) -> None:
     model, x = model_of_layers(), torch.randn(2, 20)
     with FastLayers.of(model, KINDS):
