@@ -190,7 +190,8 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         IndexError: there is no such line.
     """
-    like = torch.empty(0, dtype=dtype, device=which.device)
+    # Zeros: while a step is recorded, what nobody has written must not be read.
+    like = torch.zeros(0, dtype=dtype, device=which.device)
     sizes = weight.outputs, weight.inputs, weight.bits, weight.group_size
     try:
         found = torch.ops.fastgen.grouped_rows.default(like, which.contiguous(), *weight[:4], *sizes)

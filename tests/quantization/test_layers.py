@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastgen.decoding.captured.program import Program
+from fastgen.ops import grouped_linear
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
@@ -201,3 +203,19 @@ def test_code_that_asks_what_a_weight_is_unpacks_nothing(monkeypatch: pytest.Mon
     expected = dequantized(weight, torch.bfloat16)
     assert torch.equal(found + 0, expected) and torch.equal(F.linear(torch.eye(32).bfloat16(), found).t(), expected)
     assert len(count) == 2
+
+
+@pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+def test_an_embedding_in_a_recorded_step() -> None:
+    weight = random_weight(50, 32, dtype=torch.float16)
+    form, tensors = GPTQ(), definitions.gptq(weight)
+    layer = QuantizedEmbedding(50, 32, form, {n: t.to("meta") for n, t in tensors.items()}, torch.float32)
+    for name, tensor in tensors.items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    layer.pack()
+    tokens, found, program = torch.tensor([[3], [49]]), torch.zeros(2, 1, 32), Program()
+    program.capture(lambda: found.copy_(layer(tokens)))
+    for values in ([[3], [49]], [[0], [7]]):
+        tokens.copy_(torch.tensor(values))
+        program.replay()
+        assert torch.equal(found, layer(tokens)) and found.abs().sum() > 0
