@@ -250,7 +250,7 @@ class _Linear(_OwnProduct):
         if weight is None or not weight.is_of(parameter):
             if weight is not None and weight.panels is not None:
                 self._missed = 0.0  # it has been changed since it was packed: see whether it may be packed again
-            weight = self._weight = SeenWeight(parameter, is_plain(self._module))
+            weight = self._weight = SeenWeight(parameter, is_plain(self._module, self._dtype))
         if gain.is_faster:
             if weight.panels is None:
                 self._pack_if_due(weight, parameter, gain.seconds)

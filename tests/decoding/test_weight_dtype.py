@@ -87,6 +87,22 @@ def test_from_the_first_product_on(precision: str, packed: list[str]) -> None:
     assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_in_half_precision(precision: str, packed: list[str], dtype: torch.dtype) -> None:
+    """They are served in groups, and left to torch otherwise."""
+    model, x = model_of_layers().to(dtype), torch.randn(3, 4, 20).to(dtype)
+    expected = model(x)
+    with FastLayers.of(model, KINDS):
+        result = model(x)
+    assert result.dtype is dtype
+    if dtype in quantized_linear.types(precision):
+        assert packed == [precision] * 3 and not torch.equal(result, expected)
+        assert ((result - expected).norm() / expected.norm()).item() < (0.3 if precision == "int4" else 0.03)
+        assert fastgen.stats() == {f"{precision} weights": {"accelerated": 1, "fallback": {}}}
+    else:
+        assert not packed and torch.equal(result, expected)
+
+
 def test_calls_in_which_nothing_is_multiplied_do_not_count(precision: str) -> None:
     fastgen.enable(packed_weights="keep")
     model, x = model_of_layers(), torch.randn(3, 20)
