@@ -33,10 +33,10 @@ class SeenWeight:
         return (
             self._parameter is parameter
             and self._version == parameter._version
-            and _address(self._data) == _address(parameter)
+            and _place(self._data) == _place(parameter)
         )
 
 
-def _address(tensor: Tensor) -> tuple[int, int]:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     # Not `data_ptr`, which is refused while a step is captured: it might be for a kernel that nobody sees.
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()

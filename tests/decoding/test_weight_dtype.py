@@ -139,6 +139,18 @@ def test_a_changed_weight_counts(precision: str, change: object, mode: str) -> N
     assert _is_near(again, model(x))
 
 
+@pytest.mark.parametrize("view", [lambda data: data[:12], lambda data: data.t()], ids=["fewer outputs", "transposed"])
+def test_a_kept_weight_that_becomes_a_view_of_itself(precision: str, view: object) -> None:
+    """Pruning lets a parameter be a part of its own memory: the same address, and another weight."""
+    fastgen.enable(packed_weights="keep")
+    model, x = nn.Sequential(nn.Linear(20, 20, bias=False)), torch.randn(2, 20)
+    for _ in range(2):
+        with FastLayers.of(model, KINDS):
+            result = model(x)
+        assert _is_near(result, model(x))
+        model[0].weight.data = view(model[0].weight.data)
+
+
 def test_switching_while_weights_are_kept(packed: list[str]) -> None:
     for precision in PRECISIONS:
         _skip_without(precision)
