@@ -96,10 +96,11 @@ def run(
 def _batch_size(loaded: LoadedModel, settings: RunOptions) -> tuple[int, int | None]:
     """Inputs of a batch, and their tokens where memory is what limits them."""
     if settings.batch_size != "auto":
-        return settings.batch_size, None
+        return settings.batch_size, settings.max_tokens
     # Where the model does not say how long an input may be, memory is planned for those of a usual length.
     longest = min(loaded.positions or _USUAL_LENGTH, settings.max_source_length or sys.maxsize)
-    return automatic_batch(loaded.model, loaded.generation, longest)
+    rows, tokens = automatic_batch(loaded.model, loaded.generation, longest)
+    return rows, settings.max_tokens or tokens
 
 
 def resolve_metrics(settings: RunOptions) -> tuple[str, ...]:

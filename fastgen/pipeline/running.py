@@ -111,7 +111,7 @@ def run_through(settings: DataOptions, inputs: Inputs, job: Job, output: Output,
     fresh = decided is None
     if decided is None:
         rows, tokens = job.batch_size()
-        decided = {"batch_size": rows, "max_tokens": settings.max_tokens or tokens}
+        decided = {"batch_size": rows, "max_tokens": tokens}
     notes = []
     if journal:
         if journal.differences:
