@@ -93,7 +93,7 @@ def open_output(settings: DataOptions, inputs: Inputs, job: Job) -> Output:
     """The output that the settings name."""
     if settings.to_stdout:
         return StreamOutput(settings, job.layout)
-    decides = identity(settings, inputs, job.loaded)
+    decides = identity(settings, inputs, job.loaded) | {"rules": dict(job.rules)}
     return FileOutput(settings, decides, environment(job.loaded.device), job.layout)
 
 

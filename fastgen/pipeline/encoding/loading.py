@@ -71,9 +71,8 @@ def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
     modules = read_modules(settings.model, settings)
 
     def kind(config: Any) -> Any:
-        # Of models with a decoder, many a checkpoint has the encoder alone.
-        encoder = config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
-        return AutoModelForTextEncoding if encoder else AutoModel
+        # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
+        return AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
 
     # The pooler is not used: vectors are made of the hidden states.
     model, tokenizer = read_model(settings, kind, needed=_NEEDED, unused="pooler.", folder=modules.folder)
@@ -122,28 +121,33 @@ def prepare_classifier(model: Any, tokenizer: Any, settings: ClassifyOptions) ->
 
 
 def _longest(model: Any, tokenizer: Any, asked: int | None, named: int | None) -> int | None:
-    """The tokens of an input at most: those asked for, or named by the model's files, or what the model takes.
+    """The tokens of an input at most: those asked for, or named by the model's files, or what the model was made for.
 
     Raises `SetupError` where more are asked for than the model takes, or too few for what the tokenizer adds.
     """
-    positions = _positions(model)
-    if asked is not None and positions is not None and asked > positions:
-        raise SetupError(f"max-length is {asked}, but the model takes at most {positions} tokens")
-    usual = named or tokenizer.model_max_length
-    limits = [asked or (usual if usual < _NO_LIMIT else None), positions]
+    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    usual = [
+        limit for limit in (tokenizer.model_max_length, made_for) if isinstance(limit, int) and 0 < limit < _NO_LIMIT
+    ]
+    places = _places(model, made_for)
+    if asked is not None and places is not None and asked > places:
+        raise SetupError(f"max-length is {asked}, but the model takes at most {places} tokens")
+    limits = [asked or named or min(usual, default=None), places]
     found = min((limit for limit in limits if limit is not None), default=None)
     if found is not None and found <= tokenizer.num_special_tokens_to_add():
         raise SetupError(f"max-length is {found}: the tokenizer adds {tokenizer.num_special_tokens_to_add()} tokens")
     return found
 
 
-def _positions(model: Any) -> int | None:
-    """How many positions the model has for an input; None where these are relative, or the model does not say."""
+def _places(model: Any, made_for: Any) -> int | None:
+    """How many places the model has an embedding for; None where it has none, as with relative positions."""
     import torch
 
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+        last = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Embedding) and ("position" in last or last == "wpe"):
             # RoBERTa and its kin count from the number after that of the padding.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+            there = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            # BART and its kin have a few more of them than places.
+            return min(there, made_for) if isinstance(made_for, int) and made_for > 0 else there
+    return None

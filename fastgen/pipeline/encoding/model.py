@@ -140,16 +140,22 @@ class ClassificationStage(EncodingStage):
 
 
 class Encoded:
-    """Makes results of what the model returned: each row's own fields, or an error where it is no finite numbers."""
+    """Makes results of what the model returned: each row's own fields, or an error where it is no finite numbers.
 
-    def __init__(self, with_input: bool, of_row: Callable[[Any], dict[str, Any]]) -> None:
-        self._with_input, self._of_row = with_input, of_row
+    Args:
+        with_input: results hold the input.
+        dtype: the type of the numbers in the output.
+        of_row: the fields, of the numbers of a row in that type.
+    """
+
+    def __init__(self, with_input: bool, dtype: str, of_row: Callable[[Any], dict[str, Any]]) -> None:
+        self._with_input, self._dtype, self._of_row = with_input, dtype, of_row
 
     def __call__(self, computed: Computed[Values]) -> Results:
         results = [
             self._result(row, values)
             for piece in computed.pieces
-            for row, values in zip(piece.rows, piece.values, strict=True)
+            for row, values in zip(piece.rows, _as(self._dtype, piece.values), strict=True)
         ]
         return lambda: results
 
@@ -168,10 +174,18 @@ class Encoded:
         return result | self._of_row(values)
 
 
-def vector_fields(dtype: str) -> Callable[[Any], dict[str, Any]]:
+def _as(dtype: str, values: Any) -> Any:
+    """An array in another type; what does not fit becomes infinite."""
+    import numpy
+
+    with numpy.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+def vector_fields(vector: Any) -> dict[str, Any]:
     """Of a vector, its bytes, little-endian, in base64: what the journal keeps is exact, and short."""
-    kind = {"float32": "<f4", "float16": "<f2"}[dtype]
-    return lambda values: {"vector": base64.b64encode(values.astype(kind).tobytes()).decode("ascii")}
+    little = vector.astype(vector.dtype.newbyteorder("<"))
+    return {"vector": base64.b64encode(little.tobytes()).decode("ascii")}
 
 
 def label_fields(labels: Sequence[str], count: int) -> Callable[[Any], dict[str, Any]]:

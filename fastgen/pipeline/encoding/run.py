@@ -117,7 +117,7 @@ def embed(settings: EmbedOptions, model: Any = None, tokenizer: Any = None, begi
     with explained(f"model {settings.model} gives no vector"), switches.changed(**settings.weights):
         size = stage.dimension()
     with_input = settings.resolved_output_format != "npy"
-    post = Encoded(with_input, vector_fields(settings.output_dtype))
+    post = Encoded(with_input, settings.output_dtype, vector_fields)
     begins()
     job = _job(settings, loaded, Vectors(size, settings.output_dtype), stage, post)
     with closing(open_output(settings, inputs, job)) as output:
@@ -132,7 +132,7 @@ def classify(
     loaded = load_classifier(settings) if model is None else prepare_classifier(model, tokenizer, settings)
     begins()
     layout = Labels(settings.top_k, settings.pair_column is not None)
-    post = Encoded(True, label_fields(loaded.labels, settings.top_k))
+    post = Encoded(True, "float32", label_fields(loaded.labels, settings.top_k))
     job = _job(settings, loaded, layout, ClassificationStage(loaded, settings), post)
     with closing(open_output(settings, inputs, job)) as output:
         return run_through(settings, inputs, job, output, start)

@@ -259,6 +259,29 @@ def test_numbers_that_are_not_finite_are_errors(bert, inputs, tmp_path, monkeypa
         run(bert, inputs, tmp_path / "strict.npy", strict=True)
 
 
+def test_numbers_beyond_float16_are_errors(bert, inputs, tmp_path, monkeypatch):
+    from fastgen.pipeline.encoding.model import EmbeddingStage
+
+    original = EmbeddingStage._values
+    monkeypatch.setattr(EmbeddingStage, "_values", lambda self, given: original(self, given) * 1e6)
+    assert run(bert, inputs, tmp_path / "a.npy").skipped == 0
+    assert run(bert, inputs, tmp_path / "b.npy", output_dtype="float16").skipped == 40
+
+
+def test_relative_positions_have_no_end(inputs, tmp_path):
+    from transformers import T5Config, T5EncoderModel
+
+    tokens = tiny.tokenizer(encoder_decoder=True)
+    config = T5Config(vocab_size=len(tokens), d_model=32, num_layers=1, num_heads=2, d_kv=16, d_ff=64, pad_token_id=1)
+    T5EncoderModel(config).save_pretrained(tmp_path / "m")
+    tokens.save_pretrained(tmp_path / "m")
+    (tmp_path / "in.txt").write_text("A" * 700 + "\nlight\n")
+    for options, longest in (({}, 702), ({"max_length": 600}, 600)):
+        run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", pooling="mean", overwrite=True, **options)
+        rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
+        assert rows[0]["input_tokens"] == longest
+
+
 def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch):
     from fastgen.pipeline.encoding.model import EmbeddingStage
 
