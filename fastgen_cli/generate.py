@@ -7,32 +7,18 @@ be set up, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import itertools
-import shlex
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 from fastgen.pipeline import generation_fields
 from fastgen.pipeline.settings import RunOptions
 from fastgen_cli import fairseq
-from fastgen_cli.shared import (
-    DONE,
-    INTERRUPTED,
-    SKIPPED,
-    UsageError,
-    allow_interrupts,
-    check_stream,
-    fail,
-    interrupts_end,
-    model_of_its_own,
-    renamed,
-    reported,
-    standard_streams,
-    timing_line,
-)
+from fastgen_cli.options import Parser, add_options
+from fastgen_cli.over_data import run_over_data, skipped
+from fastgen_cli.shared import UsageError, allow_interrupts, interrupts_end, renamed, reported, standard_streams
 
 PROGRAM = "fastgen-generate"
 
@@ -66,13 +52,8 @@ _METAVARS = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "jso
 _WORDS = ("true", "false", "none", "null", "never")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without a page of options above it."""
-
+class _Parser(Parser):
     generation: Any  # the group of generation options
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def build_parser() -> _Parser:
@@ -92,7 +73,7 @@ def build_parser() -> _Parser:
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    _add_settings(parser)
+    add_options(parser, RunOptions)
     group = parser.add_argument_group("FastGen")
     group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
     for dtype in ("fp16", "bf16"):
@@ -111,33 +92,6 @@ def build_parser() -> _Parser:
     for name in generation_fields.TYPES:
         _add_generation(parser, name)
     return parser
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """The options that `RunOptions` declares."""
-    group: Any = parser
-    for field in dataclasses.fields(RunOptions):
-        about = field.metadata
-        if not about:
-            continue
-        if about["group"]:
-            group = parser.add_argument_group(about["group"])
-        names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
-        if field.type == "bool":
-            group.add_argument(*names, dest=field.name, action="store_true", help=about["help"])
-            continue
-        usual: Callable[[str], Any] = int if str(field.type).startswith("int") else str
-        kind = {"batch_size": _number_or_word, "metrics": _listed}.get(field.name, usual)
-        metavar = "N" if kind is int else field.name.split("_")[-1].upper()
-        group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=about["help"])
-
-
-def _number_or_word(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdecimal() else text
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(text.replace(",", " ").split())
 
 
 def _add_generation(parser: _Parser, name: str) -> None:
@@ -233,38 +187,10 @@ def _run(words: Sequence[str]) -> int:
     if given.pop("no_fastgen", False):
         fastgen.disable()
     settings = RunOptions(generation=generation, **given)
-    check_stream("stdin", settings.from_stdin)
-    check_stream("stdout", settings.to_stdout)
-    try:
-        with model_of_its_own():
-            report = run(settings, begins=allow_interrupts)
-    except KeyboardInterrupt:
-        if settings.to_stdout or not settings.partial_path.exists():
-            raise
-        again = shlex.join(["--resume", *(word for word in words if word != "--resume")])
-        return fail(PROGRAM, f"interrupted; to continue: {PROGRAM} {again}", INTERRUPTED)
-    if report.resumed_samples and not report.batches:
-        print(f"{PROGRAM}: all records were done before: the output is complete", file=sys.stderr)
-    elif not settings.quiet:
-        print(_summary(report), file=sys.stderr)
+    report = run_over_data(PROGRAM, words, settings, lambda: run(settings, begins=allow_interrupts))
     if report.metrics and not (settings.quiet and settings.score_path):
         print("  ".join(f"{name} {score:.2f}" for name, score in report.metrics.items()), file=sys.stderr)
-    if report.skipped:
-        where = f": see {report.errors_file}" if report.errors_file else ""
-        print(f"{PROGRAM}: {report.skipped} of {report.skipped + report.samples} records skipped{where}",
-              file=sys.stderr)  # fmt: skip
-    return SKIPPED if report.skipped else DONE
-
-
-def _summary(report: Any) -> str:
-    seconds = report.seconds
-    resumed = f", {report.resumed_samples} of them from before" if report.resumed_samples else ""
-    memory = f", peak memory {report.peak_memory_bytes / 2**30:.2f} GiB" if report.peak_memory_bytes else ""
-    return (
-        f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
-        f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
-        + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
-    )
+    return skipped(PROGRAM, report)
 
 
 if __name__ == "__main__":

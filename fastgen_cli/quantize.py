@@ -6,17 +6,15 @@ Exit status: 0 done, 2 the run could not be done, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
+from fastgen_cli.options import Parser, add_options
 from fastgen_cli.shared import (
     DONE,
     INTERRUPTED,
-    UsageError,
     allow_interrupts,
     fail,
     interrupts_end,
@@ -35,21 +33,13 @@ resuming: finished blocks are kept in OUT.partial; after an interrupt or a kill 
           continues, and ends in the same weights as a run that was not interrupted
 status:   0 done, 2 the run could not be done, 130 interrupted
 """
-_TYPES = {"bool": None, "int": int, "float": float, "str": str}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without a page of options above it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser. A destination is a field of `QuantizeOptions`."""
     from fastgen import __version__
 
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL OUT --calibration FILE [options]",
         description="Quantise the linear layers of a model to 4 or 8 bits.",
@@ -61,20 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
     parser.add_argument("output", metavar="OUT", help="directory to write")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    group: Any = parser
-    for field in dataclasses.fields(QuantizeOptions):
-        about = field.metadata
-        if not about:
-            continue
-        if about["group"]:
-            group = parser.add_argument_group(about["group"])
-        names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
-        kind = _TYPES[str(field.type).partition(" ")[0]]
-        if kind is None:
-            group.add_argument(*names, dest=field.name, action="store_true", help=about["help"])
-        else:
-            metavar = {int: "N", float: "X"}.get(kind, field.name.split("_")[-1].upper())
-            group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=about["help"])
+    add_options(parser, QuantizeOptions)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -18,6 +18,14 @@ class UsageError(Exception):
     """The command line is not one."""
 
 
+class Ended(Exception):
+    """The command ends here, with a message and an exit status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def fail(program: str, message: str, status: int) -> int:
     """Reports an error; returns the exit status."""
     print(f"{program}: {message}", file=sys.stderr)
@@ -69,6 +77,8 @@ def reported(program: str, work: Callable[[], int], debug: bool) -> int:
         return work()
     except KeyboardInterrupt:
         return fail(program, "interrupted", INTERRUPTED)
+    except Ended as error:
+        return fail(program, str(error), error.status)
     except UsageError as error:
         return fail(program, f"{error} (--help lists the options)", SETUP)
     except Exception as error:

@@ -22,8 +22,8 @@ from benchmarks.measure import summary, timed
 from benchmarks.record import Record
 from benchmarks.workload import CAPTURED_STEP, Context, Outcome, Workload, check_code
 from benchmarks.workloads.gpu_models import OnGpu
+from fastgen.pipeline.batches import is_out_of_memory
 from fastgen.pipeline.memory import free_memory
-from fastgen.pipeline.model import is_out_of_memory
 
 _OF_FREE = 0.9
 

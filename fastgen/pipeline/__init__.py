@@ -10,7 +10,8 @@ import warnings
 from typing import Any
 
 from fastgen.pipeline.errors import PipelineError, SetupError, StrictError
-from fastgen.pipeline.run import RunReport, generate_dataset, run
+from fastgen.pipeline.run import generate_dataset, run
+from fastgen.pipeline.running import RunReport
 from fastgen.pipeline.settings import RunOptions
 
 __all__ = ["PipelineError", "RunOptions", "RunReport", "SetupError", "StrictError", "generate_dataset", "run"]

@@ -24,8 +24,8 @@ from fastgen import settings as switches
 from fastgen._version import __version__
 from fastgen.memory import processor
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.loading import LoadedModel
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.loading import Loaded
+from fastgen.pipeline.settings import DataOptions
 
 # What else cannot change the output: the model is known by its content, and the input says itself what it is.
 _FREE = {"model", "input", "output", "generation", "generation_config"}
@@ -33,14 +33,13 @@ _FREE = {"model", "input", "output", "generation", "generation_config"}
 _NOTES = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "is_local", "local_files_only"}
 
 
-def identity(settings: RunOptions, inputs: Inputs, loaded: LoadedModel) -> dict[str, Any]:
+def identity(settings: DataOptions, inputs: Inputs, loaded: Loaded) -> dict[str, Any]:
     """Everything that decides what the output is."""
     decisive = [f.name for f in dataclasses.fields(settings) if f.name not in _FREE and not f.metadata.get("free")]
-    generation = loaded.generation.to_dict().items()
     return {
         **{name: getattr(settings, name) for name in decisive},
         "model": content(loaded.model, loaded.tokenizer),
-        "generation": {key: value for key, value in generation if key != "transformers_version" and key[0] != "_"},
+        **loaded.decisive(),
         "output_format": settings.resolved_output_format,
         "device": loaded.device.type,
         **inputs.identity(),

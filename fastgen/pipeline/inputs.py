@@ -12,13 +12,13 @@ from typing import Any
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.readers import Source, open_source
 from fastgen.pipeline.records import BadRecord, Problem, Record, Row
-from fastgen.pipeline.settings import STANDARD_STREAM, RunOptions
+from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which UTF-8 has no bytes for
 
 
-def choose_column(source: Source, settings: RunOptions) -> str:
+def choose_column(source: Source, settings: DataOptions) -> str:
     """The column of the input. Raises `SetupError` with the names of the columns where it is unclear or missing."""
     columns = source.columns or []
     wanted = settings.input_column
@@ -59,15 +59,17 @@ class Inputs:
     Raises `SetupError` where input, columns and references cannot be read or do not fit together.
     """
 
-    def __init__(self, settings: RunOptions) -> None:
+    def __init__(self, settings: DataOptions) -> None:
         self._limit = settings.limit
         self.source = open_source(settings.input, settings.input_format, settings.dataset_config, settings.split)
         self.column = choose_column(self.source, settings)
         self._ids, self._references = settings.id_column, settings.reference_column
+        self._pairs = settings.pair_column
         # Integers have 64 bits in Parquet, and any length in JSON.
         self._short_ids = settings.resolved_output_format == "parquet"
         wanted = [self.column]
-        for column, what in ((self._ids, "id column"), (self._references, "reference column")):
+        others = {"id column": self._ids, "reference column": self._references, "pair column": self._pairs}
+        for what, column in others.items():
             wanted += [_checked(self.source, column, what)] if column else []
         columns = self.source.columns or []
         self.source.needed = list(dict.fromkeys(name if name in columns else name.split(".")[0] for name in wanted))
@@ -85,7 +87,7 @@ class Inputs:
         return {
             "input": self.source.identity(),
             "reference": self.references.identity() if self.references else None,
-            "columns": [self.column, self._ids, self._references],
+            "columns": [self.column, self._ids, self._references, *([self._pairs] if self._pairs else ())],
             "limit": self._limit,
         }
 
@@ -113,31 +115,38 @@ class Inputs:
             elif not isinstance(identity, str | int | float | None):
                 identity = str(identity)
         text = field_of(row.fields, self.column, default=_MISSING)
-        problem = row.problem or self._problem(identity, text)
+        pair = field_of(row.fields, self._pairs, default=_MISSING) if self._pairs else None
+        problem = row.problem or _problem(self.column, text) or (_problem(self._pairs, pair) if self._pairs else None)
+        problem = problem or self._bad_id(identity)
         if problem is None and self._references:
             reference = field_of(row.fields, self._references)
             reason = _not_text(reference)
             problem = Problem("bad-reference", f"column {self._references!r}: {reason}") if reason else None
         if problem is not None:
             return BadRecord(position, row.line, identity, problem)
-        return Record(position, row.line, identity, text, reference)
+        return Record(position, row.line, identity, text, reference, pair)
 
-    def _problem(self, identity: Any, text: Any) -> Problem | None:
-        if text is _MISSING:
-            return Problem("missing-column", f"the record has no column {self.column!r}")
-        if not isinstance(text, str):
-            return Problem("wrong-type", f"column {self.column!r} is a {type(text).__name__}, not a string")
-        if _SURROGATE.search(text):
-            return Problem("invalid-utf8", "the text is not valid UTF-8")
-        if "\0" in text:
-            return Problem("nul-character", "the text has a NUL character")
-        if not text.strip():
-            return Problem("empty", "the text is empty")
+    def _bad_id(self, identity: Any) -> Problem | None:
         if isinstance(identity, str) and _SURROGATE.search(identity):
             return Problem("bad-id", "the id is not valid UTF-8")
         if self._short_ids and isinstance(identity, int) and not -(2**63) <= identity < 2**63:
             return Problem("bad-id", "the id does not fit into the 64 bits that Parquet has for a number")
         return None
+
+
+def _problem(column: str, text: Any) -> Problem | None:
+    """Why a text cannot be used."""
+    if text is _MISSING:
+        return Problem("missing-column", f"the record has no column {column!r}")
+    if not isinstance(text, str):
+        return Problem("wrong-type", f"column {column!r} is a {type(text).__name__}, not a string")
+    if _SURROGATE.search(text):
+        return Problem("invalid-utf8", "the text is not valid UTF-8")
+    if "\0" in text:
+        return Problem("nul-character", "the text has a NUL character")
+    if not text.strip():
+        return Problem("empty", "the text is empty")
+    return None
 
 
 def _open_references(path: str) -> Source:

@@ -28,24 +28,16 @@ from types import NoneType
 from typing import Any, BinaryIO
 
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
+from fastgen.pipeline.layouts import GENERATION, dumps, encode
 from fastgen.pipeline.planner import Resumed, Window
 from fastgen.pipeline.records import BadRecord, Result
 
 VERSION = 2
 Values = Mapping[str, Any]
 Check = Callable[["Left | None"], object]
+Sound = Callable[[Values], bool]
 _FIRST = b'{"journal": '  # how every journal begins
 _REMEDY = "move it away or restore it, or start over with --overwrite"
-
-
-def dumps(value: Any) -> str:
-    """Compact JSON that keeps the text readable; values JSON does not know (dates as record ids) become strings."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def encode(value: Any) -> bytes:
-    """A line of JSON. Half of a surrogate pair, which UTF-8 has no bytes for, becomes its JSON escape."""
-    return dumps(value).encode("utf-8", "backslashreplace") + b"\n"
 
 
 class Collector:
@@ -177,13 +169,20 @@ class Journal:
         environment: what may change the last digits of a score: it is kept, and differences are told.
         resume: continue what is there. Otherwise it is dropped, if a run of FastGen's has written it.
         check: called with what is there, once nobody else can change it. It raises where that must not be replaced.
+        sound: whether a result that is no error has what the command reads of it.
 
     Raises:
         SetupError: the file is not a journal, is damaged, belongs to other settings, or another run writes it.
     """
 
     def __init__(
-        self, path: Path, settings: Values, resume: bool, environment: Values | None = None, check: Check = bool
+        self,
+        path: Path,
+        settings: Values,
+        resume: bool,
+        environment: Values | None = None,
+        check: Check = bool,
+        sound: Sound = GENERATION.sound,
     ) -> None:
         self.path = path
         self.resumed = Resumed()
@@ -195,6 +194,7 @@ class Journal:
         """How many records it had done, those that were skipped among them."""
         self.errors: list[Result] = []
         """Those that were skipped, in the order in which they were met."""
+        self._sound = sound
         self._settings = json.loads(dumps(dict(settings)))
         self._environment = json.loads(dumps(dict(environment or {})))
         self._end = 0  # the position after its last window
@@ -223,7 +223,7 @@ class Journal:
         self._take_over(_entry(first))
         collector = Collector(self.path)
         for line in self._file:
-            entry = _entry(line)
+            entry = _entry(line, self._sound)
             if entry is None:
                 break
             end += len(line)
@@ -301,8 +301,10 @@ class Journal:
         """Every record, in input order. Raises `SetupError` where one is missing."""
         collector = Collector(self.path)
         with open(self.path, "rb") as handle:
-            for entry in filter(None, map(_entry, handle)):
-                yield from collector.take(entry)
+            for line in handle:
+                entry = _entry(line, self._sound)
+                if entry is not None:
+                    yield from collector.take(entry)
         collector.close(self._end)
 
     def close(self) -> None:
@@ -318,8 +320,8 @@ class Journal:
         self.close()
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """A line as an entry; None where it is cut short or damaged."""
+def _entry(line: bytes, good: Sound = bool) -> dict[str, Any] | None:
+    """A line as an entry; None where it is cut short or damaged. `good` says whether a result is."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -330,10 +332,12 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     if "window" in entry:
         window = entry["window"]
         sound = _has(window, index=int, start=int, count=int, batches=int, bad=list)
-        sound = sound and all(_is_result(bad) and "error" in bad for bad in window["bad"])
+        sound = sound and all(_is_result(bad, good) and "error" in bad for bad in window["bad"])
     elif "batch" in entry:
         batch: Any = entry["batch"]
-        sound = _has(batch, window=int, index=int, results=list) and all(map(_is_result, batch["results"]))
+        sound = _has(batch, window=int, index=int, results=list) and all(
+            _is_result(result, good) for result in batch["results"]
+        )
     return entry if sound else None
 
 
@@ -342,18 +346,11 @@ def _has(value: Any, **types: type) -> bool:
     return isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in types.items())
 
 
-def _is_result(value: Any) -> bool:
+def _is_result(value: Any, good: Sound) -> bool:
     """Whether all that is read from a result is there, and of the right type."""
     if not (_has(value, position=int, line=int) and "id" in value):
         return False
-    if "error" in value:
-        return _has(value, error=str, message=str)
-    return (
-        _has(value, text=str, output_tokens=list)
-        and all(type(count) is int for count in value["output_tokens"])
-        and all(type(text) is str for text in value.get("sequences", []))
-        and all(type(score) in (int, float) for score in value.get("scores") or [])
-    )
+    return _has(value, error=str, message=str) if "error" in value else good(value)
 
 
 def _window(entry: Mapping[str, Any]) -> Window:

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,58 +15,104 @@ from typing import Any
 from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.generation_fields import check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.settings import DataOptions, RunOptions
+
+_ALL_KINDS = {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}
 
 
 @dataclass
-class LoadedModel:
-    """A model ready to generate, with all that the other stages need to know about it."""
+class Loaded(ABC):
+    """A model in memory, with its tokenizer."""
 
     model: Any
     tokenizer: Any
+
+    @property
+    def device(self) -> Any:
+        """Where the model is."""
+        return self.model.device
+
+    @abstractmethod
+    def decisive(self) -> dict[str, Any]:
+        """What else decides the output, beside the model, the tokenizer and the options."""
+
+
+@dataclass
+class LoadedModel(Loaded):
+    """A model ready to generate, with all that the other stages need to know about it."""
+
     generation: Any
     prefix: str
     encoder_decoder: bool
-    device: Any
     positions: int | None
     """The most tokens that an input may have; None where the model does not say."""
     pad_id: int = 0
 
+    def decisive(self) -> dict[str, Any]:
+        fields = self.generation.to_dict().items()
+        return {"generation": {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}}
+
 
 def load(settings: RunOptions) -> LoadedModel:
     """Load model and tokenizer and make the generation config. Raises `SetupError` where any of it is damaged."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     import fastgen.models.unilm  # noqa: F401 - makes its type known to the classes above
 
+    def kind(config: Any) -> Any:
+        # The library goes on without a generation config that is damaged.
+        if file := file_of(settings.model, "generation_config.json"):
+            read_json_object(file, "the generation config")
+        return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+    model, tokenizer = read_model(settings, kind, settings.seed)
+    return prepare(model, tokenizer, settings)
+
+
+def read_model(
+    settings: DataOptions,
+    kind: Callable[[Any], Any],
+    seed: int = 0,
+    needed: Mapping[str, str] = _ALL_KINDS,
+    unused: str = "",
+    folder: str = "",
+) -> tuple[Any, Any]:
+    """The model that the settings name and its tokenizer. Raises `SetupError` where any of it is damaged.
+
+    Args:
+        kind: the class that loads a model with a configuration.
+        seed: for weights that are missing, which are drawn.
+        needed: the kinds of weights that must not be there, by what they are called in messages.
+        unused: a part of the model that is not used, whose weights may be missing.
+        folder: where the files are, in the model's directory.
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
     quiet_transformers(settings.quiet)
-    name = settings.model
-    check_path(name)
+    check_path(settings.model)
     device = choose_device(settings.device)
-    trust = {"trust_remote_code": settings.trust_remote_code}
+    local = Path(settings.model).is_dir()
+    name = str(Path(settings.model, folder)) if local and folder else settings.model
+    options = {"trust_remote_code": settings.trust_remote_code, **({} if local else {"subfolder": folder})}
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
     with explained(f"model {name} cannot be loaded"):
-        config = AutoConfig.from_pretrained(name, **trust)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        config = AutoConfig.from_pretrained(name, **options)
+        chosen = kind(config)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         _check_tokenizer(tokenizer, name)
-        # The library goes on without a generation config that is damaged.
-        if file := file_of(name, "generation_config.json"):
-            read_json_object(file, "the generation config")
-        torch.manual_seed(settings.seed)  # weights that are missing are drawn, and a run can be repeated
+        torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
         if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing
             transformers_logging.set_verbosity_error()
         try:
-            loaded: Any = kind.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **trust)
+            loaded: Any = chosen.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **options)
         finally:
             transformers_logging.set_verbosity(before)
         model, found = loaded
-        _check_weights(found, settings)
-        model = model.eval().to(device)
-    return prepare(model, tokenizer, settings)
+        _check_weights(found, settings, needed, unused)
+        return model.eval().to(device), tokenizer
 
 
 def _check_tokenizer(tokenizer: Any, name: str) -> None:
@@ -86,12 +133,13 @@ def file_of(model: str, name: str) -> Path | None:
     return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
 
 
-def _check_weights(found: Mapping[str, Any], settings: RunOptions) -> None:
+def _check_weights(found: Mapping[str, Any], settings: DataOptions, needed: Mapping[str, str], unused: str) -> None:
     """Raises `SetupError` where the files have too few weights, or weights that the model has no place for."""
     if settings.allow_missing_weights:
         return
-    for kind, what in {"missing": "missing", "unexpected": "left over", "mismatched": "misshapen"}.items():
+    for kind, what in needed.items():
         names = sorted(str(name) for name in found.get(f"{kind}_keys") or ())
+        names = [name for name in names if not (unused and name.startswith(unused))]
         if names:
             raise SetupError(
                 f"model {settings.model}: {len(names)} of its weights are {what}, {names[0]} the first of them "
@@ -125,7 +173,7 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     model.generation_config = generation
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, model.device, positions, pad_id)
+    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id)
 
 
 def choose_device(name: str | None) -> Any:

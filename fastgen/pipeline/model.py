@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fastgen import caches
-from fastgen import settings as switches
-from fastgen.pipeline.errors import SetupError, one_line
+from fastgen.pipeline.batches import BatchStage, Computed
+from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import LoadedModel
-from fastgen.pipeline.planner import Batch, Prepared, split_rows
+from fastgen.pipeline.planner import Batch, Prepared
 from fastgen.pipeline.records import BadRecord, Problem, Record, Result
 from fastgen.pipeline.settings import RunOptions
-
-# With this many failures before the first success, the fault is not in the records.
-MOST_FAILURES = 8
-OUT_OF_MEMORY = "out-of-memory"
 
 
 class Encoder:
@@ -80,39 +74,6 @@ class Piece:
         return [row[: token_count(row, ends, loaded.pad_id)] for row in rows]
 
 
-@dataclass
-class Generated:
-    """A batch after the model: pieces in the order of the batch, and the rows that failed."""
-
-    batch: Batch
-    pieces: list[Piece] = field(default_factory=list)
-    failures: list[tuple[Prepared, Problem]] = field(default_factory=list)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on whichever device."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
-
-
-def free_captured_steps(device: Any) -> bool:
-    """Gives back what FastGen keeps on a GPU for further batches of the same size; False where that was nothing."""
-    import torch
-
-    if device.type != "cuda":
-        return False
-    before = torch.cuda.memory_allocated(device)
-    caches.free_captured_steps()
-    gc.collect()
-    freed = before - torch.cuda.memory_allocated(device)
-    torch.cuda.empty_cache()
-    return freed > 0
-
-
 class SequenceScores:
     """A stopping criterion that never stops: it looks at the scores of each step and lets them go.
 
@@ -150,19 +111,13 @@ class SequenceScores:
         return [float(row[:length].sum()) for row, length in zip(table, lengths, strict=True)]
 
 
-class ModelStage:
-    """Puts batches through the model. Nothing a record does stops it; what stops it is the same for all records."""
+class ModelStage(BatchStage[Piece]):
+    """Puts batches through `generate`."""
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
+        super().__init__(loaded.device, settings.weights)
         self.loaded = loaded
-        self.limit: int | None = None
-        """The largest size that is still tried, once a larger one has not fitted in memory."""
-        self.out_of_memory = 0
-        self.seconds = 0.0
         self._settings = settings
-        self._failures = 0
-        self._succeeded = False
-        self._first_error = ""
 
     def size(self, rows: Sequence[Prepared]) -> int:
         """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
@@ -170,67 +125,7 @@ class ModelStage:
         new_tokens = generation.max_new_tokens or generation.max_length or 20
         return len(rows) * (max(len(row.ids) for row in rows) + new_tokens)
 
-    def run(self, batch: Batch) -> Generated:
-        """All of a batch: what the model returned, and the rows that it could not do."""
-        done = Generated(batch)
-        # A stack of row groups, worked on in the order of the batch.
-        waiting = list(reversed(self._within_limit(batch.rows)))
-        while waiting:
-            rows = waiting.pop()
-            made = self._tried(rows, batch)
-            if isinstance(made, Problem) and made.kind == OUT_OF_MEMORY and free_captured_steps(self.loaded.device):
-                made = self._tried(rows, batch)
-            if isinstance(made, Piece):
-                done.pieces.append(made)
-                continue
-            out_of_memory = made.kind == OUT_OF_MEMORY
-            if out_of_memory:
-                self._remember(rows)
-            if len(rows) > 1:
-                # In halves while it is memory; one by one to find the row that the model does not take.
-                waiting.extend(reversed(split_rows(rows, 2 if out_of_memory else len(rows))))
-                continue
-            done.failures.append((rows[0], made))
-            self._failures += 1
-            self._first_error = self._first_error or made.message
-            if self._failures >= MOST_FAILURES:
-                self.finish()
-        return done
-
-    def _tried(self, rows: list[Prepared], batch: Batch) -> Piece | Problem:
-        """What the model returns, or why not: an exception, its frames and their tensors do not outlive this."""
-        try:
-            with switches.changed(**self._settings.weights):
-                piece = self._generate(rows, batch)
-        except Exception as error:
-            return Problem(OUT_OF_MEMORY if is_out_of_memory(error) else "model-error", one_line(error))
-        self._succeeded = True
-        return piece
-
-    def finish(self) -> None:
-        """A SetupError where not one record succeeded and the model refused some."""
-        if self._failures and not self._succeeded:
-            raise SetupError(f"the model failed on every record: {self._first_error}")
-
-    def _within_limit(self, rows: list[Prepared]) -> list[list[Prepared]]:
-        """The batch, cut into parts no larger than what is known to fit."""
-        if self.limit is None:
-            return [rows]
-        parts = 1
-        while parts < len(rows) and any(self.size(piece) > self.limit for piece in split_rows(rows, parts)):
-            parts += 1
-        return split_rows(rows, parts)
-
-    def _remember(self, rows: Sequence[Prepared]) -> None:
-        import torch
-
-        self.out_of_memory += 1
-        if len(rows) > 1:
-            self.limit = min(self.limit or self.size(rows), max(1, self.size(rows) // 2))
-        gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
-
-    def _generate(self, rows: list[Prepared], batch: Batch) -> Piece:
+    def forward(self, rows: list[Prepared], batch: Batch) -> Piece:
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -288,7 +183,7 @@ class Decoder:
         self._loaded = loaded
         self._settings = settings
 
-    def __call__(self, generated: Generated) -> list[tuple[Result, list[str], str | None]]:
+    def __call__(self, generated: Computed[Piece]) -> list[tuple[Result, list[str], str | None]]:
         """For each row that succeeded: its result without texts, its texts, best first, and its reference."""
         rows: list[tuple[Result, list[list[int]], str | None]] = []
         with_prompt = self._settings.include_prompt and not self._loaded.encoder_decoder

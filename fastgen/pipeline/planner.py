@@ -25,6 +25,10 @@ class Prepared:
 
     record: Record
     ids: list[int]
+    others: dict[str, list[int]] = field(default_factory=dict)
+    """What else the model gets for each token, such as which of two texts it is of."""
+    truncated: bool = False
+    """Whether tokens were cut off, because the model does not take so many."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Rules:
     max_tokens: int | None = None
     equal_lengths: bool = False
     """Only rows of one length share a batch: for options whose effect depends on padding."""
+    pass_cost: int | None = None
+    """What a batch costs beside its padded tokens, in tokens. With it, batches are those that cost least together."""
 
     @property
     def window_records(self) -> int:
@@ -67,9 +73,12 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
 
     A batch has at most `batch_size` rows and, with padding, `max_tokens` tokens. A longer row is a batch by itself.
     """
-    batches: list[list[int]] = []
     # Longest first, so that a lack of memory shows at once. Rows of one length keep the input order.
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if rules.pass_cost is not None:
+        return _cheapest([lengths[index] for index in order], order, rules, rules.pass_cost)
+    batches: list[list[int]] = []
+    for index in order:
         batch = batches[-1] if batches else []
         width = lengths[batch[0]] if batch else 0
         if (
@@ -81,6 +90,34 @@ def cut(lengths: Sequence[int], rules: Rules) -> list[list[int]]:
         else:
             batches.append([index])
     return batches
+
+
+def _cheapest(lengths: Sequence[int], order: list[int], rules: Rules, pass_cost: int) -> list[list[int]]:
+    """Rows that are sorted by length, cut into the batches that cost least together: by dynamic programming over where
+    a batch ends (Fang et al., "TurboTransformers", PPoPP 2021, section 5).
+
+    Args:
+        lengths: of the rows, longest first.
+        order: the rows' own indices.
+    """
+    # costs[n]: of the first n rows; starts[n]: where the last of their batches starts.
+    costs, starts = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        best, start = costs[end - 1] + lengths[end - 1], end - 1
+        for first in range(end - 2, max(end - rules.batch_size, 0) - 1, -1):
+            tokens = (end - first) * lengths[first]
+            if rules.max_tokens is not None and tokens > rules.max_tokens:
+                break  # further rows are longer, and there are more of them
+            if costs[first] + tokens < best:
+                best, start = costs[first] + tokens, first
+        costs.append(best + pass_cost)
+        starts.append(start)
+    batches: list[list[int]] = []
+    end = len(lengths)
+    while end:
+        batches.append(order[starts[end] : end])
+        end = starts[end]
+    return batches[::-1]
 
 
 @dataclass

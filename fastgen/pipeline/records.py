@@ -37,6 +37,8 @@ class Record:
     id: Any
     text: str
     reference: str | None = None
+    pair: str | None = None
+    """The second text, for a command that takes two."""
 
     def skipped(self, problem: Problem) -> BadRecord:
         return BadRecord(self.position, self.line, self.id, problem)

@@ -1,4 +1,8 @@
-"""The options of a run, as one value: what `fastgen-generate` and `generate_dataset` are asked to do; its files."""
+"""The options of a run over a data set, as one value, and the files of the run.
+
+`DataOptions` are those of every command that works on a data set, `RunOptions` those of `fastgen-generate` and
+`generate_dataset`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
-OUTPUT_FORMATS = ("auto", "txt", "jsonl", "parquet")
+_OUTPUT_SUFFIXES = TEXT_SUFFIXES | {".npy": "npy"}
+_NOT_STREAMED = ("npy", "parquet")  # formats that are not written from front to back
 METRICS = ("bleu", "rouge", "chrf", "exact")
 DTYPES = ("fp32", "fp16", "bf16")
 STANDARD_STREAM = "-"
@@ -37,22 +42,23 @@ def option(default: Any, help: str, *aliases: str, group: str = "", free: bool =
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Every option of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown.
+class DataOptions:
+    """The options of every run over a data set.
 
     Raises `SetupError` for a value that an option cannot have, and for options that do not fit together.
     """
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ()
+    """The formats of OUTPUT."""
+    OTHERWISE: ClassVar[str]
+    """That of a name which says nothing."""
 
     model: str
     """A directory written by `save_pretrained`, or a hub name."""
     input: str
     """A .txt, .jsonl, .csv, .tsv or .parquet file, a `datasets` name or saved data set, or `-` (standard input)."""
     output: str
-    """A .txt (or any other name: text), .jsonl or .parquet file, or `-` (standard output)."""
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """`GenerationConfig` fields that override the model's own."""
-    generation_config: str | None = None
-    """A JSON file of such fields (or a directory with generation_config.json) that is applied before `generation`."""
+    """A file in one of the formats that the command writes, or `-` (standard output)."""
 
     input_column: str | None = option(
         None, "column to read; a.b is field b of column a", "--text-column", group="data", free=True
@@ -61,7 +67,7 @@ class RunOptions:
         None, "column that names the records in the output (default: 0, 1, 2, ...)", free=True
     )
     input_format: str = option("auto", "txt, jsonl, csv, tsv, parquet or dataset (default: by the name)")
-    output_format: str = option("auto", "txt, jsonl or parquet (default: by the name)")
+    output_format: str = option("auto", "format of OUTPUT (default: by the name)")
     dataset_config: str | None = option(None, "configuration of the data set INPUT names", "--dataset-config-name")
     split: str | None = option(None, "split of the data set (default: test, validation, or the only one)")
     limit: int | None = option(
@@ -69,30 +75,12 @@ class RunOptions:
     )
     overwrite: bool = option(
         False,
-        "replace OUTPUT, OUTPUT.errors.jsonl and the files of --score-path and --report when the run is complete, and "
-        "drop what an interrupted run has left",
+        "replace OUTPUT and all that is written beside it when the run is complete, and drop what an interrupted run "
+        "has left",
         free=True,
     )
     resume: bool = option(False, "continue the interrupted run for this OUTPUT", free=True)
     strict: bool = option(False, "stop at the first bad record", free=True)
-    token_ids: bool = option(False, "also write the generated token ids (.jsonl, .parquet)")
-
-    task: str = option(
-        "auto",
-        "auto, text2text, text-generation, translation, summarization, or a name in the model's task_specific_params, "
-        "whose prefix and options are then used (default: auto)",
-        group="task",
-    )
-    prefix: str | None = option(None, "text put before every input", "--source-prefix")
-    src_lang: str | None = option(None, "source language, for multilingual models", "--source-lang")
-    tgt_lang: str | None = option(None, "target language, for multilingual models", "--target-lang")
-    max_source_length: int | None = option(
-        None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)"
-    )
-    truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
-    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text")
-    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses")
-    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)")
 
     device: str | None = option(
         None, "torch device (default: cuda where there is one, otherwise cpu)", group="running", free=True
@@ -113,63 +101,68 @@ class RunOptions:
         "--per-device-eval-batch-size",
     )
     max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included")
-    workers: int | None = option(
-        None, "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)", free=True
-    )
-    seed: int = option(42, "seed for sampling (default: 42)")
     trust_remote_code: bool = option(False, "run code that comes with the model", free=True)
     allow_missing_weights: bool = option(
         False, "run a model whose files lack weights, which are random then, or hold weights that it has no place for"
     )
     quiet: bool = option(False, "no progress and no summary", free=True)
-
-    reference: str | None = option(
-        None, "file of references, a line each", "--reference-path", group="scores", free=True
-    )
-    reference_column: str | None = option(None, "column of INPUT with the references", "--summary-column", free=True)
-    metrics: tuple[str, ...] = option(
-        (), "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"
-    )
-    score_path: str | None = option(None, "write the metrics to this JSON file", free=True)
     report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True)
+
+    @property
+    def src_lang(self) -> str | None:
+        """The language of the texts, where a command asks for it."""
+        return None
+
+    @property
+    def reference(self) -> str | None:
+        """The file of what the outputs are compared with, for a command that compares."""
+        return None
+
+    @property
+    def reference_column(self) -> str | None:
+        """The column of the same."""
+        return None
+
+    @property
+    def pair_column(self) -> str | None:
+        """The column of the second text, for a command that takes two."""
+        return None
 
     def __post_init__(self) -> None:
         _among("input_format", self.input_format, INPUT_FORMATS)
-        _among("output_format", self.output_format, OUTPUT_FORMATS)
+        _among("output_format", self.output_format, ("auto", *self.OUTPUTS))
         _among("dtype", self.dtype, DTYPES)
-        _among("detokenizer", self.detokenizer or "none", ("moses", "none"))
-        for metric in self.metrics:
-            _among("metrics", metric, METRICS)
         try:
             dataclasses.replace(switches.current(), **self.weights)
         except ValueError as error:
             raise SetupError(str(error)) from error
         if self.batch_size != "auto" and not isinstance(self.batch_size, int):
             raise SetupError(f"batch-size is {self.batch_size!r}: give a number or auto")
-        least = {"batch_size": 1, "max_tokens": 1, "max_source_length": 1, "limit": 1, "workers": 0}
-        for name, smallest in least.items():
+        for name, smallest in self._least().items():
             value = getattr(self, name)
             if isinstance(value, int) and value < smallest:
                 raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
-        if self.reference and self.reference_column:
-            raise SetupError("give either a reference file or a reference column, not both")
-        if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
-            what = "metrics need" if self.metrics else "a score path needs"
-            raise SetupError(f"{what} references: give a reference file or a reference column")
         if self.resume and self.to_stdout:
             raise SetupError("resume needs an output file: standard output cannot be continued")
-        if self.to_stdout and self.resolved_output_format == "parquet":
-            raise SetupError("parquet cannot be written to standard output")
+        if self.to_stdout and self.resolved_output_format in _NOT_STREAMED:
+            raise SetupError(f"{self.resolved_output_format} cannot be written to standard output")
         self._check_distinct()
+
+    def _least(self) -> dict[str, int]:
+        """The smallest value of each option that is a number."""
+        return {"batch_size": 1, "max_tokens": 1, "limit": 1}
+
+    def read(self) -> dict[str, str | None]:
+        """The files that are read, by what they are called in messages."""
+        return {"INPUT": None if self.from_stdin or not os.path.exists(self.input) else self.input}
+
+    def written_beside(self) -> dict[str, str | None]:
+        """The files that are written when the run is complete, beside OUTPUT and its errors."""
+        return {"the report": self.report}
 
     def _check_distinct(self) -> None:
         """Raises `SetupError` where a file that is written is one that is read, or is written twice."""
-        read: dict[str, Any] = {
-            "INPUT": None if self.from_stdin or not os.path.exists(self.input) else self.input,
-            "the reference": self.reference,
-            "the generation config": self.generation_config,
-        }
-        written: dict[str, Any] = {"the score path": self.score_path, "the report": self.report}
+        written: dict[str, Any] = self.written_beside()
         if not self.to_stdout:
             own = {
                 "OUTPUT": self.output,
@@ -179,7 +172,7 @@ class RunOptions:
                 "the unfinished error file of OUTPUT": self.errors_partial_path,
             }
             written = own | written
-        taken = {what: Path(name) for what, name in read.items() if name}
+        taken = {what: Path(name) for what, name in self.read().items() if name}
         for what, name in written.items():
             for other, there in taken.items() if name else ():
                 if same_file(Path(name), there):
@@ -201,16 +194,11 @@ class RunOptions:
 
     @property
     def resolved_output_format(self) -> str:
-        """The output format asked for, or the one that the file's name says; text where it says nothing."""
+        """The output format asked for, or the one that the file's name says."""
         if self.output_format != "auto":
             return self.output_format
-        named = TEXT_SUFFIXES.get(Path(self.output).suffix.lower())
-        return named if named in ("jsonl", "parquet") else "txt"
-
-    @property
-    def to_text(self) -> bool:
-        """Whether the output is lines of text, which cannot hold scores."""
-        return self.resolved_output_format == "txt"
+        named = _OUTPUT_SUFFIXES.get(Path(self.output).suffix.lower())
+        return named if named in self.OUTPUTS else self.OTHERWISE
 
     @property
     def partial_path(self) -> Path:
@@ -226,6 +214,81 @@ class RunOptions:
     def errors_partial_path(self) -> Path:
         """Where skipped records are reported until the output is complete."""
         return Path(self.output + ".errors.jsonl.partial")
+
+
+@dataclass(frozen=True)
+class RunOptions(DataOptions):
+    """Every option of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown."""
+
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("txt", "jsonl", "parquet")
+    OTHERWISE: ClassVar[str] = "txt"
+
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """`GenerationConfig` fields that override the model's own."""
+    generation_config: str | None = None
+    """A JSON file of such fields (or a directory with generation_config.json) that is applied before `generation`."""
+
+    output_format: str = option("auto", "txt, jsonl or parquet (default: by the name)")
+    token_ids: bool = option(False, "also write the generated token ids (.jsonl, .parquet)", group="data")
+
+    task: str = option(
+        "auto",
+        "auto, text2text, text-generation, translation, summarization, or a name in the model's task_specific_params, "
+        "whose prefix and options are then used (default: auto)",
+        group="task",
+    )
+    prefix: str | None = option(None, "text put before every input", "--source-prefix")
+    src_lang: str | None = option(None, "source language, for multilingual models", "--source-lang")
+    tgt_lang: str | None = option(None, "target language, for multilingual models", "--target-lang")
+    max_source_length: int | None = option(
+        None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)"
+    )
+    truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
+    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text")
+    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses")
+    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)")
+
+    workers: int | None = option(
+        None,
+        "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
+        group="running",
+        free=True,
+    )
+    seed: int = option(42, "seed for sampling (default: 42)")
+
+    reference: str | None = option(
+        None, "file of references, a line each", "--reference-path", group="scores", free=True
+    )
+    reference_column: str | None = option(None, "column of INPUT with the references", "--summary-column", free=True)
+    metrics: tuple[str, ...] = option(
+        (), "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"
+    )
+    score_path: str | None = option(None, "write the metrics to this JSON file", free=True)
+
+    def __post_init__(self) -> None:
+        _among("detokenizer", self.detokenizer or "none", ("moses", "none"))
+        for metric in self.metrics:
+            _among("metrics", metric, METRICS)
+        if self.reference and self.reference_column:
+            raise SetupError("give either a reference file or a reference column, not both")
+        if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
+            what = "metrics need" if self.metrics else "a score path needs"
+            raise SetupError(f"{what} references: give a reference file or a reference column")
+        super().__post_init__()
+
+    def _least(self) -> dict[str, int]:
+        return super()._least() | {"max_source_length": 1, "workers": 0}
+
+    def read(self) -> dict[str, str | None]:
+        return super().read() | {"the reference": self.reference, "the generation config": self.generation_config}
+
+    def written_beside(self) -> dict[str, str | None]:
+        return {"the score path": self.score_path} | super().written_beside()
+
+    @property
+    def to_text(self) -> bool:
+        """Whether the output is lines of text, which cannot hold scores."""
+        return self.resolved_output_format == "txt"
 
 
 def unfinished_path(path: Path) -> Path:

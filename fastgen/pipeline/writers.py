@@ -1,10 +1,4 @@
-"""The output formats, and the two ways in which an output comes about.
-
-- `.txt`: the best output of every record on the line of its number, line breaks within it as spaces. A skipped record
-  leaves an empty line.
-- `.jsonl`: an object a record; `scores` holds one for each sequence: the library's own for beam search, otherwise the
-  summed log-probability of its tokens; null where the decoding mode has none. A skipped record is left out.
-- `.parquet`: the same as columns.
+"""The two ways in which an output comes about: as a file at the end of the run, and as a stream.
 
 Nothing that exists is replaced without `overwrite`, and with it only when the run is complete: a run that ends early
 leaves the old output and its error file as they were. The journal goes last, when scores and report are written as
@@ -15,95 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline import journal
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
-from fastgen.pipeline.journal import Collector, Journal, encode, sync
+from fastgen.pipeline.journal import Collector, Journal, sync
+from fastgen.pipeline.layouts import GENERATION, Layout, error_line
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.postprocess import MetricTotals
-from fastgen.pipeline.readers import CHUNK
 from fastgen.pipeline.records import Result
-from fastgen.pipeline.settings import RunOptions, followed, is_special, unfinished_path
+from fastgen.pipeline.settings import DataOptions, followed, is_special, unfinished_path
 
-# Everything that some program or other takes for the end of a line.
-_LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
-# Of a record, where there are all of them.
-_FIELDS = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
-_PARQUET_ROWS = 8192
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ERROR_START = b'{"line": '  # how every line of an error file begins
 _JSON_START = b'{\n  "samples": '  # how scores and report begin
-
-
-def text_line(result: Result) -> bytes:
-    """A record as a line of a .txt output."""
-    return (_LINE_BREAK.sub(" ", result.get("text", "")) + "\n").encode("utf-8", "replace")
-
-
-def json_line(result: Result) -> bytes:
-    """A record as a line of a .jsonl output; nothing for a skipped one."""
-    return b"" if "error" in result else encode(_fields(result))
-
-
-def error_line(result: Result) -> bytes:
-    """A skipped record as a line of the error file."""
-    return encode({name: result[name] for name in ("line", "position", "id", "error", "message")})
-
-
-def _fields(result: Result) -> dict[str, Any]:
-    fields = {name: result[name] for name in _FIELDS if name in result}
-    if fields.get("scores"):
-        # JSON has no NaN and no infinity.
-        fields["scores"] = [score if math.isfinite(score) else None for score in fields["scores"]]
-    return fields
-
-
-def _write_lines(path: Path, results: Iterable[Result], line: Callable[[Result], bytes]) -> None:
-    with open(path, "wb", buffering=CHUNK) as handle:
-        handle.writelines(map(line, results))
-
-
-def _write_parquet(path: Path, results: Iterable[Result], numbered: bool) -> None:
-    """`numbered` says that every id is an integer; other ids are written as text."""
-    import pyarrow
-    from pyarrow import parquet
-
-    good = (_fields(result) for result in results if "error" not in result)
-    rows = good if numbered else (row | {"id": None if row["id"] is None else str(row["id"])} for row in good)
-    some = list(itertools.islice(rows, _PARQUET_ROWS))
-    with parquet.ParquetWriter(path, _parquet_schema(some, numbered)) as writer:
-        while some:
-            writer.write_table(pyarrow.Table.from_pylist(some, schema=writer.schema))
-            some = list(itertools.islice(rows, _PARQUET_ROWS))
-
-
-def _parquet_schema(rows: list[dict[str, Any]], numbered: bool) -> Any:
-    import pyarrow
-
-    text, number = pyarrow.string(), pyarrow.int64()
-    types = [number if numbered else text, text, text, pyarrow.list_(text), pyarrow.list_(pyarrow.float64()), number]
-    types += [pyarrow.list_(number), text, pyarrow.list_(pyarrow.list_(number))]
-    present = rows[0] if rows else _FIELDS[:-2]
-    return pyarrow.schema([(name, kind) for name, kind in zip(_FIELDS, types, strict=True) if name in present])
 
 
 @dataclass
 class Totals:
     """What a finished output amounts to."""
 
+    layout: Layout = GENERATION
     samples: int = 0
     skipped: int = 0
     tokens: int = 0
+    truncated: int = 0
     metrics: MetricTotals = field(default_factory=MetricTotals)
 
     def add(self, result: Result) -> None:
@@ -111,7 +47,8 @@ class Totals:
             self.skipped += 1
             return
         self.samples += 1
-        self.tokens += sum(result["output_tokens"])
+        self.tokens += self.layout.tokens(result)
+        self.truncated += bool(result.get("truncated"))
         if result.get("statistics") is not None:
             self.metrics.add(result["statistics"])
 
@@ -120,14 +57,19 @@ class FileOutput:
     """An output file: kept as a journal while the run goes on, written and put in place at its end."""
 
     def __init__(
-        self, settings: RunOptions, identity: dict[str, Any], environment: dict[str, Any] | None = None
+        self,
+        settings: DataOptions,
+        identity: dict[str, Any],
+        environment: dict[str, Any] | None = None,
+        layout: Layout = GENERATION,
     ) -> None:
         check_free(settings)
         self._settings = settings
+        self._layout = layout
         self._path = Path(settings.output)
         # Checked again once it is locked: another run may have ended in between.
         check = functools.partial(_check_replaced, settings)
-        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check)
+        self.journal = Journal(settings.partial_path, identity, settings.resume, environment, check, layout.sound)
         try:
             unfinished_path(self._path).unlink(missing_ok=True)
             # The errors of this run begin with what an interrupted run has reported; without errors there is no file.
@@ -155,7 +97,7 @@ class FileOutput:
 
     def finish(self) -> Totals:
         """Write the output from the journal and put it in place. The journal stays until `complete`."""
-        totals = Totals()
+        totals = Totals(self._layout)
         form = self._settings.resolved_output_format
         errors, errors_partial = self._settings.errors_path, self._settings.errors_partial_path
         failed: list[Result] = []
@@ -168,14 +110,13 @@ class FileOutput:
                 yield result
 
         with placed(self._path, self.journal) as unfinished:
-            if form == "parquet":
-                numbered = all("error" in result or type(result["id"]) is int for result in self.journal.results())
-                _write_parquet(unfinished, counted(), numbered)
-            else:
-                _write_lines(unfinished, counted(), text_line if form == "txt" else json_line)
+            numbered = form == "parquet" and all(
+                "error" in result or type(result["id"]) is int for result in self.journal.results()
+            )
+            self._layout.write(unfinished, form, counted(), numbered)
             if failed:
                 # In input order now, whatever the order in which they were met.
-                _write_lines(errors_partial, failed, error_line)
+                errors_partial.write_bytes(b"".join(map(error_line, failed)))
                 sync(errors_partial)
                 os.replace(errors_partial, errors)
             elif self._settings.overwrite:
@@ -201,23 +142,29 @@ class StreamOutput:
 
     journal: Journal | None = None
 
-    def __init__(self, settings: RunOptions) -> None:
-        self._line = text_line if settings.resolved_output_format == "txt" else json_line
+    def __init__(self, settings: DataOptions, layout: Layout = GENERATION) -> None:
+        self._layout, self._form = layout, settings.resolved_output_format
         self._collector = Collector()
-        self._totals = Totals()
+        self._totals = Totals(layout)
         self._stream: Any = getattr(sys.stdout, "buffer", None)
+        self._begun = False
+
+    def _put(self, line: bytes) -> None:
+        if self._stream is not None:
+            self._stream.write(line)
+        else:
+            sys.stdout.write(line.decode("utf-8"))
 
     def _write(self, results: list[Result]) -> None:
         with writing("standard output"):
+            if not self._begun:
+                self._put(self._layout.header(self._form))
+                self._begun = True
             for result in results:
                 self._totals.add(result)
                 if "error" in result:
                     print(f"line {result['line']} skipped: {result['message']}", file=sys.stderr)
-                line = self._line(result)
-                if self._stream is not None:
-                    self._stream.write(line)
-                else:
-                    sys.stdout.write(line.decode("utf-8"))
+                self._put(self._layout.line(result, self._form))
             if results:
                 (self._stream or sys.stdout).flush()
 
@@ -228,7 +175,8 @@ class StreamOutput:
         self._write(self._collector.add(window, index, results))
 
     def finish(self) -> Totals:
-        """All is written already."""
+        """All is written already, but for the header of an output without records."""
+        self._write([])
         return self._totals
 
     def close(self) -> None:
@@ -240,7 +188,7 @@ class StreamOutput:
 Output = FileOutput | StreamOutput
 
 
-def check_free(settings: RunOptions) -> None:
+def check_free(settings: DataOptions) -> None:
     """Raises `SetupError` where a file of the run cannot be written, or would replace something unasked.
 
     A file that FastGen did not write is never replaced, except those that `overwrite` is about: OUTPUT, scores and
@@ -258,9 +206,9 @@ def check_free(settings: RunOptions) -> None:
     _check_replaced(settings, left)
 
 
-def _check_replaced(settings: RunOptions, left: journal.Left | None) -> None:
+def _check_replaced(settings: DataOptions, left: journal.Left | None) -> None:
     """The part of `check_free` that depends on the files that are there, and on what an interrupted run has left."""
-    placed = [Path(name) for name in (settings.score_path, settings.report) if name is not None]
+    placed = [Path(name) for name in settings.written_beside().values() if name is not None]
     if not settings.to_stdout:
         placed.insert(0, Path(settings.output))
         if left is not None and not (settings.resume or settings.overwrite):

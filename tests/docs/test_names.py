@@ -44,9 +44,11 @@ def test_links_lead_somewhere(name):
 
 def options_of_the_commands() -> set[str]:
     """Every option of every command that the project has."""
-    from fastgen_cli import generate, quantize
+    from fastgen_cli import classify, embed, encode, generate, quantize
 
-    found = {name for command in (generate, quantize) for name in command.build_parser()._option_string_actions}
+    parsers = [generate.build_parser(), quantize.build_parser()]
+    parsers += [encode.build_parser(command) for command in (embed.COMMAND, classify.COMMAND)]
+    found = {name for parser in parsers for name in parser._option_string_actions}
     sources = [ROOT / path for path in ("tests/conftest.py", "benchmarks/__main__.py", "tools/gpu_check.py")]
     for source in (*sources, *(ROOT / "fastgen_cli").glob("*.py"), *(ROOT / "examples").glob("*.py")):
         found |= set(re.findall(r'"(--[\w-]+)"', source.read_text(encoding="utf-8")))

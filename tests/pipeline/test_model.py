@@ -8,17 +8,10 @@ import pytest
 import torch
 
 from fastgen import caches
+from fastgen.pipeline.batches import MOST_FAILURES, free_captured_steps, is_out_of_memory
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.loading import depends_on_padding, load
-from fastgen.pipeline.model import (
-    MOST_FAILURES,
-    Decoder,
-    Encoder,
-    ModelStage,
-    free_captured_steps,
-    is_out_of_memory,
-    token_count,
-)
+from fastgen.pipeline.model import Decoder, Encoder, ModelStage, token_count
 from fastgen.pipeline.planner import Batch, Prepared
 from fastgen.pipeline.records import Record
 from fastgen.pipeline.settings import RunOptions
@@ -153,7 +146,7 @@ def test_captured_steps_that_are_kept_are_dropped_first(bart, monkeypatch, first
     loaded = load(asked)
     rows = batch(loaded, asked, tiny.sentences(4))
     failures = [torch.OutOfMemoryError("CUDA out of memory")] * first_failures
-    monkeypatch.setattr("fastgen.pipeline.model.free_captured_steps", lambda device: True)
+    monkeypatch.setattr("fastgen.pipeline.batches.free_captured_steps", lambda device: True)
     generate, calls = loaded.model.generate, []
 
     def limited(**options):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +98,41 @@ def test_splitting_keeps_rows_and_their_order(count, parts):
     assert [row for piece in pieces for row in piece] == rows
     assert len(pieces) == min(parts, count)
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def cost(lengths, batches, pass_cost):
+    return sum(len(batch) * max(lengths[index] for index in batch) + pass_cost for batch in batches)
+
+
+def partitions(order):
+    """Every way to cut a list into consecutive parts."""
+    for bars in itertools.product([False, True], repeat=max(len(order) - 1, 0)):
+        parts = [[order[0]]] if order else []
+        for index, bar in zip(order[1:], bars, strict=True):
+            if bar:
+                parts.append([index])
+            else:
+                parts[-1].append(index)
+        yield parts
+
+
+@given(st.lists(st.integers(1, 12), max_size=9), st.integers(1, 5), st.none() | st.integers(1, 40), st.integers(0, 20))
+def test_batches_by_cost_are_the_cheapest_that_are_allowed(lengths, batch_size, max_tokens, pass_cost):
+    rules = Rules(batch_size, max_tokens, pass_cost=pass_cost)
+    found = cut(lengths, rules)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    assert [index for batch in found for index in batch] == order
+
+    def allowed(batch):
+        tokens = len(batch) * max(lengths[index] for index in batch)
+        return len(batch) == 1 or (len(batch) <= batch_size and (max_tokens is None or tokens <= max_tokens))
+
+    assert all(map(allowed, found))
+    least = min(cost(lengths, parts, pass_cost) for parts in partitions(order) if all(map(allowed, parts)))
+    assert cost(lengths, found, pass_cost) == least
+
+
+def test_a_window_of_many_rows_is_cut_by_cost_at_jumps():
+    lengths = [40] * 10 + [3] * 30
+    assert [len(batch) for batch in cut(lengths, Rules(64, None, pass_cost=64))] == [10, 30]
+    assert [len(batch) for batch in cut(lengths, Rules(64, None, pass_cost=100000))] == [40]

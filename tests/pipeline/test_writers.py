@@ -14,10 +14,11 @@ import pytest
 
 from fastgen.pipeline import journal
 from fastgen.pipeline.errors import PipelineError, SetupError
+from fastgen.pipeline.layouts import GENERATION
 from fastgen.pipeline.planner import Window
 from fastgen.pipeline.records import BadRecord, Problem
 from fastgen.pipeline.settings import RunOptions
-from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, text_line, write_json
+from fastgen.pipeline.writers import FileOutput, StreamOutput, check_free, write_json
 
 BAD = BadRecord(1, 2, "b", Problem("empty", "the text is empty"))
 
@@ -60,7 +61,7 @@ def test_text_keeps_lines_aligned(tmp_path):
 
 @pytest.mark.parametrize("text", ["a\r\nb", "a\rb", "a\vb", "a\x85b", "a\u2029b", "a\nb"])
 def test_every_line_break_becomes_a_space(text):
-    assert text_line({"text": text}) == b"a b\n"
+    assert GENERATION.line({"text": text}, "txt") == b"a b\n"
 
 
 def test_json_lines_hold_everything_but_skipped_records(tmp_path):

@@ -92,3 +92,42 @@ def gpt2(folder: Path, **changes) -> Path:
     model.save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
+
+
+def bert(folder: Path, labels: int = 0, **changes) -> Path:
+    """A model that only encodes, with 64 positions; with labels it has a head that tells them apart."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    tokens = tokenizer(encoder_decoder=True)
+    tokens.model_max_length = 64
+    torch.manual_seed(0)
+    options = dict(
+        vocab_size=len(tokens), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, pad_token_id=1, initializer_range=0.3,
+    )  # fmt: skip
+    if labels:
+        options["id2label"] = {number: f"kind {number}" for number in range(labels)}
+    model = (BertForSequenceClassification if labels else BertModel)(BertConfig(**(options | changes))).eval()
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def sentence_files(folder: Path, *modules: tuple[str, dict], settings: dict | None = None, prompts: dict | None = None):
+    """The files of sentence-transformers: the types of the modules after the model, with their configurations."""
+    import json
+
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for number, (kind, config) in enumerate(modules, start=1):
+        path = f"{number}_{kind}"
+        listed.append(
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        )
+        (folder / path).mkdir(exist_ok=True)
+        (folder / path / "config.json").write_text(json.dumps(config))
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 48} | (settings or {})))
+    if prompts:
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen.pipeline import writers
 from fastgen.pipeline.errors import SetupError, one_line, writing
 from fastgen.pipeline.fairseq.errors import explained
-from fastgen.pipeline.journal import dumps, find
+from fastgen.pipeline.journal import find
+from fastgen.pipeline.layouts import GENERATION, dumps
 from fastgen.pipeline.records import Result
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES, followed, is_special
 
@@ -83,7 +84,7 @@ class Records:
         kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
         if kind == "parquet":
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
-        self._line = writers.json_line if kind == "jsonl" else writers.text_line
+        self._form = "jsonl" if kind == "jsonl" else "txt"
         self._gaps = kind != "jsonl"
         self._written: dict[int, Written] = {}
         if not self._to_stdout:
@@ -116,7 +117,7 @@ class Records:
     def finish(self, sources: int) -> None:
         """Write the output of all sources. Of one that was left out, a text file has an empty line."""
         ids = range(sources) if self._gaps else sorted(self._written)
-        lines = (self._line(_result(self._written[id]) if id in self._written else {}) for id in ids)
+        lines = (GENERATION.line(_result(self._written[id]) if id in self._written else {}, self._form) for id in ids)
         if self._to_stdout:
             with writing("standard output"):
                 sys.stdout.buffer.writelines(lines)

@@ -21,7 +21,7 @@ from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.saving import load_model, save, weight_bytes
 from fastgen.pipeline.quantizing.texts import Text, Texts, samples
 from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
-from fastgen.pipeline.run import SECONDS_BETWEEN_LINES
+from fastgen.pipeline.running import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block, Forward

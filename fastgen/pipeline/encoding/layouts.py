@@ -1,0 +1,157 @@
+"""What vectors and labels are in the journal and in each format of the output.
+
+- `.npy`: one array [records, size]. The row of a skipped record is NaN, so that row n is record n.
+- `.jsonl`, `.csv`: a record a line. Skipped records are left out.
+- `.parquet`: the same as columns.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fastgen.pipeline.layouts import CHUNK, Layout
+from fastgen.pipeline.records import Result
+
+
+class Vectors(Layout):
+    """A vector for each text.
+
+    Args:
+        size: numbers of a vector.
+        dtype: float32 or float16.
+    """
+
+    fields = ("id", "input", "vector", "input_tokens", "truncated")
+
+    def __init__(self, size: int, dtype: str) -> None:
+        import numpy
+
+        self._size, self._dtype = size, numpy.dtype(dtype).newbyteorder("<")
+
+    def sound(self, result: Mapping[str, Any]) -> bool:
+        try:
+            length = len(base64.b64decode(result.get("vector") or "", validate=True))
+        except (TypeError, ValueError, binascii.Error):
+            return False
+        return length == self._size * self._dtype.itemsize and type(result.get("input_tokens")) is int
+
+    def tokens(self, result: Result) -> int:
+        return int(result["input_tokens"])
+
+    def column_types(self) -> dict[str, Any]:
+        import pyarrow
+
+        number = pyarrow.from_numpy_dtype(self._dtype.newbyteorder("="))
+        return {
+            "input": pyarrow.string(),
+            "vector": pyarrow.list_(number),
+            "input_tokens": pyarrow.int64(),
+            "truncated": pyarrow.bool_(),
+        }
+
+    def written(self, result: Result) -> dict[str, Any]:
+        return super().written(result) | {"vector": self._vector(result)}
+
+    def plain(self, result: Result) -> dict[str, Any]:
+        return super().written(result) | {"vector": self._vector(result).tolist()}
+
+    def write(self, path: Path, form: str, results: Iterable[Result], numbered: bool) -> None:
+        if form != "npy":
+            super().write(path, form, results, numbered)
+            return
+        with open(path, "wb", buffering=CHUNK) as handle:
+            self._write_array(handle, results)
+
+    def _write_array(self, handle: BinaryIO, results: Iterable[Result]) -> None:
+        """The array row by row; how many there are is known at the end, and the header has room for it."""
+        import numpy
+
+        start = self._header(0)
+        handle.write(start)
+        missing = numpy.full(self._size, numpy.nan, self._dtype).tobytes()
+        rows = 0
+        for result in results:
+            handle.write(missing if "error" in result else base64.b64decode(result["vector"]))
+            rows += 1
+        end = self._header(rows)
+        assert len(end) == len(start), "NumPy leaves room in the header for the number of rows"
+        handle.seek(0)
+        handle.write(end)
+
+    def _header(self, rows: int) -> bytes:
+        from numpy.lib import format as npy
+
+        header = io.BytesIO()
+        about = {"descr": self._dtype.str, "fortran_order": False, "shape": (rows, self._size)}
+        npy.write_array_header_1_0(header, about)
+        return header.getvalue()
+
+    def _vector(self, result: Result) -> Any:
+        import numpy
+
+        return numpy.frombuffer(base64.b64decode(result["vector"]), self._dtype)
+
+
+class Labels(Layout):
+    """Labels with their scores, best first. `label` and `score` are the first ones.
+
+    Args:
+        count: how many there are of each record.
+    """
+
+    fields = ("id", "input", "pair", "label", "score", "labels", "scores", "input_tokens", "truncated")
+    optional = frozenset({"pair"})
+
+    def __init__(self, count: int, with_pair: bool) -> None:
+        self._count = count
+        pair = ("pair",) if with_pair else ()
+        numbered = [(f"label_{number}", f"score_{number}") for number in range(2, count + 1)]
+        self._columns = ("id", "input", *pair, "label", "score", *(name for both in numbered for name in both))
+
+    def sound(self, result: Mapping[str, Any]) -> bool:
+        labels, scores = result.get("labels"), result.get("scores")
+        return (
+            type(labels) is list
+            and type(scores) is list
+            and len(labels) == len(scores) == self._count
+            and all(type(label) is str for label in labels)
+            and all(type(score) in (int, float) for score in scores)
+            and type(result.get("input_tokens")) is int
+        )
+
+    def tokens(self, result: Result) -> int:
+        return int(result["input_tokens"])
+
+    def column_types(self) -> dict[str, Any]:
+        import pyarrow
+
+        text, number = pyarrow.string(), pyarrow.float64()
+        lists = {"labels": pyarrow.list_(text), "scores": pyarrow.list_(number)}
+        counts = {"input_tokens": pyarrow.int64(), "truncated": pyarrow.bool_()}
+        return {"input": text, "pair": text, "label": text, "score": number, **lists, **counts}
+
+    def written(self, result: Result) -> dict[str, Any]:
+        return super().written(result | {"label": result["labels"][0], "score": result["scores"][0]})
+
+    def header(self, form: str) -> bytes:
+        return _cells(self._columns) if form == "csv" else b""
+
+    def line(self, result: Result, form: str) -> bytes:
+        if form != "csv" or "error" in result:
+            return super().line(result, form)
+        pair = [result["pair"]] if "pair" in self._columns else []
+        best = [value for both in zip(result["labels"], result["scores"], strict=True) for value in both]
+        return _cells([result["id"], result["input"], *pair, *best])
+
+
+def _cells(values: Iterable[Any]) -> bytes:
+    """A line of a CSV file."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue().encode("utf-8", "backslashreplace")

@@ -1,0 +1,153 @@
+"""Loading a model that only encodes: with what its sentence-transformers files say, or with a classification head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
+from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
+from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.loading import Loaded, read_model
+
+# A checkpoint may have heads that are not asked for.
+_NEEDED = {"missing": "missing", "mismatched": "misshapen"}
+# What tokenizers say where they know of no limit is a number far beyond any.
+_NO_LIMIT = 10**9
+
+
+@dataclass
+class LoadedEncoder(Loaded):
+    """A model that only encodes, with what the stages need to know about its inputs."""
+
+    longest: int | None
+    """The tokens to which inputs are cut; None where neither the model nor the options have a limit."""
+    prompt: str = ""
+    prompt_length: int = 0
+    """Tokens of the prompt, with those that the tokenizer puts before it."""
+    lower_case: bool = False
+
+    @property
+    def pad_id(self) -> int:
+        """A token to pad with: what is padded is masked, so any will do where the model has none."""
+        found = self.tokenizer.pad_token_id
+        return 0 if found is None else int(found)
+
+    def decisive(self) -> dict[str, Any]:
+        return {"longest": self.longest, "prompt": self.prompt, "lower_case": self.lower_case}
+
+
+@dataclass
+class LoadedEmbedder(LoadedEncoder):
+    """A model whose last hidden states become a vector for each text."""
+
+    modules: SentenceModules = field(default_factory=SentenceModules)
+
+    def decisive(self) -> dict[str, Any]:
+        modules = self.modules
+        pooling = {"pooling": list(modules.pooling), "include_prompt": modules.include_prompt}
+        return super().decisive() | pooling | {"modules": modules.described}
+
+
+@dataclass
+class LoadedClassifier(LoadedEncoder):
+    """A model with a classification head."""
+
+    labels: list[str] = field(default_factory=list)
+    scores: str = "softmax"
+    """What makes scores of the model's numbers: softmax, sigmoid, or raw."""
+
+    def decisive(self) -> dict[str, Any]:
+        return super().decisive() | {"labels": self.labels, "scores": self.scores}
+
+
+def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
+    """The model that the settings name, with its modules. Raises `SetupError` where any of it is damaged."""
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoModel, AutoModelForTextEncoding
+
+    from fastgen.pipeline.loading import check_path
+
+    check_path(settings.model)
+    modules = read_modules(settings.model, settings)
+
+    def kind(config: Any) -> Any:
+        # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
+        return AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
+
+    # The pooler is not used: vectors are made of the hidden states.
+    model, tokenizer = read_model(settings, kind, needed=_NEEDED, unused="pooler.", folder=modules.folder)
+    return prepare_embedder(model, tokenizer, settings, modules)
+
+
+def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules: SentenceModules) -> LoadedEmbedder:
+    """Decide everything about a model that is in memory already."""
+    if model.config.is_encoder_decoder and hasattr(model, "decoder"):
+        model = model.get_encoder()
+    longest = _longest(model, tokenizer, settings.max_length, modules.max_length)
+    loaded = LoadedEmbedder(model, tokenizer, longest, modules.prompt, 0, modules.lower_case, modules)
+    if modules.prompt and not modules.include_prompt:
+        ids = tokenizer(modules.prompt)["input_ids"]
+        # The last of them may be what ends a text.
+        loaded.prompt_length = len(ids) - (bool(ids) and ids[-1] in tokenizer.all_special_ids)
+    return loaded
+
+
+def load_classifier(settings: ClassifyOptions) -> LoadedClassifier:
+    """The model that the settings name. Raises `SetupError` where any of it is damaged, or there is no head."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, tokenizer = read_model(settings, lambda config: AutoModelForSequenceClassification, needed=_NEEDED)
+    return prepare_classifier(model, tokenizer, settings)
+
+
+def prepare_classifier(model: Any, tokenizer: Any, settings: ClassifyOptions) -> LoadedClassifier:
+    """Decide everything about a model that is in memory already."""
+    config = model.config
+    if config.get_text_config().pad_token_id is None and tokenizer.pad_token_id is not None:
+        # Where a text ends is told by it, in models that read its last token.
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    count = config.num_labels
+    if settings.top_k > count:
+        raise SetupError(f"top-k is {settings.top_k}, but model {settings.model} has {count} labels")
+    names = config.id2label or {}
+    labels = [str(names.get(number, f"LABEL_{number}")) for number in range(count)]
+    scores = settings.scores
+    if scores == "auto":
+        several = config.problem_type == "multi_label_classification"
+        one = count == 1 or config.problem_type == "regression"
+        scores = "sigmoid" if several else "raw" if one else "softmax"
+    longest = _longest(model, tokenizer, settings.max_length, None)
+    return LoadedClassifier(model, tokenizer, longest, labels=labels, scores=scores)
+
+
+def _longest(model: Any, tokenizer: Any, asked: int | None, named: int | None) -> int | None:
+    """The tokens of an input at most: those asked for, or named by the model's files, or what the model was made for.
+
+    Raises `SetupError` where more are asked for than the model takes, or too few for what the tokenizer adds.
+    """
+    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    usual = [
+        limit for limit in (tokenizer.model_max_length, made_for) if isinstance(limit, int) and 0 < limit < _NO_LIMIT
+    ]
+    places = _places(model, made_for)
+    if asked is not None and places is not None and asked > places:
+        raise SetupError(f"max-length is {asked}, but the model takes at most {places} tokens")
+    limits = [asked or named or min(usual, default=None), places]
+    found = min((limit for limit in limits if limit is not None), default=None)
+    if found is not None and found <= tokenizer.num_special_tokens_to_add():
+        raise SetupError(f"max-length is {found}: the tokenizer adds {tokenizer.num_special_tokens_to_add()} tokens")
+    return found
+
+
+def _places(model: Any, made_for: Any) -> int | None:
+    """How many places the model has an embedding for; None where it has none, as with relative positions."""
+    import torch
+
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, torch.nn.Embedding) and ("position" in last or last == "wpe"):
+            # RoBERTa and its kin count from the number after that of the padding.
+            there = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            # BART and its kin have a few more of them than places.
+            return min(there, made_for) if isinstance(made_for, int) and made_for > 0 else there
+    return None

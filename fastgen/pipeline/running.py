@@ -1,0 +1,274 @@
+"""The part of a run that is the same for every command: from the first record to the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import fastgen
+from fastgen.pipeline.batches import BatchStage, Computed
+from fastgen.pipeline.errors import SetupError, StrictError
+from fastgen.pipeline.identity import environment, identity
+from fastgen.pipeline.inputs import Inputs
+from fastgen.pipeline.layouts import Layout
+from fastgen.pipeline.loading import Loaded
+from fastgen.pipeline.planner import Batch, Prepared, Resumed, Rules, Window, plan
+from fastgen.pipeline.records import BadRecord, Record, Result
+from fastgen.pipeline.settings import DataOptions
+from fastgen.pipeline.stages import Timing, run_stages
+from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, write_json
+
+SECONDS_BETWEEN_LINES = 30.0
+_RESUMED_ELSEWHERE = (
+    "resumed in another environment ({}): the last digits of numbers, and outputs whose best two candidates are nearly "
+    "equal, may not be those of a run without interruption"
+)
+Results = Callable[[], list[Result]]
+"""The results of a batch, which may have to be waited for."""
+
+
+@dataclass
+class RunReport:
+    """What a run did. Counts are of the whole output; rates and seconds are of this run, which may have resumed one."""
+
+    samples: int
+    skipped: int
+    tokens: int
+    """Generated tokens, of all returned sequences; of a command that does not generate, those of the inputs."""
+    metrics: dict[str, float]
+    metrics_samples: int
+    seconds: dict[str, float]
+    """`load`: imports and model; `generate`: from the first record read to the last batch out of the model;
+    `model`: spent in calls of the model; `waiting_for_input` and `waiting_for_output`: the model stage had nothing
+    to do, or could not hand over what it had done; `finish`: from then until the output was in place."""
+    samples_per_second: float
+    tokens_per_second: float
+    waiting_for_input_share: float
+    waiting_for_output_share: float
+    resumed_samples: int
+    batches: int
+    batch_size: int
+    max_tokens: int | None
+    out_of_memory: int
+    """How many batches did not fit in memory and were split."""
+    truncated: int
+    """How many inputs were cut to what the model takes, in a command that counts them."""
+    peak_memory_bytes: int | None
+    """The largest resident set of the process, worker processes not counted."""
+    peak_device_memory_bytes: int | None
+    model: str
+    device: str
+    dtype: str
+    errors_file: str | None = None
+    notes: list[str] = field(default_factory=list)
+    """What else there is to know, such as that the run was resumed in another environment."""
+    versions: dict[str, str] = field(default_factory=dict)
+    fastgen: dict[str, Any] = field(default_factory=dict)
+    """What `fastgen.stats()` counted, under `stats`."""
+
+
+@dataclass
+class Job:
+    """What a command does with its records: the parts of a run in which commands differ."""
+
+    loaded: Loaded
+    layout: Layout
+    prepare: Callable[[Sequence[Record]], list[Prepared | BadRecord]]
+    """Turns texts into token ids, in a thread ahead of the model."""
+    stage: BatchStage[Any]
+    post: Callable[[Computed[Any]], Results]
+    """Begins to turn what the model returned into results, in a thread behind it. Failed rows are left out."""
+    batch_size: Callable[[], tuple[int, int | None]]
+    """Inputs of a batch, and their tokens where these are limited. A resumed run keeps those it began with."""
+    rules: Mapping[str, Any]
+    """How else batches are cut: arguments of `Rules`."""
+
+
+def open_output(settings: DataOptions, inputs: Inputs, job: Job) -> Output:
+    """The output that the settings name."""
+    if settings.to_stdout:
+        return StreamOutput(settings, job.layout)
+    decides = identity(settings, inputs, job.loaded) | {"rules": dict(job.rules)}
+    return FileOutput(settings, decides, environment(job.loaded.device), job.layout)
+
+
+def run_through(settings: DataOptions, inputs: Inputs, job: Job, output: Output, start: float) -> RunReport:
+    """All of a run from the first record to the report.
+
+    Args:
+        start: when the run began, by `time.perf_counter`.
+    """
+    import torch
+    import transformers
+
+    journal = output.journal
+    decided = journal.plan if journal else None
+    fresh = decided is None
+    if decided is None:
+        rows, tokens = job.batch_size()
+        decided = {"batch_size": rows, "max_tokens": tokens}
+    notes = []
+    if journal:
+        if journal.differences:
+            notes.append(_RESUMED_ELSEWHERE.format("; ".join(journal.differences)))
+            print(notes[0], file=sys.stderr)
+        journal.begin(decided)
+    rules = Rules(decided["batch_size"], decided["max_tokens"], **job.rules)
+    resumed, already = (journal.resumed, journal.count) if journal else (Resumed(), 0)
+
+    def on_bad(bad: BadRecord) -> None:
+        if settings.strict:
+            raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
+
+    progress = Progress(inputs.total, already, settings.quiet)
+    stage, device = job.stage, job.loaded.device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    loading = time.perf_counter() - start
+    steps = Steps(job, output, progress, on_bad)
+    try:
+        timing = steps.run(plan(inputs, job.prepare, rules, resumed, on_bad))
+        stage.finish()
+    except SetupError:
+        if fresh and steps.samples == 0:
+            output.drop()
+        raise
+    finally:
+        progress.close()
+    finishing = time.perf_counter()
+    totals = output.finish()
+    finish = time.perf_counter() - finishing + timing.draining
+    share = 1 / timing.wall if timing.wall else 0.0
+    scores = totals.metrics.scores()
+    report = RunReport(
+        samples=totals.samples,
+        skipped=totals.skipped,
+        tokens=totals.tokens,
+        metrics=scores,
+        metrics_samples=totals.metrics.samples,
+        seconds={
+            "load": loading,
+            "generate": timing.wall,
+            "model": stage.seconds,
+            "waiting_for_input": timing.waiting_for_input,
+            "waiting_for_output": timing.waiting_for_output,
+            "finish": finish,
+        },
+        samples_per_second=steps.samples * share,
+        tokens_per_second=steps.tokens * share,
+        waiting_for_input_share=timing.waiting_for_input * share,
+        waiting_for_output_share=timing.waiting_for_output * share,
+        resumed_samples=already,
+        batches=steps.batches,
+        batch_size=rules.batch_size,
+        max_tokens=rules.max_tokens,
+        out_of_memory=stage.out_of_memory,
+        truncated=totals.truncated,
+        peak_memory_bytes=_peak_memory(),
+        peak_device_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        model=settings.model,
+        device=str(device),
+        dtype=str(job.loaded.model.dtype).removeprefix("torch."),
+        errors_file=str(settings.errors_path) if totals.skipped and not settings.to_stdout else None,
+        notes=notes,
+        versions=dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__),
+        fastgen={"stats": fastgen.stats()},
+    )
+    if score_path := settings.written_beside().get("the score path"):
+        counts = {"samples": totals.metrics.samples, "skipped": totals.skipped}
+        write_json(score_path, counts | scores, journal)
+    if settings.report:
+        write_json(settings.report, dataclasses.asdict(report), journal)
+    output.complete()
+    return report
+
+
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass
+class Steps:
+    """What the stages of one run do, and what came out of them. A window goes through all of them as it is."""
+
+    job: Job
+    output: Output
+    progress: Progress
+    on_bad: Callable[[BadRecord], None]
+    samples: int = 0
+    tokens: int = 0
+    batches: int = 0
+
+    def run(self, plan: Iterator[Window | Batch]) -> Timing:
+        return run_stages(plan, self._compute, self._post, self._record, self._report)
+
+    def _compute(self, item: Window | Batch) -> Window | Computed[Any]:
+        return item if isinstance(item, Window) else self.job.stage.run(item)
+
+    def _report(self, item: Window | Computed[Any]) -> None:
+        if isinstance(item, Computed):
+            self.batches += 1
+            for row, problem in item.failures:
+                self.on_bad(row.record.skipped(problem))
+
+    def _post(self, item: Window | Computed[Any]) -> Window | tuple[Computed[Any], Results]:
+        return item if isinstance(item, Window) else (item, self.job.post(item))
+
+    def _record(self, item: Window | tuple[Computed[Any], Results]) -> None:
+        if isinstance(item, Window):
+            self.output.window(item)
+            self.progress.add(len(item.bad), 0)
+            return
+        computed, waited_for = item
+        results = waited_for()
+        failed = [result for result in results if "error" in result]
+        tokens = sum(self.job.layout.tokens(result) for result in results if "error" not in result)
+        self.samples += len(results) - len(failed)
+        self.tokens += tokens
+        results += [row.record.skipped(problem).result() for row, problem in computed.failures]
+        self.output.batch(computed.batch.window, computed.batch.index, results)
+        self.progress.add(len(results), tokens)
+        for result in failed:
+            self.on_bad(BadRecord.of(result))
+
+
+class Progress:
+    """Shows rates and the time left on standard error: a bar on a terminal, otherwise a line every 30 seconds."""
+
+    def __init__(self, total: int | None, already: int = 0, quiet: bool = False) -> None:
+        from tqdm import tqdm
+
+        self._total, self._already, self._done, self._tokens = total, already, already, 0
+        self._start = self._last_line = time.perf_counter()
+        self._lines = not (quiet or sys.stderr.isatty())
+        hidden = quiet or self._lines
+        options = {"unit": " samples", "dynamic_ncols": True, "smoothing": 0.1}
+        self._bar = tqdm(total=total, initial=already, disable=hidden, **options)
+
+    def add(self, samples: int, tokens: int) -> None:
+        self._done += samples
+        self._tokens += tokens
+        now = time.perf_counter()
+        seconds = max(now - self._start, 1e-9)
+        rate = f"{self._tokens / seconds:.0f} tokens/s"
+        self._bar.set_postfix_str(rate, refresh=False)
+        self._bar.update(samples)
+        if self._lines and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            counts = {"n": self._done, "total": self._total, "initial": self._already}
+            line = self._bar.format_meter(**counts, elapsed=seconds, ncols=0, unit=" samples", postfix=rate)
+            print(line.strip(), file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()

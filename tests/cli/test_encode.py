@@ -1,0 +1,167 @@
+"""The command lines of `fastgen-embed` and `fastgen-classify`: what they print, and their exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastgen_cli import classify, embed
+from fastgen_cli.encode import build_parser
+from tests.pipeline import tiny
+
+FAST = ["--device", "cpu", "--batch-size", "4"]
+COMMANDS = {"embed": (embed, "npy"), "classify": (classify, "csv")}
+
+
+@pytest.fixture(autouse=True)
+def patches_as_before():
+    import fastgen
+
+    yield
+    fastgen.enable()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.bert(tmp_path_factory.mktemp("bert"), labels=3)
+
+
+def call(name, *words):
+    return COMMANDS[name][0].main([str(word) for word in words])
+
+
+def one_line(capsys):
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "Traceback" not in text, text
+    return text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_run_from_end_to_end(name, model, inputs, tmp_path, capsys):
+    form = COMMANDS[name][1]
+    source, out, report = tmp_path / "some.txt", tmp_path / f"out.{form}", tmp_path / "report.json"
+    source.write_text(inputs.read_text() + "\n" + "A" * 500 + "\n")
+    assert call(name, model, source, out, *FAST, "--report", report) == 1
+    said = capsys.readouterr().err
+    assert "41 samples in" in said and "the model waited" in said
+    assert f"fastgen-{name}: 1 of 41 inputs were cut" in said
+    assert f"fastgen-{name}: 1 of 42 records skipped: see {out}.errors.jsonl" in said
+    assert json.loads(report.read_text())["truncated"] == 1
+    if form == "npy":
+        assert np.load(out).shape == (42, 32)
+    else:
+        assert len(out.read_text().splitlines()) == 42
+    assert call(name, model, inputs, tmp_path / f"good.{form}", *FAST, "--quiet") == 0
+    assert "sample" not in capsys.readouterr().err
+    assert call(name, model, source, tmp_path / f"strict.{form}", *FAST, "--quiet", "--strict") == 1
+    assert "line 41: the text is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: MODEL, INPUT, OUTPUT"),
+        (["m", "i", "o.jsonl", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o.jsonl", "--max-length", "x"], "invalid int value"),
+        (["m", "i", "o.jsonl", "--num-beams", "3"], "unrecognized arguments: --num-beams 3"),
+        (["m", "i", "o"], "no format"),
+        (["m", "i", "-", "--resume"], "standard output cannot be continued"),
+        (["m", "/none/i.txt", "o.jsonl"], "no such file"),
+        (["./none", "i.txt", "o.jsonl"], "no such directory"),
+    ],
+)
+def test_wrong_words_are_one_line(name, words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "i.txt").write_text("light\n")
+    assert call(name, *words) == 2
+    assert message in one_line(capsys)
+
+
+def test_a_file_that_is_there_stays(model, inputs, tmp_path, capsys):
+    out = tmp_path / "out.npy"
+    out.write_bytes(b"mine")
+    assert call("embed", model, inputs, out, *FAST) == 2
+    assert "exists already (--overwrite replaces it)" in one_line(capsys)
+    assert out.read_bytes() == b"mine"
+    assert call("embed", model, inputs, out, *FAST, "--overwrite", "--quiet") == 0
+    assert np.load(out).shape == (40, 32)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, capsys):
+    from fastgen.pipeline.encoding.model import EncodingStage
+
+    form = COMMANDS[name][1]
+    run, done = EncodingStage.run, []
+
+    def interrupted(self, batch):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(batch)
+        return run(self, batch)
+
+    words = [model, inputs, tmp_path / f"out.{form}", *FAST, "--quiet"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EncodingStage, "run", interrupted)
+        assert call(name, *words) == 130
+    said = one_line(capsys)
+    assert said.startswith(f"fastgen-{name}: interrupted; to continue: fastgen-{name} --resume ")
+    assert call(name, *said.split(f"to continue: fastgen-{name} ")[1].split()) == 0
+    assert call(name, *words[:2], tmp_path / f"whole.{form}", *words[3:]) == 0
+    assert (tmp_path / f"out.{form}").read_bytes() == (tmp_path / f"whole.{form}").read_bytes()
+
+
+def test_without_fastgen_the_vectors_are_the_same(model, inputs, tmp_path):
+    assert call("embed", model, inputs, tmp_path / "a.npy", *FAST, "--quiet") == 0
+    assert call("embed", model, inputs, tmp_path / "b.npy", *FAST, "--quiet", "--no-fastgen") == 0
+    np.testing.assert_allclose(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_errors_import_nothing_heavy(name):
+    code = (
+        f"import sys; from fastgen_cli.{name} import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert main(['m', 'i', 'o.jsonl', '--dtype', 'x']) == 2\n"
+        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: fastgen-{name} MODEL INPUT OUTPUT" in done.stdout and "--max-length" in done.stdout
+
+
+def test_options_of_generation_are_not_among_them():
+    for command in (embed.COMMAND, classify.COMMAND):
+        found = set(build_parser(command)._option_string_actions)
+        assert {"--resume", "--weight-dtype", "--input-column", "--device", "--report"} <= found
+        assert not {"--src-lang", "--metrics", "--seed", "--token-ids"} & found
+
+
+def test_a_killed_process_resumes_to_the_same_file(model, tmp_path):
+    """kill -9 in the middle of the command, and the exit status of both."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.npy"
+    source.write_text("\n".join(tiny.sentences(4000, longest=30)) + "\n")
+    command = [sys.executable, "-m", "fastgen_cli.embed", model, source, out, *FAST, "--quiet", "--pooling", "mean"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(list(map(str, command)), env=environment)
+    partial = Path(f"{out}.partial")
+    deadline = time.monotonic() + 300
+    while not (partial.exists() and partial.read_bytes().count(b'{"batch"') > 20):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not out.exists()
+    assert subprocess.run([*map(str, command), "--resume"], env=environment).returncode == 0
+    whole = [str(tmp_path / "whole.npy") if word == out else str(word) for word in command]
+    assert subprocess.run(whole, env=environment).returncode == 0
+    assert out.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert not partial.exists()
