@@ -38,6 +38,16 @@ _MOST_INPUTS = 128  # of a tile
 _PARTS_BLOCK = 1024
 
 
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device are kept in lines."""
+    return device.type == "cuda"
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why weights on this device, which is one of those above, have no kernels, or None."""
+    return package.unavailable(device) if device.type == "cuda" else None
+
+
 class LinedWeight(NamedTuple):
     """What `pack` makes of a weight."""
 
