@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # The limit of a control group, what it uses, and the part of its statistics that the kernel gives back when asked.
@@ -37,15 +36,6 @@ def free_host_memory() -> int:
     for group in _groups():
         left = min([left, *_left(group, left)])
     return max(left, 0)
-
-
-def free_device_memory(device: Any) -> int:
-    """Bytes that can still be had on an NVIDIA GPU, a torch device."""
-    import torch
-
-    # What torch's allocator has and does not use is free, too.
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def entry(path: str, name: str) -> int:

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
-from fastgen.decoding.seen_weight import SeenWeight
-from fastgen.memory import free_device_memory, free_host_memory
+from fastgen.decoding.seen_weight import SeenWeight, is_plain
+from fastgen.memory import free_host_memory
 from fastgen.ops import dot_linear, linear, quantized_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
@@ -73,7 +72,7 @@ class _PackingBudget:
 
 
 def _free_memory(device: torch.device) -> int:
-    return free_device_memory(device) if device.type == "cuda" else free_host_memory()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()
 
 
 def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
@@ -292,24 +291,6 @@ class _Linear(_OwnProduct):
                 f"there is no memory for weights in {self.precision}: {size} more bytes are needed. With "
                 'linear_products="fixed" no layer goes on in float32 instead'
             )
-
-
-def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
-    """Whether a layer is its weight and bias and nothing else, of this type on this kind of device."""
-    for name in ("weight", "bias"):
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            # An attribute of that name is the work of a hook or a parametrisation.
-            if name == "weight" or getattr(module, name, None) is not None:
-                return False
-            continue
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
-            return False
-        if parameter.dtype is not dtype or parameter.device.type != device or parameter.layout != torch.strided:
-            return False
-        if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
-            return False
-    return not parametrize.is_parametrized(module)
 
 
 class FastLayers:

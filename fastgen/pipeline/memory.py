@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen import settings as switches
-from fastgen.memory import capacity, free_device_memory, free_host_memory
+from fastgen.memory import capacity, free_host_memory
 
 # Inputs of an automatic batch: more gain little, and on a CPU nothing.
 MOST_ROWS = {"cpu": 64, "cuda": 1024}
@@ -207,4 +207,10 @@ def automatic_batch(model: Any, generation: Any, longest: int) -> tuple[int, int
 
 def free_memory(device: Any) -> int:
     """Bytes that can still be had on the torch device."""
-    return free_device_memory(device) if device.type == "cuda" else free_host_memory()
+    if device.type == "cuda":
+        import torch
+
+        # What torch's allocator has and does not use is free, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return free_host_memory()

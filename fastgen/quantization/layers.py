@@ -20,7 +20,6 @@ from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.products import PARTS, PackedWeight, Sizes
 
-
 # By the numbers of a weight as it was before: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

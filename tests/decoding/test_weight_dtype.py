@@ -262,7 +262,10 @@ def test_a_processor_that_is_not_fast_stays_in_float32(packed: list[str], monkey
     assert "int8" not in packed
     # Once for the call, not for each layer.
     assert fastgen.stats() == {"int8 weights": {"accelerated": 0, "fallback": {"this processor is not fast": 1}}}
-    assert "weight_dtype is int8, but this processor is not fast: weights on the CPU stay in float32" in fastgen.status().notes
+    assert (
+        "weight_dtype is int8, but this processor is not fast: weights on the CPU stay in float32"
+        in fastgen.status().notes
+    )
     fastgen.enable(strict=True)
     with pytest.raises(fastgen.FallbackError, match="not fast"), FastLayers.of(model, KINDS):
         pass

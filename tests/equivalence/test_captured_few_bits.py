@@ -99,7 +99,25 @@ def test_layers_in_few_bits(
     assert rows and min(rows) <= grouped_linear.MAX_ROWS
 
 
-def test_more_rows_than_the_kernel_takes(device: torch.device, rows: list[int], monkeypatch: Any, replays: list) -> None:
+def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
+    """From the layout of the one kind of device to that of the other, and back; what is tied stays one."""
+    if device.type != "cuda":
+        pytest.skip("needs another device than the CPU")
+    model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
+    put_into_few_bits(model, 4, "zeros")
+    with fastgen.disabled():
+        expected = run(in_floating_point(model), inputs, GREEDY)
+    there = {name: tensor.to(device) for name, tensor in inputs.items()}
+    assert_same(expected, run(model.to(device), there, GREEDY).cpu())
+    layers_there = replacing.quantized_layers(model).values()
+    assert rows and {layer.packed.sizes.layout for layer in layers_there} == {"lines"}
+    with fastgen.disabled():
+        assert_same(expected, run(in_floating_point(model.cpu()), inputs, GREEDY))
+
+
+def test_more_rows_than_the_kernel_takes(
+    device: torch.device, rows: list[int], monkeypatch: pytest.MonkeyPatch, replays: list[None]
+) -> None:
     """The weight is unpacked inside the step."""
     monkeypatch.setattr(grouped_linear, "MAX_ROWS", 0)
     model, inputs = build(BY_NAME["llama"], device)

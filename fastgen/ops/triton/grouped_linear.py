@@ -81,10 +81,10 @@ def pack(
     if bits == 4:
         low, high = wide.unflatten(1, (-1, 2, _CHUNK // 2)).unbind(2)
         wide = (low | high << 4).flatten(1)
-    by_group = [None if part is None else part.t().contiguous() for part in (scales, zeros, minimums)]
-    assert by_group[0] is not None
+    zeros, minimums = (None if part is None else part.t().contiguous() for part in (zeros, minimums))
     order = None if order is None else order.contiguous()
-    return LinedWeight(wide.contiguous(), by_group[0], *by_group[1:], order, outputs, inputs, bits, group_size)
+    by_group = scales.t().contiguous()
+    return LinedWeight(wide.contiguous(), by_group, zeros, minimums, order, outputs, inputs, bits, group_size)
 
 
 def rounded(weight: Tensor, bits: int, group_size: int) -> LinedWeight:
@@ -190,7 +190,7 @@ def plan(rows: int, weight: LinedWeight, itemsize: int, multiprocessors: int) ->
         block_k //= 2
     by_number = block_k < _CHUNK
     if by_number or itemsize == 4:  # without tensor cores, operands are float32
-        block_k = min(max(block_k, _CHUNK), 2 * _CHUNK)
+        block_k = min(max(block_k, _CHUNK), _CHUNK if rows > 16 else 2 * _CHUNK)  # more rows need the registers
     # Tensor cores take eight rows at the least.
     block_m = max(package.power_of_two(rows), 1 if itemsize == 4 or by_number else 8)
     block_n = 64
@@ -250,9 +250,7 @@ def _product(x: Tensor, weight: LinedWeight, bias: Tensor | None, out: Tensor | 
     return out
 
 
-def _lines(
-    weight: LinedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None = None
-) -> Tensor:
+def _lines(weight: LinedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None = None) -> Tensor:
     """`count` lines from `begin` on, or those of `which`, [count, inputs], columns in the order of the numbers."""
     if dtype not in package.KERNEL_TYPES or not package.available(*weight[:4], which):
         return _lines_reference(weight, dtype, begin, count, which)
@@ -275,9 +273,7 @@ def _lines(
     return out
 
 
-def _lines_reference(
-    weight: LinedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None
-) -> Tensor:
+def _lines_reference(weight: LinedWeight, dtype: torch.dtype, begin: int, count: int, which: Tensor | None) -> Tensor:
     if which is None:
         numbers, factors = unpacked(weight, slice(begin, begin + count))
         return grouped_linear_on_cpu.values(numbers, factors, weight.bits, weight.group_size).to(dtype)

@@ -94,7 +94,7 @@ def check(case, device, product):
 @example(case=PLAIN | {"rows": 2, "inputs": 4000, "outputs": 70, "form": "minimums", "bits": 8})
 @example(case=PLAIN | {"rows": 2, "inputs": 3000, "outputs": 65, "form": "zeros", "group_size": 3000})
 @example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "minimums", "group_size": 8})
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_kernel(case, device, kernels):
     check(case, device, operator.grouped_linear)
 
