@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.measure import copy_bandwidth, seconds_of
 from fastgen.ops import no_repeat_ngram, rms_norm
-from fastgen.ops.triton import beam_step, decode_attention, kv_write
+from fastgen.ops.triton import beam_step, decode_attention, grouped_linear, kv_write
 
 _LEAST_BYTES = 256 * 2**20  # in turn, before an input comes again: several times the cache of an H200
 
@@ -96,6 +96,21 @@ def attention_case(
     return Case(f"attention, {name}", make, numbers * dtype.itemsize)
 
 
+def product_case(device: torch.device, dtype: torch.dtype, bits: int, rows: int, outputs: int, inputs: int) -> Case:
+    """A linear layer on a weight in few bits, against torch's with the weight in floating point."""
+
+    def make() -> tuple[Callable[[], object], Callable[[], object]]:
+        floating = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        weight = grouped_linear.rounded(floating, bits, 64)
+        every = torch.arange(outputs, device=device)
+        floating.copy_(grouped_linear.rows(weight, every, dtype))
+        x = torch.randn(rows, inputs, device=device, dtype=dtype)
+        return lambda: grouped_linear.grouped_linear(x, weight), lambda: torch.nn.functional.linear(x, floating)
+
+    moved = outputs * inputs * bits // 8 + outputs * inputs // 64 * 2 + (outputs + inputs) * rows * dtype.itemsize
+    return Case(f"product, {rows} rows, {outputs} x {inputs} of {bits} bits", make, moved)
+
+
 def cases(device: torch.device, small: bool) -> Iterator[Case]:
     """All rows. `small` keeps the shapes and cuts their sizes, to try this out."""
     half = torch.float16 if device.type == "cuda" else torch.float32
@@ -111,6 +126,10 @@ def cases(device: torch.device, small: bool) -> Iterator[Case]:
     )
     yield attention_case("Llama-7B, batch 1", device, half, 1, 1, 32 // min(cut, 8), 1, 128, 2048 // min(cut, 32))
     yield attention_case("Llama-8B, batch 1", device, half, 1, 1, 8, 4, 128, 4096 // min(cut, 32))
+
+    width = 4096 // min(cut, 16)
+    for bits, rows in ((4, 1), (4, 16), (4, 64), (8, 1), (8, 16)):
+        yield product_case(device, half, bits, rows, 3 * width, width)
 
     rows, vocabulary, beams = 512 // cut, 50264 // cut, 4
 

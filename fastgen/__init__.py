@@ -46,10 +46,9 @@ def enable(
 
     Args:
         strict: raise `FallbackError` where a call would fall back to the original code.
-        packed_weights: how long the packed copies of a model's weights on the CPU live: "call" (the default), "keep" or
-            "never".
-        weight_dtype: the type of those copies: "fp32" (the default), or "int8" or "bf16", with which results are no
-            longer those of float32.
+        packed_weights: how long the packed copies of a model's weights live: "call" (the default), "keep" or "never".
+        weight_dtype: the type of those copies: "fp32" (the default), or "int8", "int4" or "bf16", with which results
+            are no longer those of the model's weights. On a GPU there are copies in "int8" and "int4" alone.
         linear_products: how products with weights on the CPU are chosen: "measured" (the default), the fastest on this
             machine, or "fixed", with which a run can be repeated to the last bit.
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),

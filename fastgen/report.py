@@ -105,9 +105,9 @@ def _weights() -> list[str]:
     wanted = settings.current().weight_dtype
     if wanted != "fp32":
         reason = unavailable(wanted, settings.current().linear_products == "measured")
-        effect = ": results on the CPU are not those of float32"
+        effect = ": results are not those of the model's own weights"
         if reason is not None:
-            effect = f", but {reason}: weights stay in float32"
+            effect = f", but {reason}: weights on the CPU stay in float32"
         notes.append(f"weight_dtype is {wanted}{effect}")
     return notes
 

@@ -38,10 +38,10 @@ class Settings:
     Attributes:
         disabled: importing FastGen changes nothing until `fastgen.enable()` is called (FASTGEN_DISABLE=1).
         strict: raise `FallbackError` where a call would fall back to the original code (FASTGEN_STRICT=1).
-        packed_weights: how long the packed copies of a model's weights on the CPU are kept: for a "call" of `generate`
-            (the default), or with the model ("keep": a call that follows need not pack again, but weights must not be
-            written to through `parameter.data`), or "never" made: linear layers run on torch's own products then
-            (FASTGEN_PACKED_WEIGHTS).
+        packed_weights: how long the packed copies of a model's weights are kept, on the CPU, and on a GPU in few bits:
+            for a "call" of `generate` (the default), or with the model ("keep": a call that follows need not pack
+            again, but weights must not be written to through `parameter.data`), or "never" made: linear layers run on
+            torch's own products then (FASTGEN_PACKED_WEIGHTS).
         weight_dtype: the type of those copies: that of the weights, "fp32", or "int8", "int4" or "bf16", which change
             the results and are used for every linear layer: "bf16" of a model in float32, the others in half
             precision, too (FASTGEN_WEIGHT_DTYPE). The setting's old name, cpu_weights (FASTGEN_CPU_WEIGHTS), is

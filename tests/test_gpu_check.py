@@ -460,7 +460,7 @@ class TestKernelTimes:
         done = subprocess.run(python(code), env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads((tmp_path / "kernels.json").read_text())
-        assert len(found["rows"]) == 10 and found["copy_bytes_per_second"] > 0
+        assert len(found["rows"]) == 15 and found["copy_bytes_per_second"] > 0
         assert all(row["microseconds"] > 0 and row["error"] < 1e-4 for row in found["rows"])
 
     def arguments(self, folder):

@@ -13,7 +13,7 @@ import torch
 
 from fastgen.ops import no_repeat_ngram, rms_norm
 from fastgen.ops import triton as package
-from fastgen.ops.triton import beam_step, decode_attention, kv_write
+from fastgen.ops.triton import beam_step, decode_attention, grouped_linear, kv_write
 
 
 def check_no_repeat_ngram(generator: random.Random, rounds: int) -> None:
@@ -61,6 +61,30 @@ def check_attention(device: str, dtype: torch.dtype, tolerance: float) -> None:
         same(found, wanted, f"decode_attention in {dtype}", tolerance)
 
 
+def check_grouped_linear(device: str) -> None:
+    """Products and lines of weights in few bits: in one part and in several, with several groups in a tile."""
+    outputs = 67
+    for bits, inputs, group_size, dtype in (
+        (4, 1100, 64, torch.float16), (8, 1100, 64, torch.float16), (4, 77, 24, torch.float32),
+    ):  # fmt: skip
+        shape = outputs, -(-inputs // group_size)
+        numbers = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
+        zeros = torch.randint(0, 2**bits, shape, device=device, dtype=torch.uint8)
+        scales, minimums = torch.rand(shape, device=device) * 0.01, torch.randn(shape, device=device) * 0.01
+        x, bias = torch.randn(5, inputs, device=device, dtype=dtype), torch.randn(outputs, device=device, dtype=dtype)
+        which = torch.tensor([0, outputs - 1, outputs, -1], device=device)
+        for factors in ((zeros, None), (None, minimums), (None, None)):
+            weight = grouped_linear.pack(numbers, scales, *factors, bits=bits, group_size=group_size)
+            name = f"grouped_linear of {bits} bits"
+            found = grouped_linear.grouped_linear(x, weight, bias)
+            same(found, grouped_linear.reference(x, weight, bias), name, 1e-4 if dtype is torch.float32 else 1e-2)
+            lines, wanted = grouped_linear.rows(weight, which, torch.float32), grouped_linear.unpacked(weight)
+            values = grouped_linear.grouped_linear_on_cpu.values(*wanted, bits, group_size)
+            same(lines[:2], values[[0, outputs - 1]], f"lines of {bits} bits")
+            if not lines[2:].isnan().all():
+                raise SystemExit("memcheck: a line that is not there is no NaN")
+
+
 def check_triton(device: str) -> None:
     """Each kernel once or twice, at sizes that fill no block."""
     check_attention(device, torch.float32, 1e-4)
@@ -73,6 +97,7 @@ def check_triton(device: str) -> None:
     for width in (1000, 17001):
         x, weight = torch.randn(3, width, device=device), torch.randn(width, device=device)
         same(rms_norm.rms_norm(x, weight), rms_norm.reference(x, weight, 1e-6), "rms_norm")
+    check_grouped_linear(device)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float = 1e-4) -> None:
@@ -90,7 +115,7 @@ def main() -> int:
     watched = "no_repeat_ngram"
     if package.available(torch.empty(0, device="cuda")):
         check_triton("cuda")
-        watched += ", decode_attention, kv_write, best_continuations, rms_norm"
+        watched += ", decode_attention, kv_write, best_continuations, rms_norm, grouped_linear"
     torch.cuda.synchronize()
     print(f"memcheck: {watched}: no error")
     return 0

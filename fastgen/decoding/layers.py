@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
-from fastgen.decoding.seen_weight import SeenWeight
+from fastgen.decoding.seen_weight import SeenWeight, is_plain
 from fastgen.memory import free_host_memory
 from fastgen.ops import dot_linear, linear, quantized_linear
 
@@ -62,24 +61,28 @@ class _PackingBudget:
         self.steps = 0
         self.left: int | None = None  # bytes that may still be packed; unknown before the first
 
-    def take_memory(self, size: int) -> bool:
+    def take_memory(self, size: int, device: torch.device) -> bool:
         """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
         if self.left is None:  # asked for when something is packed, which most calls of small models never do
-            self.left = int(free_host_memory() * _MAX_MEMORY)
+            self.left = int(_free_memory(device) * _MAX_MEMORY)
         if size > self.left:
             return False
         self.left -= size
         return True
 
 
-def _serves(x: Any, dtype: torch.dtype = torch.float32) -> bool:
+def _free_memory(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()
+
+
+def _serves(x: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
     return (
         type(x) is Tensor
         and x.dtype is dtype
-        and x.device.type == "cpu"
+        and x.device.type == device
         and x.numel() > 0
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(device)
         and not torch.compiler.is_compiling()
         and patching.is_active()
     )
@@ -134,16 +137,16 @@ class _Function(Replacement):
 class _OwnProduct(Replacement):
     """A linear layer with a product of FastGen's, where `_product` has one."""
 
-    __slots__ = ("_dtype", "_failed")
+    __slots__ = ("_device", "_dtype", "_failed")
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._dtype = dtype
+        self._dtype, self._device = module.weight.dtype, module.weight.device.type
         self._failed = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
-        if self._failed or (_as_they_are.get() and self._is_exact()) or not _serves(x, self._dtype):
+        if self._failed or (_as_they_are.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
             return self._plain(*arguments, **named)
         try:
             y = self._product(x)
@@ -173,7 +176,7 @@ class _HalfLinear(_OwnProduct):
     __slots__ = ("_bias", "_products", "_weight")
 
     def __init__(self, module: nn.Module, products: HalfProducts) -> None:
-        super().__init__(module, module.weight.dtype)
+        super().__init__(module)
         self._products = products
         self._weight, self._bias = module._parameters["weight"], module._parameters.get("bias")
 
@@ -199,7 +202,7 @@ class _Linear(_OwnProduct):
     __slots__ = ("_missed", "_transposed", "_weight", "budget", "products", "used")
 
     def __init__(self, module: nn.Module, transposed: bool, products: FixedProducts, budget: _PackingBudget) -> None:
-        super().__init__(module, module.weight.dtype)
+        super().__init__(module)
         self.products = products
         self.used = False
         self._transposed = transposed
@@ -250,7 +253,7 @@ class _Linear(_OwnProduct):
         if weight is None or not weight.is_of(parameter):
             if weight is not None and weight.panels is not None:
                 self._missed = 0.0  # it has been changed since it was packed: see whether it may be packed again
-            weight = self._weight = SeenWeight(parameter, is_plain(self._module, self._dtype))
+            weight = self._weight = SeenWeight(parameter, is_plain(self._module, self._dtype, self._device))
         if gain.is_faster:
             if weight.panels is None:
                 self._pack_if_due(weight, parameter, gain.seconds)
@@ -278,8 +281,8 @@ class _Linear(_OwnProduct):
         is_due = gain > 0.0 and self._missed + gain * self.budget.steps >= self.products.packing
         if not is_due or not weight.may_be_packed:
             return
-        size = int(parameter.numel() * self.products.itemsize)
-        if self.budget.take_memory(size) or (self.products.must_pack and size < free_host_memory()):
+        size, device = int(parameter.numel() * self.products.itemsize), parameter.device
+        if self.budget.take_memory(size, device) or (self.products.must_pack and size < _free_memory(device)):
             weight.panels = self.products.pack(self._as_rows(parameter))
         elif not self.products.must_pack:
             weight.may_be_packed = False
@@ -288,24 +291,6 @@ class _Linear(_OwnProduct):
                 f"there is no memory for weights in {self.precision}: {size} more bytes are needed. With "
                 'linear_products="fixed" no layer goes on in float32 instead'
             )
-
-
-def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a layer is its weight and bias and nothing else, of this type on the CPU."""
-    for name in ("weight", "bias"):
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            # An attribute of that name is the work of a hook or a parametrisation.
-            if name == "weight" or getattr(module, name, None) is not None:
-                return False
-            continue
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
-            return False
-        if parameter.dtype is not dtype or parameter.device.type != "cpu" or parameter.layout != torch.strided:
-            return False
-        if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
-            return False
-    return not parametrize.is_parametrized(module)
 
 
 class FastLayers:
@@ -396,7 +381,7 @@ class FastLayers:
     def _linear_layers(self) -> list[_Linear]:
         return [layer for layer in self._installed.values() if type(layer) is _Linear]
 
-    def _replacement(self, module: nn.Module, precision: Callable[[], str]) -> Replacement | None:
+    def _replacement(self, module: nn.Module, precision_on: Callable[[torch.device], str]) -> Replacement | None:
         own = vars(module).get("forward")
         # What a copy of the model has that was made while it generated is its class's, and is gone when the call is.
         if own is not None and own != type(module).forward.__get__(module):
@@ -418,11 +403,14 @@ class FastLayers:
         if transposed is None or settings.current().packed_weights == "never":
             return None
         weight = module._parameters.get("weight")
-        least = MIN_WEIGHT if precision() == "fp32" else min(MIN_WEIGHT, _MIN_QUANTISED)
-        if weight is None or weight.numel() < least:
+        if weight is None:
             return None
-        if precision() != "fp32":
-            return self._quantized(module, transposed, precision())
+        precision = precision_on(weight.device)
+        least = MIN_WEIGHT if precision == "fp32" else min(MIN_WEIGHT, _MIN_QUANTISED)
+        if weight.numel() < least:
+            return None
+        if precision != "fp32":
+            return self._quantized(module, transposed, precision)
         if weight.dtype in HALF and not transposed and is_plain(module, weight.dtype):
             return _HalfLinear(module, self._half(weight)) if settings.current().linear_products == "measured" else None
         if not is_plain(module):
@@ -442,8 +430,9 @@ class FastLayers:
     def _quantized(self, module: nn.Module, transposed: bool, precision: str) -> Replacement | None:
         """Weights in groups serve layers in half precision, too."""
         group_size = settings.current().weight_group_size
-        products = FixedProducts(precision, group_size)
-        if not is_plain(module, module.weight.dtype) or module.weight.dtype not in products.types:
+        weight = module.weight
+        products = FixedProducts(precision, group_size, weight.device)
+        if not is_plain(module, weight.dtype, weight.device.type) or weight.dtype not in products.types:
             return None
         return _Linear(module, transposed, products, self._budget)
 
@@ -470,11 +459,13 @@ class FastLayers:
 caches.register(FastLayers.drop_kept)
 
 
-def _precision() -> str:
-    """The precision of packed weights that the user asks for, if this processor is fast in it."""
+def _precision(device: torch.device) -> str:
+    """The precision of packed weights that the user asks for, if this device is fast in it."""
     wanted = settings.current().weight_dtype
+    if not quantized_linear.is_for(device):
+        return "fp32"
     measure = settings.current().linear_products == "measured"
-    reason = quantized_linear.unavailable(wanted, measure) if wanted != "fp32" else None
+    reason = quantized_linear.unavailable(wanted, measure, device) if wanted != "fp32" else None
     if reason is None:
         return wanted
     counters.count_fallback(f"{wanted} weights", reason)

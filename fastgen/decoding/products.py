@@ -18,6 +18,7 @@ from fastgen.decoding.operations import Operation
 from fastgen.ops import dot_linear, linear, quantized_linear, widened_linear
 
 HALF = (torch.float16, torch.bfloat16)
+_CPU = torch.device("cpu")
 # Those of torch that layers multiply with.
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
@@ -55,14 +56,15 @@ class FixedProducts:
     weight is packed. In another precision, every product needs the packed weight.
     """
 
-    def __init__(self, precision: str, group_size: int = 0) -> None:
+    def __init__(self, precision: str, group_size: int = 0, device: torch.device = _CPU) -> None:
         self.precision = precision  # of the packed weight: "fp32", "int8", "int4" or "bf16"
         self.group_size = group_size  # inputs that share a scale, in few bits
         # Bytes of a number, with its share of a scale in float16.
         share = 2 / group_size if group_size else 0.0
         self.itemsize = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + share, "int4": 0.5 + share}[precision]
         is_float32 = precision == "fp32"
-        self.types = quantized_linear.types(precision) if not is_float32 else (torch.float32,)  # of the layers
+        # Of the layers.
+        self.types = quantized_linear.types(precision, device) if not is_float32 else (torch.float32,)
         # What packing takes in the unit of `Gain.seconds`, here products with the few rows of a decoding step.
         self.packing = 4.0 if is_float32 else 0.0
         # Without the packed weight a result would not be the one that the user asks for.

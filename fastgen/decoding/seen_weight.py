@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 class SeenWeight:
@@ -35,6 +37,24 @@ class SeenWeight:
             and self._version == parameter._version
             and _place(self._data) == _place(parameter)
         )
+
+
+def is_plain(module: nn.Module, dtype: torch.dtype = torch.float32, device: str = "cpu") -> bool:
+    """Whether a layer is its weight and bias and nothing else, of this type on this kind of device."""
+    for name in ("weight", "bias"):
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            # An attribute of that name is the work of a hook or a parametrisation.
+            if name == "weight" or getattr(module, name, None) is not None:
+                return False
+            continue
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
+            return False
+        if parameter.dtype is not dtype or parameter.device.type != device or parameter.layout != torch.strided:
+            return False
+        if parameter.dim() != (2 if name == "weight" else 1) or (name == "bias" and not parameter.is_contiguous()):
+            return False
+    return not parametrize.is_parametrized(module)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

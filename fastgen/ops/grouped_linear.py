@@ -100,18 +100,22 @@ def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
         RuntimeError: the shape or the sizes do not fit.
     """
     weight = weight.detach()
-    groups = -(-weight.shape[1] // group_size)
-    wide = F.pad(weight, (0, groups * group_size - weight.shape[1])).unflatten(1, (groups, group_size))
+    scales = scales_of(weight, bits, group_size)
+    numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size)
+    packed = _by_panels(scales)
+    outputs, inputs = weight.shape
+    return PackedWeight(numbers, packed, None, None, None, outputs, inputs, bits, group_size)
+
+
+def scales_of(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """The scales with which `rounded` rounds a weight, [outputs, groups]."""
+    wide = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
     lowest, highest = (each.float() for each in torch.aminmax(wide, dim=2))
     exact = torch.where(-lowest > highest, -lowest, highest) / 127 if bits == 8 else _of_eight(lowest, highest)
     half = exact.half()
     sizes = half.abs()[exact != 0]
     is_half = bool(((sizes >= _LEAST_HALF) & sizes.isfinite()).all())
-    scales = half if is_half else exact
-    numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size)
-    packed = _by_panels(scales)
-    outputs, inputs = weight.shape
-    return PackedWeight(numbers, packed, None, None, None, outputs, inputs, bits, group_size)
+    return half if is_half else exact
 
 
 def _of_eight(lowest: Tensor, highest: Tensor) -> Tensor:
@@ -168,20 +172,21 @@ def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tup
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | slice = slice(None)) -> Tensor:
     """The weight, [outputs, inputs], in a floating type, or some of its outputs; computed in float32, rounded once."""
-    numbers, factors = unpacked(weight, outputs)
+    found = values(*unpacked(weight, outputs), weight.bits, weight.group_size)
+    return (found if weight.order is None else found[:, weight.order.argsort()]).to(dtype)
+
+
+def values(numbers: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
+    """What numbers stand for, [outputs, inputs], in float32; the factors are scales, zeros and minimums."""
     # By input: the last group may have fewer of them.
     scales, zeros, minimums = (
-        None if each is None else each.float().repeat_interleave(weight.group_size, dim=1)[:, : weight.inputs]
+        None if each is None else each.float().repeat_interleave(group_size, dim=1)[:, : numbers.shape[1]]
         for each in factors
     )
     assert scales is not None
     if minimums is not None:
-        values = scales * numbers + minimums
-    else:
-        values = scales * (numbers - (2.0 ** (weight.bits - 1) if zeros is None else zeros))
-    if weight.order is not None:
-        values = values[:, weight.order.argsort()]
-    return values.to(dtype)
+        return scales * numbers + minimums
+    return scales * (numbers - (2.0 ** (bits - 1) if zeros is None else zeros))
 
 
 def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:

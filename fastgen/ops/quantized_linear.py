@@ -8,6 +8,8 @@ rounds both to 8 significant bits; products are summed in float32.
 
 The kernels of the last two (csrc/cpu/quantized_linear.cpp) use the matrix registers or, for `bf16`, the vector
 instructions (AVX-512 BF16) of the processor. Where there is nothing to gain, `unavailable` says so.
+
+On a GPU, `int8` and `int4` are rounded in the same way, and inputs are not (`fastgen.ops.triton.grouped_linear`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch import Tensor
 from fastgen.ops import _library, _timings, grouped_linear
 from fastgen.ops.grouped_linear import PackedWeight
 from fastgen.ops.linear import as_rows
+from fastgen.ops.triton import grouped_linear as lines
+from fastgen.ops.triton.grouped_linear import LinedWeight
 
 PRECISIONS = ("int8", "int4", "bf16")
 # Those in groups.
@@ -44,7 +48,7 @@ class TiledWeight(NamedTuple):
     outputs: int  # rows of the weight
 
 
-def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight:
+def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight | LinedWeight:
     """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
 
     Args:
@@ -53,14 +57,17 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
+    if lines.is_for(weight.device):
+        return lines.rounded(weight, _BITS[precision], group_size)
     if _is_in_groups(precision):
         return grouped_linear.rounded(weight, _BITS[precision], group_size)
     return pack_tiles(weight.detach().float(), precision)
 
 
-def types(precision: str) -> tuple[torch.dtype, ...]:
-    """Of the inputs that are multiplied with weights in this precision."""
-    return (torch.float32, torch.bfloat16, torch.float16) if _is_in_groups(precision) else (torch.float32,)
+def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Of the inputs that are multiplied with weights in this precision, on this device."""
+    is_any = lines.is_for(device) or _is_in_groups(precision)
+    return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 
 
 def pack_tiles(weight: Tensor, precision: str) -> TiledWeight:
@@ -76,7 +83,7 @@ def pack_tiles(weight: Tensor, precision: str) -> TiledWeight:
     return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
 
 
-def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None) -> Tensor:
+def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)` in the precision of the weight; not differentiable.
 
     x is [..., inputs] and the bias [outputs], float32 like the result; with a weight in groups, of any floating type. A
@@ -85,6 +92,8 @@ def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor
     Raises:
         RuntimeError: shapes or dtypes do not fit together.
     """
+    if isinstance(weight, LinedWeight):
+        return lines.grouped_linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return grouped_linear.grouped_linear(x, weight, bias)
     panels, scales, totals, outputs = weight
@@ -96,11 +105,19 @@ def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor
     return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
 
 
-def unavailable(precision: str, measure: bool = True) -> str | None:
-    """Why weights in this precision make nothing faster here, or None.
+def is_for(device: torch.device) -> bool:
+    """Whether weights on this device can have one of `PRECISIONS`, if nothing is missing there."""
+    return device.type == "cpu" or lines.is_for(device)
 
-    The processor's instructions decide, and a measurement, if allowed: once per machine, in milliseconds.
+
+def unavailable(precision: str, measure: bool = True, device: torch.device | None = None) -> str | None:
+    """Why weights in this precision make nothing faster on this device, by default the CPU, or None.
+
+    The processor's instructions decide, and a measurement, if allowed: once per machine, in milliseconds. On a GPU it
+    is Triton, and nothing is measured.
     """
+    if device is not None and lines.is_for(device):
+        return lines.unavailable(device) if precision in _BITS else f"weights in {precision} are for CPUs"
     missing = _missing(precision)
     if missing is not None or not measure:
         return missing

@@ -6,17 +6,22 @@ and drops them. State dicts hold the file's tensors again, made from that form, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.products import PARTS, PackedWeight, Sizes
+
+# By the numbers of a weight as it was before: the layer that has moved it.
+_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class QuantizedWeight(nn.Module):
@@ -67,6 +72,7 @@ class QuantizedWeight(nn.Module):
         for part in PARTS:
             setattr(self, f"packed_{part}", getattr(packed, part))
         self.sizes = packed.sizes
+        self.like = self.like.to(packed.numbers.device)
         for name in self.stored_dtypes:
             self._parameters.pop(name, None)
 
@@ -112,9 +118,20 @@ class QuantizedWeight(nn.Module):
         super()._apply(fn, recurse)
         for name, tensor in kept.items():
             moved = self._buffers[name]
-            if tensor is not None and moved is not None:
+            if tensor is not None and moved is not None and moved.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(moved.device)
+        numbers = kept["packed_numbers"]
+        if numbers is not None and self.packed.numbers.device.type not in (numbers.device.type, "meta"):
+            self._keep(self._moved_from(numbers))
         return self
+
+    def _moved_from(self, before: Tensor) -> PackedWeight:
+        """The weight on another kind of device; that of a layer which had the same one, and was moved earlier."""
+        other = _moved[before]() if before in _moved else None
+        if other is None or other.packed.numbers.device != self.packed.numbers.device:
+            _moved[before] = weakref.ref(self)
+            return products.moved(self.packed)
+        return other.packed
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

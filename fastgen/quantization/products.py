@@ -1,6 +1,7 @@
 """Weights of few bits as layers keep them, and their products: the one place where these are chosen.
 
-A weight is kept in the layout of the kernels (`fastgen.ops.grouped_linear`). Groups that they do not take are cut into
+A weight is kept in the layout of the kernels of its device: in panels on a CPU (`fastgen.ops.grouped_linear`), in lines
+on a GPU (`fastgen.ops.triton.grouped_linear`), which rounds no inputs. Groups that the CPU's do not take are cut into
 smaller ones with the same scale; a weight for which there are none is kept as it is.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fastgen import patching, settings
 from fastgen.ops import grouped_linear
+from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization.grouped import GroupedWeight, check, values
 
 # So many numbers of a weight are in floating point at a time, in the plain product.
@@ -41,7 +43,8 @@ class Sizes(NamedTuple):
     inputs: int
     bits: int
     group_size: int  # of the checkpoint
-    kernel_group_size: int  # 0: the weight is not in the kernels' layout
+    kernel_group_size: int  # 0: the weight is not in a layout of kernels
+    layout: str  # "panels", "lines", or "plain": as it was given
 
 
 # The parts of a packed weight that are tensors: layers keep them as buffers.
@@ -53,14 +56,23 @@ def pack(weight: GroupedWeight) -> PackedWeight:
     check(weight)
     numbers, scales, zeros, minimums, bits, group_size, order = weight
     outputs, inputs = numbers.shape
+    if numbers.numel() and lines.is_for(numbers.device):
+        packed = lines.pack(*weight[:4], bits=bits, group_size=group_size, order=order)
+        return PackedWeight(*packed[:5], Sizes(outputs, inputs, bits, group_size, group_size, "lines"))
     size = _kernel_group_size(inputs, group_size) if numbers.numel() else 0
-    sizes = Sizes(outputs, inputs, bits, group_size, size)
+    sizes = Sizes(outputs, inputs, bits, group_size, size, "panels" if size else "plain")
     if not size:
         return PackedWeight(numbers.contiguous(), scales, zeros, minimums, order, sizes)
     parts = [None if part is None else _repeated(part, inputs, size) for part in (scales, zeros, minimums)]
     assert parts[0] is not None
-    packed = grouped_linear.pack(numbers, parts[0], *parts[1:], bits=bits, group_size=size, order=order)
-    return PackedWeight(*packed[:5], sizes)
+    panels = grouped_linear.pack(numbers, parts[0], *parts[1:], bits=bits, group_size=size, order=order)
+    return PackedWeight(*panels[:5], sizes)
+
+
+def moved(packed: PackedWeight) -> PackedWeight:
+    """The weight in the layout of the device that its tensors are on."""
+    is_for_lines = lines.is_for(packed.numbers.device)
+    return packed if is_for_lines == (packed.sizes.layout == "lines") else pack(unpack(packed))
 
 
 def _kernel_group_size(inputs: int, group_size: int) -> int:
@@ -85,10 +97,12 @@ def rows(packed: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the weight in floating point, [len(which), inputs], in the layer's order of inputs.
 
     Raises:
-        IndexError: there is no such row.
+        IndexError: there is no such row. On a GPU, which is not waited for, it is NaN instead.
     """
-    if packed.sizes.kernel_group_size and which.device.type == "cpu" and grouped_linear.is_available():
-        return grouped_linear.rows(_for_kernels(packed), which, dtype)
+    if packed.sizes.layout == "lines":
+        return lines.rows(_in_lines(packed), which, dtype)
+    if packed.sizes.layout == "panels" and which.device.type == "cpu" and grouped_linear.is_available():
+        return grouped_linear.rows(_in_panels(packed), which, dtype)
     if not ((which >= 0) & (which < packed.sizes.outputs)).all():
         raise IndexError(f"a row that a weight with {packed.sizes.outputs} of them does not have")
     found = values(_grouped(packed, which, None), dtype)
@@ -98,53 +112,68 @@ def rows(packed: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`: x [..., inputs], any floating dtype; the bias [outputs].
 
-    With the kernels, which round x to 8 bits, where `Settings.few_bits_inputs` allows it; or with the weight in
-    floating point, a part of it at a time.
+    With the kernels, which round x to 8 bits on the CPU, where `Settings.few_bits_inputs` allows it; or with the weight
+    in floating point, a part of it at a time.
     """
     if _kernels_serve(x, packed):
-        return grouped_linear.grouped_linear(x, _for_kernels(packed), bias)
+        if packed.sizes.layout == "lines":
+            return lines.grouped_linear(x, _in_lines(packed), bias)
+        return grouped_linear.grouped_linear(x, _in_panels(packed), bias)
     if packed.order is not None:
         x = x.index_select(-1, packed.order)
-    lines = max(1, _CHUNK // max(1, packed.sizes.inputs))
+    count = max(1, _CHUNK // max(1, packed.sizes.inputs))
     parts = [
-        F.linear(x, values(_grouped(packed, slice(start, start + lines), None), x.dtype), _part(bias, start, lines))
-        for start in range(0, max(1, packed.sizes.outputs), lines)
+        F.linear(x, values(_grouped(packed, slice(start, start + count), None), x.dtype), _part(bias, start, count))
+        for start in range(0, max(1, packed.sizes.outputs), count)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _kernels_serve(x: Tensor, packed: PackedWeight) -> bool:
     return (
-        packed.sizes.kernel_group_size > 0
-        and settings.current().few_bits_inputs == "int8"
+        (packed.sizes.layout == "lines" or _panels_serve(x, packed))
         and patching.is_active()
-        and grouped_linear.unavailable() is None
-        and x.device.type == packed.numbers.device.type == "cpu"
+        and x.device == packed.numbers.device
         and x.dtype in _TYPES
         and not (torch.is_grad_enabled() and x.requires_grad)
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
-def _for_kernels(packed: PackedWeight) -> grouped_linear.PackedWeight:
-    outputs, inputs, bits, _, size = packed.sizes
+def _panels_serve(x: Tensor, packed: PackedWeight) -> bool:
+    return (
+        packed.sizes.layout == "panels"
+        and settings.current().few_bits_inputs == "int8"
+        and grouped_linear.unavailable() is None
+        and x.device.type == "cpu"
+    )
+
+
+def _in_panels(packed: PackedWeight) -> grouped_linear.PackedWeight:
+    outputs, inputs, bits, _, size, _ = packed.sizes
     return grouped_linear.PackedWeight(*packed[:5], outputs, inputs, bits, size)
 
 
-def _part(bias: Tensor | None, start: int, lines: int) -> Tensor | None:
-    return None if bias is None else bias[start : start + lines]
+def _in_lines(packed: PackedWeight) -> lines.LinedWeight:
+    return lines.LinedWeight(*packed[:5], *packed.sizes[:4])
 
 
-def _grouped(packed: PackedWeight, lines: slice | Tensor, order: Tensor | None) -> GroupedWeight:
+def _part(bias: Tensor | None, start: int, count: int) -> Tensor | None:
+    return None if bias is None else bias[start : start + count]
+
+
+def _grouped(packed: PackedWeight, which: slice | Tensor, order: Tensor | None) -> GroupedWeight:
     """Some lines of the weight, with an order of their columns or in that of the numbers."""
-    _, inputs, bits, group_size, size = packed.sizes
-    if size:
-        numbers, parts = grouped_linear.unpacked(_for_kernels(packed), lines)
+    _, inputs, bits, group_size, size, layout = packed.sizes
+    if layout == "lines":
+        numbers, parts = lines.unpacked(_in_lines(packed), which)
+    elif layout == "panels":
+        numbers, parts = grouped_linear.unpacked(_in_panels(packed), which)
         each = group_size // size if group_size < inputs else parts[0].shape[1] if parts[0] is not None else 1
         parts = [part if part is None else part[:, ::each] for part in parts]
     else:
-        numbers = packed.numbers[lines]
-        parts = [part if part is None else part[lines] for part in (packed.scales, packed.zeros, packed.minimums)]
+        numbers = packed.numbers[which]
+        parts = [part if part is None else part[which] for part in (packed.scales, packed.zeros, packed.minimums)]
     scales, zeros, minimums = parts
     assert scales is not None
     return GroupedWeight(numbers, scales, zeros, minimums, bits, group_size, order)

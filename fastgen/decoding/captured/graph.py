@@ -64,8 +64,6 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
         turn.acquire()
 
 
-# The first architecture that Triton supports.
-_LEAST_CAPABILITY = (8, 0)
 # The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.
 _shared: dict[int, tuple[Any, Any]] = {}
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
@@ -78,15 +76,7 @@ def unavailable(device: torch.device) -> str | None:
         if operators.is_interpreted():
             return "Triton's kernels are interpreted, which is not seen by what records a step"
         return _library.load("CPU") or None
-    if device.type != "cuda":
-        return f"the model is on {device.type}"
-    if torch.version.hip is not None:
-        return "the GPU is not NVIDIA's"
-    if not operators.is_installed():
-        return "Triton is not installed"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return "the GPU is older than those that Triton compiles for"
-    return None
+    return operators.unavailable(device)
 
 
 def backend() -> str:

@@ -4,7 +4,9 @@
     kv_write           the new K and V of all rows into the cache, at a position that is on the device
     beam_step          log-probabilities, accumulated scores, and the best candidates
     norm               RMS norm: torch has a layer norm
-    _kernels           the kernels of all of them; only its import needs Triton
+    grouped_linear     linear layers on weights of 4 or 8 bits
+    _grouped_kernels   the kernels of that one, and
+    _kernels           those of all others; only their import needs Triton
 
 A public function runs its kernel where there is one for its tensors (`available`), and its reference elsewhere. Nothing
 here waits for the device, and no grid depends on what is in device memory: every call can be captured in a CUDA graph,
@@ -22,6 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# The first architecture that Triton supports.
+_LEAST_CAPABILITY = (8, 0)
 
 KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The types of numbers that the kernels compute with. What they add up is float32 for all of them."""
@@ -45,6 +50,19 @@ def available(*tensors: Tensor | None) -> bool:
     if devices == {"cpu"}:
         return is_interpreted()
     return devices == {"cuda"} and torch.version.hip is None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device, or None."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.version.hip is not None:
+        return "the GPU is not NVIDIA's"
+    if not is_installed():
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return "the GPU is older than those that Triton compiles for"
+    return None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compiles what the kernels are launched with for an H200, without a GPU; run by test_compiles.py.
+"""Compiles what the kernels are launched with for a GPU that is not there; run by test_compiles.py.
 
     python -m tests.ops.triton.compiles CASE ...
 
@@ -22,10 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastgen.ops import triton as package
-from tests.ops.triton.test_compiles import CASES, SHARED_BYTES, SMALL, SMALL_SHARED_BYTES
+from tests.ops.triton.test_compiles import CASES, gpu_of
 
 _case = ""
-TARGET, SMALL_TARGET = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 86, 32)
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -59,8 +58,7 @@ def compile_launch(kernel: Any, grid: tuple[int, ...], arguments: Any, **options
             if value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target = SMALL_TARGET if _case.startswith(SMALL) else TARGET
-    compiled = triton.compile(source, target=target, options=settings)
+    compiled = triton.compile(source, target=GPUTarget("cuda", gpu_of(_case)[0], 32), options=settings)
     report(kernel=kernel.__name__, shared=compiled.metadata.shared, **resources(compiled))
 
 
@@ -92,7 +90,7 @@ def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     package.launch = compile_launch
     package.available = lambda *tensors: True
-    package.limits = lambda device: (132, SMALL_SHARED_BYTES if _case.startswith(SMALL) else SHARED_BYTES)
+    package.limits = lambda device: (132, gpu_of(_case)[1])
     global _case
     for _case in sys.argv[1:]:
         try:

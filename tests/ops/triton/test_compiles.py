@@ -1,4 +1,6 @@
-"""The kernels compile for an H200, within its limits, at the sizes of real models. No GPU is needed for this."""
+"""The kernels compile for an H200, and some for an A100 and for small GPUs, within the limits of each, at the sizes of
+real models. No GPU is needed for this.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ import torch
 from fastgen.ops import triton as package
 from fastgen.ops.triton.beam_step import best_continuations
 from fastgen.ops.triton.decode_attention import decode_attention
+from fastgen.ops.triton.grouped_linear import grouped_linear, pack, rows
 from fastgen.ops.triton.kv_write import kv_write
 from fastgen.ops.triton.norm import launch
 
 ROOT = Path(__file__).parents[3]
-SHARED_BYTES = 227 * 1024
+# What a case is compiled for, by how its name begins: compute capability, and bytes of shared memory for a program.
 # GPUs for workstations (of compute capability 8.6 and 8.9, say) have less.
-SMALL_SHARED_BYTES = 99 * 1024
+SMALL, A100 = "on a small GPU: ", "on an A100: "
+GPUS = {SMALL: (86, 99 * 1024), A100: (80, 163 * 1024), "": (90, 227 * 1024)}
+
+
+def gpu_of(name):
+    return next(gpu for prefix, gpu in GPUS.items() if name.startswith(prefix))
 
 
 def attention(dtype, per_input, kv_heads, group, dim, prefix=1024, suffix=144, batch=2, splits=1, **more):
@@ -70,7 +78,57 @@ def candidates(dtype, beams, vocabulary, count, normalise=True):
     return run
 
 
-SMALL = "on a small GPU: "
+def product(dtype, rows, outputs, inputs, bits=4, group_size=64, form="middle", scales=torch.float16):
+    def run():
+        weight = grouped(outputs, inputs, bits, group_size, form, scales)
+        grouped_linear(torch.empty(rows, inputs, dtype=dtype), weight, torch.empty(outputs, dtype=dtype))
+
+    return run
+
+
+def grouped(outputs, inputs, bits, group_size, form, scales=torch.float16):
+    shape = outputs, -(-inputs // group_size)
+    numbers, scales = torch.zeros(outputs, inputs, dtype=torch.uint8), torch.zeros(shape, dtype=scales)
+    zeros = torch.zeros(shape, dtype=torch.uint8) if form == "zeros" else None
+    return pack(numbers, scales, zeros, scales if form == "minimums" else None, bits=bits, group_size=group_size)
+
+
+def lines(dtype, inputs, bits=4, group_size=64, form="middle", which=True):
+    def run():
+        weight = grouped(64, inputs, bits, group_size, form)
+        if which:
+            rows(weight, torch.zeros(16, dtype=torch.int64), dtype)
+        else:
+            grouped_linear(torch.zeros(65, inputs, dtype=dtype), weight)
+
+    return run
+
+
+# By name: arguments of `product` for weights of a Llama of 8B parameters, and at the ends of what there is.
+PRODUCTS = {
+    "int4, 1 row": (torch.bfloat16, 1, 4096, 4096),
+    "int4, 16 rows": (torch.float16, 16, 14336, 4096),
+    "int4, 64 rows": (torch.bfloat16, 64, 4096, 14336),
+    "int4, groups of 32": (torch.float16, 4, 4096, 4096, 4, 32),
+    "int4, groups of 128, zeros": (torch.bfloat16, 16, 4096, 4096, 4, 128, "zeros"),
+    "int4, groups of 32, minimums": (torch.float16, 16, 4096, 4096, 4, 32, "minimums", torch.float32),
+    "int4, groups of 256, minimums, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 256, "minimums"),
+    "int4, groups of 16": (torch.bfloat16, 16, 4096, 4096, 4, 16, "zeros"),
+    "int4, groups of 16, 64 rows": (torch.bfloat16, 64, 4096, 4096, 4, 16, "minimums"),
+    "int8, 1 row": (torch.bfloat16, 1, 4096, 4096, 8),
+    "int8, 64 rows": (torch.float16, 64, 4096, 4096, 8, 128),
+    "int8, 16 rows, channels": (torch.bfloat16, 16, 4096, 4096, 8, 4096, "zeros", torch.bfloat16),
+    "int8, the output layer": (torch.bfloat16, 4, 128256, 4096, 8, 32),
+    "int4, 1 row, float32": (torch.float32, 1, 4096, 4096),
+    "int4, 16 rows, float32": (torch.float32, 16, 4096, 4096, 4, 128, "zeros"),
+    "int4, 64 rows, float32": (torch.float32, 64, 4096, 4096, 4, 32, "minimums"),
+    "int8, 64 rows, float32": (torch.float32, 64, 4096, 4096, 8),
+}
+LINES = {
+    "int4": (torch.bfloat16, 4096),
+    "int4, minimums": (torch.float16, 4096, 4, 32, "minimums"),
+    "int8, zeros, all": (torch.float32, 4096, 8, 128, "zeros", False),
+}
 CASES = {
     "attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
     "attention, bart-large, in parts": attention(torch.float16, 4, 16, 1, 64, splits=4),
@@ -92,6 +150,9 @@ CASES = {
     "beam step, 8 beams of 128k": candidates(torch.float32, 8, 128256, 16),
     "on a small GPU: attention, bart-large": attention(torch.float16, 4, 16, 1, 64),
     "on a small GPU: attention, many rows of 256": attention(torch.bfloat16, 8, 4, 8, 256),
+    **{f"{gpu}grouped product, {name}": product(*sizes) for gpu in ("", A100) for name, sizes in PRODUCTS.items()},
+    **{f"{SMALL}grouped product, {name}": product(*PRODUCTS[name]) for name in PRODUCTS if "64 rows" in name},
+    **{f"{gpu}grouped lines, {name}": lines(*sizes) for gpu in ("", A100) for name, sizes in LINES.items()},
 }
 
 
@@ -116,7 +177,7 @@ def test_compiles(name, compiled):
     assert compiled.get(name), "it did not compile"
     for kernel in compiled[name]:
         assert "error" not in kernel, kernel["error"]
-        assert kernel["shared"] <= (SMALL_SHARED_BYTES if name.startswith(SMALL) else SHARED_BYTES)
+        assert kernel["shared"] <= gpu_of(name)[1]
         # Registers that do not fit are spilled to memory, which would cost more than they are worth.
         assert kernel.get("local", 0) == 0 and kernel.get("stack", 0) <= 16, kernel
         if kernel["kernel"] == "attend":

@@ -31,6 +31,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
@@ -125,6 +126,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("a cache that is passed in")
     if config.num_beams < 1:
         raise CannotBeCaptured("no beams")  # the library's loop says what is wrong with that
+    _check_weights(call.model)
     if call.model.device.type == "cpu":
         _check_on_cpu(call.model, arguments["input_ids"])
     for criterion in criteria:
@@ -141,11 +143,18 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
             raise CannotBeCaptured(f"the model's input {name}")
 
 
+def _check_weights(model: Any) -> None:
+    """Raises `CannotBeCaptured` where the weights that are multiplied with go when the call ends."""
+    now = settings.current()
+    if now.weight_dtype == "fp32" or now.packed_weights == "keep":
+        return
+    if model.device.type == "cpu" or quantized_linear.unavailable(now.weight_dtype, device=model.device) is None:
+        graph_cache.drop(model)
+        raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep")')
+
+
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or where a run must be repeatable."""
-    if settings.current().weight_dtype != "fp32" and settings.current().packed_weights != "keep":
-        graph_cache.drop(model)
-        raise CannotBeCaptured('weights in other numbers, which are not kept (packed_weights="keep"), on the CPU')
     if settings.current().linear_products == "fixed":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, on the CPU")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastgen import counters, patching
+from fastgen.ops import triton
 from fastgen.optimizer.transformers.quantized import configurations
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 
@@ -83,11 +84,23 @@ def _values(device_map: Any) -> Any:
 
 
 def _check_call(quantization_config: Any, device_map: Any) -> None:
-    """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on the CPU."""
+    """Raises NotServed for arguments of `from_pretrained` that ask for something else than weights on one device."""
     if quantization_config is not None:
         raise NotServed("the call has a quantization_config of its own")
-    if isinstance(device_map, str) and device_map not in ("cpu",):
-        raise NotServed(f"device_map is {device_map}")
-    places = {torch.get_default_device()} if device_map is None else set(_values(device_map))
-    if any(str(place) != "cpu" for place in places):
-        raise NotServed("the model is loaded to another device than the CPU")
+    places = {_device(place) for place in ([torch.get_default_device()] if device_map is None else _values(device_map))}
+    if len(places) != 1:
+        raise NotServed("the model is loaded to several devices")
+    (device,) = places
+    if device.type != "cpu":
+        no_gpu = device.type == "cuda" and not torch.cuda.is_available()
+        reason = "there is no GPU" if no_gpu else triton.unavailable(device)
+        if reason is not None:
+            raise NotServed(f"the model is loaded to another device than the CPU: {reason}")
+
+
+def _device(place: Any) -> torch.device:
+    """Raises NotServed for what is none, such as "auto" and "disk"."""
+    try:
+        return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    except (RuntimeError, TypeError):
+        raise NotServed(f"device_map is {place}") from None

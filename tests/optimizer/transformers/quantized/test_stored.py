@@ -214,11 +214,31 @@ def test_calls_left_to_the_library(tmp_path: Path) -> None:
     assert counts()["fallback"] == {"the call has a quantization_config of its own": 1}
 
 
-@pytest.mark.parametrize("places", [{"": torch.device("cuda")}, {"": "cpu", "lm_head": "disk"}, {"": 0}])
-def test_other_devices_are_left_to_the_library(places: dict[str, Any]) -> None:
-    with pytest.raises(NotServed, match="another device than the CPU"):
+OTHER, SEVERAL = "another device than the CPU", "several devices"
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        ({"": torch.device("meta")}, OTHER), ("auto", "device_map is auto"), ({"": "cpu", "lm_head": 0}, SEVERAL),
+        ({"": "cpu", "lm_head": "disk"}, "device_map is disk"),
+    ],
+)  # fmt: skip
+def test_other_devices_are_left_to_the_library(places: Any, reason: str) -> None:
+    with pytest.raises(NotServed, match=reason):
         hooks._check_call(None, places)
-    hooks._check_call(None, {"": torch.device("cpu")})
+    for cpu in ({"": torch.device("cpu")}, "cpu", None):
+        hooks._check_call(None, cpu)
+
+
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, torch.device("cuda")])
+def test_a_gpu_with_kernels(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotServed, match=f"{OTHER}: there is no GPU"):
+        hooks._check_call(None, {"": place})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hooks.triton, "unavailable", lambda device: None if device.type == "cuda" else "none")
+    hooks._check_call(None, {"": place})
 
 
 def test_files_left_to_the_library(tmp_path: Path) -> None:

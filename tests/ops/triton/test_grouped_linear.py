@@ -1,0 +1,221 @@
+"""Products with weights of 4 and 8 bits in the layout for GPUs, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastgen.ops import grouped_linear as on_cpu
+from fastgen.ops import triton as package
+from fastgen.ops.triton import grouped_linear as operator
+
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Of the result, of the sum of the products' sizes, and of what rounding the weight to the type adds.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+cases = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(TYPES),
+        "rows": st.integers(0, 20),
+        "inputs": st.integers(1, 300),
+        "outputs": st.integers(1, 150),
+        "bits": st.sampled_from([4, 8]),
+        # Of tiles of one group; of several in one; of no power of two; more than there are inputs.
+        "group_size": st.sampled_from([32, 64, 128, 256, 8, 16, 24, 96, 7, 512]),
+        "form": st.sampled_from(["middle", "zeros", "minimums"]),
+        "scales": st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+        "ordered": st.booleans(),
+        "biased": st.booleans(),
+        "seed": st.integers(0, 2**31),
+    }
+)
+PLAIN = {
+    "dtype": torch.float32, "rows": 3, "inputs": 200, "outputs": 70, "bits": 4, "group_size": 64, "form": "middle",
+    "scales": torch.float16, "ordered": False, "biased": True, "seed": 0,
+}  # fmt: skip
+
+
+def weight_of(case, device):
+    """A weight in lines, and what it stands for in float64, number by number."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    outputs, inputs, bits, group_size = (case[name] for name in ("outputs", "inputs", "bits", "group_size"))
+    groups = -(-inputs // group_size)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(outputs, groups, generator=generator) * 0.1 + 0.01).to(case["scales"])
+    zeros = torch.randint(0, 2**bits, (outputs, groups), generator=generator, dtype=torch.uint8)
+    minimums = (torch.randn(outputs, groups, generator=generator) * 0.1).to(case["scales"])
+    order = torch.randperm(inputs, generator=generator) if case["ordered"] else None
+    meant = torch.empty(outputs, inputs, dtype=torch.float64)
+    for column in range(inputs):
+        number, scale = numbers[:, column].double(), scales[:, column // group_size].double()
+        place = column if order is None else int(order[column])
+        if case["form"] == "minimums":
+            meant[:, place] = scale * number + minimums[:, column // group_size].double()
+        else:
+            zero = zeros[:, column // group_size].double() if case["form"] == "zeros" else 2.0 ** (bits - 1)
+            meant[:, place] = scale * (number - zero)
+    parts = {"middle": (None, None), "zeros": (zeros, None), "minimums": (None, minimums)}[case["form"]]
+    given = [None if part is None else part.to(device) for part in (numbers, scales, *parts)]
+    order = None if order is None else order.to(device)
+    return operator.pack(*given, bits=bits, group_size=group_size, order=order), meant.to(device)
+
+
+def arguments_of(case, device):
+    generator = torch.Generator().manual_seed(case["seed"] + 1)
+    # Rows with others between them, as a fused projection leaves them: what is there may not be read.
+    wide = torch.full((case["rows"], 2, case["inputs"] + 5), math.nan, dtype=case["dtype"], device=device)
+    x = wide[:, 1, : case["inputs"]]
+    x.copy_(torch.randn(x.shape, generator=generator))
+    bias = torch.randn(case["outputs"], generator=generator).to(device, case["dtype"]) if case["biased"] else None
+    return x, bias
+
+
+def check(case, device, product):
+    weight, meant = weight_of(case, device)
+    x, bias = arguments_of(case, device)
+    y = product(x, weight, bias)
+    assert y.shape == (case["rows"], case["outputs"]) and y.dtype is case["dtype"]
+    added = 0.0 if bias is None else bias.double()
+    exact = x.double() @ meant.t() + added
+    # Sums are rounded in float32, and the result once.
+    bound = 2e-6 * (x.double().abs() @ meant.abs().t() + 1.0)
+    if case["dtype"] is not torch.float32:
+        bound += TOLERANCE[case["dtype"]] * exact.abs()
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+@given(case=cases)
+@example(case=PLAIN | {"rows": 64, "inputs": 513, "dtype": torch.float16})
+@example(case=PLAIN | {"rows": 1, "inputs": 2049, "outputs": 3, "dtype": torch.bfloat16})  # in parts
+@example(case=PLAIN | {"rows": 2, "inputs": 4000, "outputs": 70, "form": "minimums", "bits": 8})
+@example(case=PLAIN | {"rows": 2, "inputs": 3000, "outputs": 65, "form": "zeros", "group_size": 3000})
+@example(case=PLAIN | {"rows": 2, "inputs": 2000, "outputs": 65, "form": "minimums", "group_size": 8})
+@settings(max_examples=40)
+def test_kernel(case, device, kernels):
+    check(case, device, operator.grouped_linear)
+
+
+@given(case=cases)
+@settings(max_examples=30)
+def test_reference(case, device):
+    check(case, device, operator.reference)
+
+
+@pytest.mark.parametrize("form", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inputs", [70, 4000])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_result_is_written_and_nothing_else(dtype, inputs, bits, form, device, kernels):
+    case = PLAIN | {"dtype": dtype, "bits": bits, "form": form, "inputs": inputs, "rows": 3}
+    weight, _ = weight_of(case, device)
+    x, bias = arguments_of(case, device)
+    memory = torch.full((5, case["outputs"]), math.nan, dtype=dtype, device=device)
+    operator._product(x, weight, bias, memory[1:4])
+    assert memory[1:4].isfinite().all() and memory[0].isnan().all() and memory[4].isnan().all()
+    assert torch.equal(memory[1:4], operator.grouped_linear(x, weight, bias))  # the same every time
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_more_rows_than_the_kernel_takes(served, device, monkeypatch):
+    """The weight is unpacked, piece by piece."""
+    if not served:
+        monkeypatch.setattr(package, "available", lambda *tensors: False)
+    case = PLAIN | {"rows": operator.MAX_ROWS + 1, "form": "zeros", "ordered": True}
+    monkeypatch.setattr(operator, "_PIECE", 7 * case["inputs"])
+    monkeypatch.setattr(operator, "_product", None)
+    check(case, device, operator.grouped_linear)
+
+
+@given(case=cases, count=st.integers(0, 30))
+@settings(max_examples=30)
+def test_lines(case, count, device, kernels):
+    weight, meant = weight_of(case, device)
+    which = torch.randint(0, case["outputs"], (count,), generator=torch.Generator().manual_seed(count)).to(device)
+    dtype = torch.float16 if case["dtype"] is torch.bfloat16 else case["dtype"]  # the interpreter cuts bfloat16 off
+    found, wanted = operator.rows(weight, which, dtype), meant[which]
+    assert found.dtype is dtype and found.shape == (count, case["inputs"])
+    # Twice float32, and once the type.
+    bound = 2e-7 * (wanted.abs() + 30) + (1e-3 * wanted.abs() if dtype is torch.float16 else 0.0)
+    assert ((found.double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_lines_that_are_not_there_are_seen(served, device, kernels, monkeypatch):
+    if not served:
+        monkeypatch.setattr(package, "available", lambda *tensors: False)
+    weight, meant = weight_of(PLAIN, device)
+    which = torch.tensor([69, -1, 0, 70, 2**31], device=device)
+    found = operator.rows(weight, which, torch.float32)
+    assert found[[1, 3, 4]].isnan().all()
+    torch.testing.assert_close(found[[0, 2]], meant[[69, 0]].float())
+
+
+@given(case=cases)
+@settings(max_examples=30)
+def test_packing_loses_nothing(case):
+    weight, _ = weight_of(case, "cpu")
+    numbers, factors = operator.unpacked(weight)
+    assert numbers.shape == (case["outputs"], case["inputs"]) and int(numbers.max()) < 2 ** case["bits"]
+    again = operator.pack(numbers, *factors, bits=case["bits"], group_size=case["group_size"], order=weight.order)
+    for ours, theirs in zip(again[:5], weight[:5], strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+    some = torch.randint(0, case["outputs"], (4,))
+    assert torch.equal(operator.unpacked(weight, some)[0], numbers[some])
+    if case["inputs"] % 32 == 0:
+        assert weight.numbers.nbytes == case["outputs"] * case["inputs"] * case["bits"] // 8
+
+
+@pytest.mark.skipif(not on_cpu.is_available(), reason="no kernels on the CPU")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 130), (33, 64)])
+def test_rounding_is_that_of_the_cpu(outputs, inputs, bits, dtype, monkeypatch):
+    weight = torch.randn(outputs, inputs).to(dtype)
+    weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
+    monkeypatch.setattr(operator, "_PIECE", 9 * inputs)
+    ours, theirs = operator.rounded(weight, bits, 64), on_cpu.rounded(weight, bits, 64)
+    numbers, factors = operator.unpacked(ours)
+    expected, others = on_cpu.unpacked(theirs)
+    assert torch.equal(numbers, expected)
+    torch.testing.assert_close(factors[0], others[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_does_not_fit_is_refused(device):
+    weight, _ = weight_of(PLAIN, device)
+    x = torch.randn(3, PLAIN["inputs"], device=device)
+    for wrong, bias in ((x[:, :-1], None), (x.double(), None), (x, torch.randn(3, device=device))):
+        with pytest.raises(RuntimeError, match="grouped_linear"):
+            operator.grouped_linear(wrong, weight, bias)
+
+
+def test_shapes_around_it(device, kernels):
+    weight, _ = weight_of(PLAIN, device)
+    x = torch.randn(2, 3, PLAIN["inputs"], device=device)
+    y = operator.grouped_linear(x, weight)
+    assert torch.equal(y, operator.grouped_linear(x.flatten(0, 1), weight).view(2, 3, -1))
+    torch.testing.assert_close(operator.grouped_linear(x[0, 0], weight), y[0, 0], rtol=1e-5, atol=1e-5)
+    column = torch.randn(PLAIN["inputs"], 3, device=device).t()
+    assert torch.equal(operator.grouped_linear(column, weight), operator.grouped_linear(column.contiguous(), weight))
+
+
+class TestPlan:
+    def weight(self, outputs, inputs, bits=4, group_size=64):
+        groups = -(-inputs // group_size)
+        numbers, scales = torch.empty(outputs, inputs, dtype=torch.uint8), torch.empty(outputs, groups)
+        return operator.pack(numbers, scales, bits=bits, group_size=group_size)
+
+    def test_a_tile_has_one_group_where_groups_are_large(self):
+        for group_size, block_k in ((32, 32), (64, 64), (96, 32), (128, 128), (256, 128), (1024, 128)):
+            plan = operator.plan(4, self.weight(64, 1024, group_size=group_size), 2, 132)
+            assert (plan.block_k, plan.by_number) == (block_k, False)
+        assert operator.plan(4, self.weight(64, 1024, group_size=16), 2, 132).by_number
+
+    def test_a_weight_of_few_outputs_is_worked_on_in_parts(self):
+        few, many = self.weight(512, 4096, group_size=128), self.weight(50_000, 256, group_size=128)
+        assert operator.plan(1, few, 2, 132).splits == 8  # of four tiles each
+        assert operator.plan(16, few, 2, 132).splits == 2  # more would be written and read than is worth it
+        assert operator.plan(1, many, 2, 132).splits == 1
