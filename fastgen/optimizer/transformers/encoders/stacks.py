@@ -1,0 +1,95 @@
+"""The stacks of layers that run without padding.
+
+Those here are known to leave padding out of everything that they compute of tokens: equivalence tests run them. Other
+encoders look at neighbouring positions, in blocks or in convolutions, or adapt to the length of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PACKED, GROUPED, OF_TOKENS = "packed", "grouped", "of tokens"
+
+_STATES = ("hidden_states", "attention_mask")
+_TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
+
+
+def _stacks(way: str, given: tuple[str, ...], **names: str) -> dict[tuple[str, str], tuple[str, tuple[str, ...]]]:
+    found = {}
+    for module, name in names.items():
+        folder = module.removesuffix("_text")
+        found[f"{folder}.modeling_{module}", name] = way, given
+    return found
+
+
+# By the module, behind "transformers.models.", and the name of the class: the way, and parameters of its forward pass.
+#
+# PACKED: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
+# they are. All texts are one row.
+# GROUPED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
+# length are one batch.
+# OF_TOKENS: likewise, and it embeds the tokens itself.
+STACKS = {
+    **_stacks(
+        PACKED,
+        _STATES,
+        albert="AlbertTransformer",
+        bert="BertEncoder",
+        bert_generation="BertEncoder",
+        camembert="CamembertEncoder",
+        data2vec_text="Data2VecTextEncoder",
+        distilbert="Transformer",
+        electra="ElectraEncoder",
+        ernie="ErnieEncoder",
+        layoutlm="LayoutLMEncoder",
+        markuplm="MarkupLMEncoder",
+        mobilebert="MobileBertEncoder",
+        roberta="RobertaEncoder",
+        roberta_prelayernorm="RobertaPreLayerNormEncoder",
+        splinter="SplinterEncoder",
+        xlm_roberta="XLMRobertaEncoder",
+        xlm_roberta_xl="XLMRobertaXLEncoder",
+        xmod="XmodEncoder",
+    ),
+    **_stacks(
+        GROUPED,
+        _STATES,
+        bros="BrosEncoder",
+        deberta="DebertaEncoder",
+        deberta_v2="DebertaV2Encoder",
+        esm="EsmEncoder",
+        megatron_bert="MegatronBertEncoder",
+        mpnet="MPNetEncoder",
+        rembert="RemBertEncoder",
+        roformer="RoFormerEncoder",
+        squeezebert="SqueezeBertEncoder",
+    ),
+    **_stacks(
+        OF_TOKENS,
+        _TOKENS,
+        bart="BartEncoder",
+        blenderbot="BlenderbotEncoder",
+        blenderbot_small="BlenderbotSmallEncoder",
+        eurobert="EuroBertModel",
+        jina_embeddings_v3="JinaEmbeddingsV3Model",
+        m2m_100="M2M100Encoder",
+        marian="MarianEncoder",
+        mbart="MBartEncoder",
+        modernbert="ModernBertModel",
+        mt5="MT5Stack",
+        nomic_bert="NomicBertModel",
+        pegasus="PegasusEncoder",
+        t5="T5Stack",
+        umt5="UMT5Stack",
+    ),
+}
+_LIBRARY = "transformers.models."
+
+
+def way_of(module: Any) -> str | None:
+    """How a module runs without padding; None for one that is no stack known here."""
+    kind = type(module)
+    if not kind.__module__.startswith(_LIBRARY):
+        return None
+    found = STACKS.get((kind.__module__[len(_LIBRARY) :], kind.__name__))
+    return found[0] if found is not None else None
