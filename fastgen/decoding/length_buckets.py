@@ -48,7 +48,9 @@ def by_length(lengths: list[int], longest: int, cost_of_pass: int | None = None)
     # costs[n]: of the inputs up to the n-th bound; starts[n]: the bound where the last of their groups starts.
     costs, starts = [0.0], [0]
     for n, end in enumerate(bounds[1:], 1):
-        cost, start = min((costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + cost_of_pass, i) for i in range(n))
+        cost, start = min(
+            (costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + cost_of_pass, i) for i in range(n)
+        )
         costs.append(cost)
         starts.append(start)
     if costs[-1] > (1 - MIN_SAVING) * len(lengths) * longest:

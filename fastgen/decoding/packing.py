@@ -8,7 +8,6 @@ al., "Efficient Sequence Packing without Cross-contamination", 2021, arXiv 2107.
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +40,9 @@ class Packing:
         """[texts, longest, ...] -> [1, total, ...]."""
         return x.flatten(0, 1).index_select(0, self._places).unsqueeze(0)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """[1, total, ...] -> [texts, longest, ...], with NaN in the padding."""
-        result = packed.new_full((self.mask.numel(), *packed.shape[2:]), math.nan)
+    def unpack(self, packed: Tensor, fill: float) -> Tensor:
+        """[1, total, ...] -> [texts, longest, ...], with that number in the padding."""
+        result = packed.new_full((self.mask.numel(), *packed.shape[2:]), fill)
         result.index_copy_(0, self._places, packed[0])
         return result.view(*self.mask.shape, *packed.shape[2:])
 

@@ -17,6 +17,18 @@ def patches() -> list[Patch]:
             f"{package}.passes:get_interface",
             has("attn_implementation default"),
         ),
+        Patch(
+            "sentence_transformers.sentence_transformer.model",
+            "SentenceTransformer.encode",
+            f"{package}.sentences:encode",
+            has("output_value"),
+        ),
+        Patch(
+            "sentence_transformers.base.modules.transformer",
+            "Transformer.forward",
+            f"{package}.sentences:forward",
+            has("features"),
+        ),
         *(
             Patch(f"transformers.models.{module}", f"{name}.forward", f"{package}.passes:stack", has(" ".join(given)))
             for (module, name), (_, given) in STACKS.items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching, settings
+from fastgen.optimizer.transformers import models
+from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
@@ -38,15 +40,17 @@ class _Model:
     """What is known of a model.
 
     Attributes:
-        stack: its only one; None if it has none, or several.
-        reading: arguments with which its results depend on padded positions.
+        stack: its only one; None if it has none, or several, or a decoder.
+        reading: why calls with such arguments are not tried again.
+        gives_states: its results hold the states of all positions.
     """
 
     def __init__(self, model: Any) -> None:
-        stacks = [(module, way) for module in model.modules() if (way := way_of(module)) is not None]
-        self._stack, self.way = (weakref.ref(stacks[0][0]), stacks[0][1]) if len(stacks) == 1 else (lambda: None, "")
-        self.reading: set[Hashable] = set()
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
+        stacks = [(module, way) for module in model.modules() if (way := way_of(module)) is not None]
+        only_encodes = len(stacks) == 1 and "decoder_input_ids" not in self.names
+        self._stack, self.way = (weakref.ref(stacks[0][0]), stacks[0][1]) if only_encodes else (lambda: None, "")
+        self.reading: dict[Hashable, str] = {}
         self.gives_states = model.base_model is model
 
     @property
@@ -56,62 +60,68 @@ class _Model:
 
 def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of the call of a `PreTrainedModel`."""
-    if _inside.get() or torch.compiler.is_compiling() or not patching.is_active() or _generates():
+    if is_left_alone():
         return wrapped(*args, **kwargs)
+    known = known_of(model)
+    if known.stack is None:
+        return wrapped(*args, **kwargs)
+    given = {**dict(zip(known.names, args, strict=False)), **kwargs}
+    return run(lambda: wrapped(*args, **kwargs), model, given, settings.current().padding)
+
+
+def is_left_alone() -> bool:
+    """Whether a call is none of an encoder for itself, or FastGen is not to change it."""
+    return _inside.get() or torch.compiler.is_compiling() or not patching.is_active() or Call.current() is not None
+
+
+def known_of(model: Any) -> _Model:
+    """What is known of the model."""
     known = _known.get(model)
     if known is None:
         known = _known[model] = _Model(model)
-    if known.stack is None:
-        return wrapped(*args, **kwargs)
+    return known
+
+
+def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
+    """A forward pass of a model with these inputs, without padding where that serves.
+
+    Args:
+        padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
+    """
     with patching.held(_inside, True):
-        given = {**dict(zip(known.names, args, strict=False)), **kwargs}
-        zeros = settings.current().padding == "zero"
-        return _call(wrapped, model, known, args, kwargs, given, zeros)
-
-
-def _call(
-    wrapped: Any, model: Any, known: _Model, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict, zeros: bool
-) -> Any:
-    mask = _padding_mask(given)
-    if mask is None:  # nothing is left out; and nothing is worth counting
-        return wrapped(*args, **kwargs)
-    key = _key(given, mask, zeros)
-    if key in known.reading or (known.gives_states and not zeros):
-        counters.count_not_used(ENTRY_POINT, _READS_PADDING)
-        return wrapped(*args, **kwargs)
-    reason = _unsupported(model, known, given, mask)
-    if reason is not None:
-        counters.count_not_used(ENTRY_POINT, reason)
-        return wrapped(*args, **kwargs)
-    try:
-        passes = Passes(known.stack, known.way, mask)
-        with patching.held(Passes.current, passes):
-            result = wrapped(*args, **kwargs)
-        if not passes.has_run:
-            raise Declined("the layers of the model have not been called")
-        result = _result(result, given["attention_mask"], zeros)
-    except Declined as declined:
-        known.reading.add(key)
-        counters.count_not_used(ENTRY_POINT, str(declined))
-        return wrapped(*args, **kwargs)
-    except Exception as failure:
-        result = wrapped(*args, **kwargs)  # raises where the call itself is at fault
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+        known, mask = known_of(model), _padding_mask(given)
+        if mask is None:  # nothing is left out; and nothing is worth counting
+            return forward()
+        key = _key(given, mask, padding)
+        reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
+        reason = reason or _unsupported(model, known, given, mask)
+        if reason is not None:
+            counters.count_not_used(ENTRY_POINT, reason)
+            return forward()
+        try:
+            passes = Passes(known.stack, known.way, mask, fill=0.0 if padding == "unseen" else math.nan)
+            with patching.held(Passes.current, passes):
+                result = forward()
+            if not passes.has_run:
+                raise Declined("the layers of the model have not been called")
+            if padding != "unseen":
+                result = _result(result, given["attention_mask"], padding == "zero")
+        except Declined as declined:
+            known.reading[key] = str(declined)
+            counters.count_not_used(ENTRY_POINT, str(declined))
+            return forward()
+        except Exception as failure:
+            result = forward()  # raises where the call itself is at fault
+            counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+            return result
+        counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         return result
-    counters.count_accelerated(ENTRY_POINT)
-    return result
 
 
-def _generates() -> bool:
-    from fastgen.optimizer.transformers.call import Call
-
-    return Call.current() is not None
-
-
-def _key(given: dict[str, Any], mask: Tensor, zeros: bool) -> Hashable:
+def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
     """What may decide which positions the results depend on."""
     names = frozenset(name for name, value in given.items() if value is not None and value is not False)
-    return zeros, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
+    return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
 
 
 def _padding_mask(given: dict[str, Any]) -> Tensor | None:
@@ -126,8 +136,6 @@ def _padding_mask(given: dict[str, Any]) -> Tensor | None:
 
 def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor) -> str | None:
     """Why a call with padding is left to the original code."""
-    from fastgen.optimizer.transformers import models
-
     config, values = model.config, given["attention_mask"]
     inputs = [given.get(name) for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
     if len(inputs) != 1 or inputs[0].shape[: values.dim()] != values.shape or inputs[0].device.type != "cpu":
@@ -178,6 +186,6 @@ def _result(result: Any, mask: Tensor, zeros: bool) -> Any:
     if zeros and result.shape[: mask.dim()] == mask.shape:
         padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
         result = torch.where(padding & result.isnan(), 0.0, result)
-    if math.isnan(float(result.sum())):
+    if bool(result.isnan().any()):
         raise Declined(_READS_PADDING)
     return result

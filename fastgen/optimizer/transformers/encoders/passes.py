@@ -1,6 +1,7 @@
 """The forward pass of a stack of layers without padding, inside the call of an encoder.
 
-The model's own code makes what goes into the stack, and works with what comes out of it. There, padded positions hold NaN.
+The model's own code makes what goes into the stack, and works with what comes out of it. There, padded positions hold
+one number, such as NaN.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
-from fastgen.optimizer.transformers.encoders.stacks import OF_TOKENS, PACKED
+from fastgen.optimizer.transformers.encoders.stacks import COUNTING, PACKED
 
 # What a further pass costs, in positions: a small one multiplies slowly, and takes the time of the model's Python code.
 PASS = 32
+_NOT_PER_TOKEN = "results of the layers that are not one for each token"
 # Arguments of attention functions that change what one token sees of the others of its text.
 _OF_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal")
 # Arguments of a stack with a row for each text and a column for each position.
@@ -37,8 +39,9 @@ class Passes:
 
     current: ContextVar[Passes | None] = ContextVar("fastgen_encoder", default=None)
 
-    def __init__(self, stack: Any, way: str, mask: Tensor) -> None:
+    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float) -> None:
         self._stack = stack
+        self._fill = fill
         self._way = way
         self._mask = mask  # [texts, longest], bool
         self.has_run = False
@@ -69,17 +72,20 @@ class Passes:
 
         def unpacked(states: Tensor) -> Tensor:
             if states.shape[:2] != (1, packing.total):
-                raise Declined("results of a layer that are not one for each token")
-            return packing.unpack(states)
+                raise Declined(_NOT_PER_TOKEN)
+            return packing.unpack(states, self._fill)
 
         return _mapped(result, unpacked)
 
     def _packed_argument(self, packing: Packing, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or name == "attention_mask":
-            return None if name == "attention_mask" else value
-        if name not in _PER_POSITION or value.shape[:2] != self._mask.shape:
+        if name == "attention_mask":  # it says no more than the mask does
+            return None
+        if _holds_no_tensor(value):
+            return value
+        texts, longest = self._mask.shape
+        if name not in _PER_POSITION or value.shape[:2] not in ((texts, longest), (1, longest)):
             raise Declined(f"an argument of the layers ({name})")
-        return packing.pack(value)
+        return packing.pack(value.expand(texts, *value.shape[1:]))
 
     def attend(
         self,
@@ -104,45 +110,49 @@ class Passes:
         return self.packing.attend(query, key, value, scaling), None
 
     def _grouped(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        texts, longest = self._mask.shape
         in_front = not bool(self._mask[:, 0].all())
-        if in_front and (self._way == OF_TOKENS or not bool(self._mask[:, -1].all())):
+        if in_front and (self._way == COUNTING or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
         groups = length_buckets.groups(self._mask, in_front, cost=PASS)
         if not groups:
             raise Declined("too little padding")
-        full: dict[int, Tensor] = {}
-        result = None
+        parts = []
         for rows, columns in groups:
             part = {name: self._part(name, value, rows, columns) for name, value in given.items()}
-            length = longest if columns.stop is None and columns.start is None else (columns.stop or longest)
-            length -= columns.start or 0
-            numbers = iter(range(2**16))
+            parts.append((rows, columns, forward(**part)))
+        return self._together(parts)
 
-            def placed(
-                states: Tensor, rows: Tensor = rows, columns: slice = columns, length: int = length, numbers: Any = numbers
-            ) -> Tensor:
-                is_per_position = states.dim() > 2 and states.shape[1] == length
-                if states.shape[0] != len(rows) or not (is_per_position or states.dim() == 2):
-                    raise Declined("results of a layer that are not one for each token")
-                shape = (texts, longest, *states.shape[2:]) if is_per_position else (texts, *states.shape[1:])
-                number = next(numbers)
-                if number not in full:
-                    full[number] = states.new_full(shape, float("nan"))
-                if is_per_position:
-                    full[number][rows, columns] = states.masked_fill(
-                        ~self._mask[rows, columns].view(*states.shape[:2], *[1] * (states.dim() - 2)), float("nan")
-                    )
-                else:
-                    full[number][rows] = states
-                return full[number]
-
-            result = _mapped(forward(**part), placed)
+    def _together(self, parts: list[tuple[Tensor, slice, Any]]) -> Any:
+        """The result of all texts, from those of groups of them."""
+        some = parts[0][2]
+        if isinstance(some, dict):
+            found = {name: self._together([(r, c, each[name]) for r, c, each in parts]) for name in some}
+            return type(some)(**found)
+        if isinstance(some, tuple | list):
+            return type(some)(self._together([(r, c, each[n]) for r, c, each in parts]) for n in range(len(some)))
+        if some is None:
+            return None
+        texts, longest = self._mask.shape
+        result: Tensor | None = None
+        for rows, columns, states in parts:
+            mask = self._mask[rows, columns]
+            if not isinstance(states, Tensor) or states.shape[:1] != mask.shape[:1]:
+                raise Declined(_NOT_PER_TOKEN)
+            is_per_text = states.dim() == 2  # what the model makes of its first token
+            if is_per_text:
+                result = states.new_empty(texts, states.shape[1]) if result is None else result
+                result[rows] = states
+                continue
+            if states.shape[:2] != mask.shape or states.dim() != 3:
+                raise Declined(_NOT_PER_TOKEN)
+            if result is None:
+                result = states.new_full((texts, longest, states.shape[2]), self._fill)
+            result[rows, columns] = states.masked_fill(~mask.unsqueeze(2), self._fill)
         return result
 
     def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
         """The part of an argument that some texts have."""
-        if not isinstance(value, Tensor):
+        if _holds_no_tensor(value):
             return value
         texts, longest = self._mask.shape
         if name in _PER_POSITION and value.shape[1] == longest and value.shape[0] in (1, texts):
@@ -153,6 +163,10 @@ class Passes:
                 part = part[..., columns, :]
             return part[..., columns]
         raise Declined(f"an argument of the layers ({name})")
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:

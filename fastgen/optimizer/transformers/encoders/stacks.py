@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PACKED, GROUPED, OF_TOKENS = "packed", "grouped", "of tokens"
+PACKED, GROUPED, COUNTING = "packed", "grouped", "counting"
 
 _STATES = ("hidden_states", "attention_mask")
 _TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
@@ -28,50 +28,44 @@ def _stacks(way: str, given: tuple[str, ...], **names: str) -> dict[tuple[str, s
 # they are. All texts are one row.
 # GROUPED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
 # length are one batch.
-# OF_TOKENS: likewise, and it embeds the tokens itself.
+# COUNTING: likewise, and it counts positions from the first column: padding must be behind the tokens.
 STACKS = {
     **_stacks(
         PACKED,
         _STATES,
         albert="AlbertTransformer",
         bert="BertEncoder",
-        bert_generation="BertEncoder",
         camembert="CamembertEncoder",
         data2vec_text="Data2VecTextEncoder",
         distilbert="Transformer",
         electra="ElectraEncoder",
         ernie="ErnieEncoder",
         layoutlm="LayoutLMEncoder",
-        markuplm="MarkupLMEncoder",
         mobilebert="MobileBertEncoder",
         roberta="RobertaEncoder",
         roberta_prelayernorm="RobertaPreLayerNormEncoder",
         splinter="SplinterEncoder",
         xlm_roberta="XLMRobertaEncoder",
         xlm_roberta_xl="XLMRobertaXLEncoder",
-        xmod="XmodEncoder",
     ),
     **_stacks(
         GROUPED,
         _STATES,
-        bros="BrosEncoder",
         deberta="DebertaEncoder",
         deberta_v2="DebertaV2Encoder",
-        esm="EsmEncoder",
         megatron_bert="MegatronBertEncoder",
         mpnet="MPNetEncoder",
         rembert="RemBertEncoder",
-        roformer="RoFormerEncoder",
         squeezebert="SqueezeBertEncoder",
     ),
+    **_stacks(COUNTING, _STATES, roformer="RoFormerEncoder"),
     **_stacks(
-        OF_TOKENS,
+        COUNTING,
         _TOKENS,
         bart="BartEncoder",
         blenderbot="BlenderbotEncoder",
         blenderbot_small="BlenderbotSmallEncoder",
         eurobert="EuroBertModel",
-        jina_embeddings_v3="JinaEmbeddingsV3Model",
         m2m_100="M2M100Encoder",
         marian="MarianEncoder",
         mbart="MBartEncoder",
