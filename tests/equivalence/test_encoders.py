@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import fastgen
+from fastgen import settings
+from fastgen.decoding import layers, products
 from fastgen.optimizer.transformers.encoders import call, passes
 from tests.equivalence.encoder_models import (
     HEADS,
@@ -197,6 +200,37 @@ def test_bfloat16(architecture: str) -> None:
     half.load_state_dict(model.state_dict())
     _check(half.to(torch.bfloat16), inputs(LENGTHS), "zero", tolerance=3e-2)
     assert _accelerated() == 1
+
+
+def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
+    monkeypatch.setattr(layers, "_MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers.quantized_linear, "unavailable", lambda *arguments: None)
+    packed = []
+    pack = products.FixedProducts.pack
+    monkeypatch.setattr(products.FixedProducts, "pack", lambda *given: (packed.append(1), pack(*given))[1])
+    model = copy.deepcopy(classifier)
+    given = inputs(LENGTHS)
+    exact = _plain(model, given).logits
+    with settings.changed(weight_dtype="int8", packed_weights="keep", linear_products="fixed"):
+        for _ in range(2):
+            with torch.inference_mode():
+                found = model(**given).logits
+            assert not torch.equal(found, exact)
+            torch.testing.assert_close(found, exact, rtol=0.1, atol=0.3)
+        count = len(packed)
+        assert count and "forward" not in vars(model.classifier)
+        with torch.no_grad():
+            model.classifier.weight.mul_(-1.0)
+            model.classifier.bias.mul_(-1.0)
+            torch.testing.assert_close(model(**given).logits, -found)
+        assert len(packed) == count + 1
+    fastgen.reset_stats()
+    with settings.changed(weight_dtype="int8"), torch.inference_mode():
+        torch.testing.assert_close(model(**given).logits, -exact, rtol=0.0, atol=TOLERANCE)
+    assert "packed_weights" in str(fastgen.stats()["int8 weights"]["not used"])
+    layers.FastLayers.drop_kept()
 
 
 def _gradients(model: Any, given: dict[str, Any]) -> Any:

@@ -7,10 +7,12 @@ original code, and later calls of that model with the same arguments are not tri
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching, settings
+from fastgen.decoding.products import HALF
 from fastgen.optimizer.transformers import models
-from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
@@ -33,6 +36,8 @@ _READS_PADDING = "padded positions are in the results, or what these depend on"
 
 # Of the outermost model: others run inside its call.
 _inside: ContextVar[bool] = ContextVar("fastgen_inside_encoder", default=False)
+# Its layers have their faster form for longer than a forward pass.
+_has_layers: ContextVar[bool] = ContextVar("fastgen_encoder_layers", default=False)
 _known: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
 
 
@@ -88,7 +93,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
     Args:
         padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
     """
-    with patching.held(_inside, True):
+    with patching.held(_inside, True), _layers_of_pass(model):
         known, mask = known_of(model), _padding_mask(given)
         if mask is None:  # nothing is left out; and nothing is worth counting
             return forward()
@@ -116,6 +121,33 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         return result
+
+
+@contextlib.contextmanager
+def layers_of_passes(model: Any) -> Iterator[None]:
+    """Inside this, several forward passes share what is packed of the model's weights."""
+    if settings.current().weight_dtype == "fp32":  # with many rows torch's product needs no packed weight
+        yield
+        return
+    with fast_layers(model), patching.held(_has_layers, True):
+        yield
+
+
+def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
+    """The faster form of the layers for one forward pass, where that alone makes it worth having.
+
+    A pass is too short to pack weights for it.
+    """
+    now = settings.current()
+    if _has_layers.get() or now.packed_weights == "never":
+        return contextlib.nullcontext()
+    if now.packed_weights == "keep" or (model.dtype in HALF and now.weight_dtype == "fp32"):
+        return fast_layers(model)
+    if now.weight_dtype != "fp32":
+        counters.count_not_used(
+            f"{now.weight_dtype} weights", 'a forward pass of an encoder without packed_weights="keep"'
+        )
+    return contextlib.nullcontext()
 
 
 def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:

@@ -28,7 +28,10 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrapped(*args, **kwargs)  # which raises it
     bound.apply_defaults()
     are_masked = bound.arguments["output_value"] == _VECTOR and _pools(model)
-    with patching.held(_states_are_masked, are_masked):
+    encoder = getattr(next(model.children(), None), "model", None)
+    if call.is_left_alone() or not hasattr(encoder, "base_model") or call.known_of(encoder).stack is None:
+        return wrapped(*args, **kwargs)
+    with patching.held(_states_are_masked, are_masked), call.layers_of_passes(encoder):
         return wrapped(*args, **kwargs)
 
 
