@@ -141,12 +141,12 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
     now = settings.current()
     if _has_layers.get() or now.packed_weights == "never":
         return contextlib.nullcontext()
-    if now.packed_weights == "keep" or (model.dtype in HALF and now.weight_dtype == "fp32"):
+    if now.weight_dtype == "fp32":
+        # With many rows torch's product is as fast, and looking at all layers takes longer than few rows gain.
+        return fast_layers(model) if model.dtype in HALF else contextlib.nullcontext()
+    if now.packed_weights == "keep":
         return fast_layers(model)
-    if now.weight_dtype != "fp32":
-        counters.count_not_used(
-            f"{now.weight_dtype} weights", 'a forward pass of an encoder without packed_weights="keep"'
-        )
+    counters.count_not_used(f"{now.weight_dtype} weights", 'a forward pass of an encoder without packed_weights="keep"')
     return contextlib.nullcontext()
 
 
