@@ -23,6 +23,7 @@ from fastgen import counters, patching, settings
 from fastgen.decoding.products import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
+from fastgen.optimizer.transformers.encoders import programs
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
@@ -71,6 +72,11 @@ def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if known.stack is None:
         return wrapped(*args, **kwargs)
     given = {**dict(zip(known.names, args, strict=False)), **kwargs}
+    if _has_no_padding(given) and getattr(model, "_compiled_call_impl", None) is None:
+        with patching.held(_inside, True):
+            result = programs.run(lambda: wrapped(*args, **kwargs), wrapped, model, given)
+        if result is not None:
+            return result
     return run(lambda: wrapped(*args, **kwargs), model, given, settings.current().padding)
 
 
@@ -154,6 +160,16 @@ def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
     """What may decide which positions the results depend on."""
     names = frozenset(name for name, value in given.items() if value is not None and value is not False)
     return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
+
+
+def _has_no_padding(given: dict[str, Any]) -> bool:
+    """Whether each position is a token, for sure, in inputs that are so small that it matters."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if type(ids) is not Tensor or ids.numel() > programs.MOST_TOKENS or ids.device.type != "cpu":
+        return False
+    if mask is None:
+        return True
+    return type(mask) is Tensor and mask.shape == ids.shape and mask.device == ids.device and bool((mask == 1).all())
 
 
 def _padding_mask(given: dict[str, Any]) -> Tensor | None:
