@@ -37,6 +37,7 @@ def enable(
     few_bits_inputs: str | None = None,
     linear_products: str | None = None,
     captured_step: str | None = None,
+    padding: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
@@ -53,6 +54,8 @@ def enable(
             machine, or "fixed", with which a run can be repeated to the last bit.
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
             where that serves, or "never".
+        padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
+            gives, or "zero", zeros, with which padding is always left out of the computation.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
             "int8" (the default), or the "exact" ones, which is slow.

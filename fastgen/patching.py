@@ -96,6 +96,7 @@ class Patch:
     wrapper: str
     condition: Condition = lambda target: None  # what the target must look like: see `has` and `takes`
     former: str | None = None  # what the target was called in other releases
+    is_inherited: bool = False  # its class has the target from another one, which is not to be changed
     state: str = "not enabled"  # or "waiting for import", "applied" or "not applied: <reason>"
     _owner: Any = field(default=None, repr=False)
     _attribute: str = field(default="", repr=False)
@@ -144,6 +145,8 @@ class Patch:
         owner: Any = sys.modules[self.module]
         for part in path:
             owner = getattr(owner, part, None)
+        if owner is not None and self.is_inherited and attribute not in vars(owner):
+            return owner, attribute, getattr(owner, attribute, _MISSING)
         return owner, attribute, vars(owner).get(attribute, _MISSING) if owner is not None else _MISSING
 
     def _find(self) -> Wrapper:
@@ -165,7 +168,10 @@ class Patch:
         if self._installed is None:
             return
         if vars(self._owner).get(self._attribute) is self._installed:
-            setattr(self._owner, self._attribute, self._original)
+            if self.is_inherited:
+                delattr(self._owner, self._attribute)
+            else:
+                setattr(self._owner, self._attribute, self._original)
         else:
             # Taking our wrapper out of the middle of a chain is impossible; it passes calls through (`is_active`).
             self.state = "not enabled (left in place: another library has wrapped it since)"

@@ -26,19 +26,20 @@ def lengths(mask: Tensor) -> Tensor:
     return torch.where((mask == behind).all(dim=1), found, longest)
 
 
-def groups(mask: Tensor, in_front: bool = False) -> list[tuple[Tensor, slice]]:
+def groups(mask: Tensor, in_front: bool = False, cost: int | None = None) -> list[tuple[Tensor, slice]]:
     """Which inputs run together, by a mask [batch, longest] of ones and zeros, and the positions that they take.
 
-    None if groups do not pay. `in_front` tells where the padding is.
+    None if groups do not pay. `in_front` tells where the padding is, `cost` what a further pass costs, in positions.
     """
     longest = mask.shape[1]
-    found = by_length(lengths(mask.flip(1) if in_front else mask).tolist(), longest)
+    found = by_length(lengths(mask.flip(1) if in_front else mask).tolist(), longest, cost)
     positions = [(rows, slice(longest - length, None) if in_front else slice(length)) for rows, length in found]
     return positions if len(positions) > 1 else []
 
 
-def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
+def by_length(lengths: list[int], longest: int, cost_of_pass: int | None = None) -> list[tuple[Tensor, int]]:
     """Which inputs of these lengths run together, and how long they are at the most; none if groups do not pay."""
+    cost_of_pass = PASS if cost_of_pass is None else cost_of_pass
     if min(lengths) < 1 or len(lengths) * longest - sum(lengths) < MIN_SAVING * len(lengths) * longest:
         return []
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
@@ -47,7 +48,9 @@ def by_length(lengths: list[int], longest: int) -> list[tuple[Tensor, int]]:
     # costs[n]: of the inputs up to the n-th bound; starts[n]: the bound where the last of their groups starts.
     costs, starts = [0.0], [0]
     for n, end in enumerate(bounds[1:], 1):
-        cost, start = min((costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + PASS, i) for i in range(n))
+        cost, start = min(
+            (costs[i] + (end - bounds[i]) * lengths[order[bounds[i]]] + cost_of_pass, i) for i in range(n)
+        )
         costs.append(cost)
         starts.append(start)
     if costs[-1] > (1 - MIN_SAVING) * len(lengths) * longest:

@@ -28,8 +28,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     by_length = length_buckets.by_length
 
-    def recording_groups(lengths: list[int], longest: int) -> list[tuple[torch.Tensor, int]]:
-        made = by_length(lengths, longest)
+    def recording_groups(lengths: list[int], longest: int, *cost: int | None) -> list[tuple[torch.Tensor, int]]:
+        made = by_length(lengths, longest, *cost)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 

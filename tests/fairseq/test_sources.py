@@ -25,8 +25,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     by_length = length_buckets.by_length
 
-    def recording(lengths: list[int], longest: int) -> Any:
-        made = by_length(lengths, longest)
+    def recording(lengths: list[int], longest: int, *cost: int | None) -> Any:
+        made = by_length(lengths, longest, *cost)
         found.extend((rows.shape[0], length) for rows, length in made)
         return made
 

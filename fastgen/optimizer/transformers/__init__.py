@@ -7,6 +7,7 @@ processors and criteria stay the library's.
 
 from __future__ import annotations
 
+from fastgen.optimizer.transformers import encoders
 from fastgen.patching import Condition, Patch, has, takes
 
 # The releases that the equivalence tests run against; others are used when their functions look the same.
@@ -78,4 +79,5 @@ def patches() -> list[Patch]:
         ),
         hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has("past_key_values")),
         hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", has(attention)),
+        *encoders.patches(),
     ]

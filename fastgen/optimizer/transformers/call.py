@@ -27,6 +27,11 @@ _LINEAR_LAYERS = {**LINEAR, Conv1D: True}
 _ACTIVATIONS = {NewGELUActivation: partial(F.gelu, approximate="tanh")}
 
 
+def fast_layers(model: Any) -> FastLayers:
+    """The faster form of the model's layers, a context."""
+    return FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
+
+
 class NotAccelerated(Exception):
     """This call is not supported; the message says why. Nothing has been changed yet."""
 
@@ -52,7 +57,7 @@ class Call:
     _returns_cache: bool = False
 
     def __post_init__(self) -> None:
-        self.layers = FastLayers.of(self.model, _LINEAR_LAYERS, _ACTIVATIONS)
+        self.layers = fast_layers(self.model)
         self._packed = ExitStack()
 
     @cached_property

@@ -66,7 +66,7 @@ def unsupported(model: Any) -> str | None:
         return "chunked attention"
     if config._attn_implementation not in ("eager", "sdpa"):
         return f"attention implementation {config._attn_implementation}"
-    return _modules_unsupported(model)
+    return modules_unsupported(model)
 
 
 def _is_sharded(model: Any) -> bool:
@@ -85,7 +85,7 @@ def _is_sharded(model: Any) -> bool:
     )
 
 
-def _modules_unsupported(model: Any) -> str | None:
+def modules_unsupported(model: Any) -> str | None:
     """Why a part of the model keeps it from being accelerated, or None.
 
     Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.

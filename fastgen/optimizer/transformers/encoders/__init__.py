@@ -1,0 +1,36 @@
+"""Models that only encode: the padding of a batch is left out of what their layers compute."""
+
+from __future__ import annotations
+
+from fastgen.optimizer.transformers.encoders.stacks import STACKS
+from fastgen.patching import Patch, has
+
+
+def patches() -> list[Patch]:
+    """The patches for encoders: the call of a model, its stack of layers, and what attention function layers get."""
+    package = __name__
+    return [
+        Patch("transformers.modeling_utils", "PreTrainedModel.__call__", f"{package}.call:call", is_inherited=True),
+        Patch(
+            "transformers.modeling_utils",
+            "AttentionInterface.get_interface",
+            f"{package}.passes:get_interface",
+            has("attn_implementation default"),
+        ),
+        Patch(
+            "sentence_transformers.sentence_transformer.model",
+            "SentenceTransformer.encode",
+            f"{package}.sentences:encode",
+            has("output_value"),
+        ),
+        Patch(
+            "sentence_transformers.base.modules.transformer",
+            "Transformer.forward",
+            f"{package}.sentences:forward",
+            has("features"),
+        ),
+        *(
+            Patch(f"transformers.models.{module}", f"{name}.forward", f"{package}.passes:stack", has(" ".join(given)))
+            for (module, name), (_, given) in STACKS.items()
+        ),
+    ]

@@ -1,0 +1,239 @@
+"""The call of an encoder: whether its padding is left out, and what results hold in the place of padding.
+
+Padded positions of what the layers give hold NaN. So a result without NaN does not depend on them. Where there is
+NaN outside of padded positions, or padded positions must be as the library has them, the call is repeated with the
+original code, and later calls of that model with the same arguments are not tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import counters, patching, settings
+from fastgen.decoding.products import HALF
+from fastgen.optimizer.transformers import models
+from fastgen.optimizer.transformers.call import Call, fast_layers
+from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
+from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
+
+ENTRY_POINT = "transformers.encoder"
+# Padding is left out when it is so large a part of the positions.
+MIN_PADDING = 0.1
+# Arguments with which a call does more than encode, or shows more than the last states.
+_MORE = ("encoder_hidden_states", "past_key_values", "use_cache", "output_attentions", "output_hidden_states")
+_FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states")
+_READS_PADDING = "padded positions are in the results, or what these depend on"
+
+# Of the outermost model: others run inside its call.
+_inside: ContextVar[bool] = ContextVar("fastgen_inside_encoder", default=False)
+# Its layers have their faster form for longer than a forward pass.
+_has_layers: ContextVar[bool] = ContextVar("fastgen_encoder_layers", default=False)
+_known: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
+
+
+class _Model:
+    """What is known of a model.
+
+    Attributes:
+        stack: its only one; None if it has none, or several, or a decoder.
+        reading: why calls with such arguments are not tried again.
+        gives_states: its results hold the states of all positions.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.names = list(inspect.signature(type(model).forward).parameters)[1:]
+        stacks = [(module, way) for module in model.modules() if (way := way_of(module)) is not None]
+        only_encodes = len(stacks) == 1 and "decoder_input_ids" not in self.names
+        self._stack, self.way = (weakref.ref(stacks[0][0]), stacks[0][1]) if only_encodes else (lambda: None, "")
+        self.reading: dict[Hashable, str] = {}
+        self.gives_states = model.base_model is model
+
+    @property
+    def stack(self) -> Any:
+        return self._stack()
+
+
+def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of the call of a `PreTrainedModel`."""
+    if is_left_alone():
+        return wrapped(*args, **kwargs)
+    known = known_of(model)
+    if known.stack is None:
+        return wrapped(*args, **kwargs)
+    given = {**dict(zip(known.names, args, strict=False)), **kwargs}
+    if _has_no_padding(given) and getattr(model, "_compiled_call_impl", None) is None:
+        with patching.held(_inside, True):
+            result = programs.run(lambda: wrapped(*args, **kwargs), wrapped, model, given)
+        if result is not None:
+            return result
+    return run(lambda: wrapped(*args, **kwargs), model, given, settings.current().padding)
+
+
+def is_left_alone() -> bool:
+    """Whether a call is none of an encoder for itself, or FastGen is not to change it."""
+    return _inside.get() or torch.compiler.is_compiling() or not patching.is_active() or Call.current() is not None
+
+
+def known_of(model: Any) -> _Model:
+    """What is known of the model."""
+    known = _known.get(model)
+    if known is None:
+        known = _known[model] = _Model(model)
+    return known
+
+
+def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
+    """A forward pass of a model with these inputs, without padding where that serves.
+
+    Args:
+        padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
+    """
+    with patching.held(_inside, True), _layers_of_pass(model):
+        known, mask = known_of(model), _padding_mask(given)
+        if mask is None:  # nothing is left out; and nothing is worth counting
+            return forward()
+        key = _key(given, mask, padding)
+        reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
+        reason = reason or _unsupported(model, known, given, mask)
+        if reason is not None:
+            counters.count_not_used(ENTRY_POINT, reason)
+            return forward()
+        try:
+            passes = Passes(known.stack, known.way, mask, fill=0.0 if padding == "unseen" else math.nan)
+            with patching.held(Passes.current, passes):
+                result = forward()
+            if not passes.has_run:
+                raise Declined("the layers of the model have not been called")
+            if padding != "unseen":
+                result = _result(result, given["attention_mask"], padding == "zero")
+        except Declined as declined:
+            known.reading[key] = str(declined)
+            counters.count_not_used(ENTRY_POINT, str(declined))
+            return forward()
+        except Exception as failure:
+            result = forward()  # raises where the call itself is at fault
+            counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+            return result
+        counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
+        return result
+
+
+@contextlib.contextmanager
+def layers_of_passes(model: Any) -> Iterator[None]:
+    """Inside this, several forward passes share what is packed of the model's weights."""
+    if settings.current().weight_dtype == "fp32":  # with many rows torch's product needs no packed weight
+        yield
+        return
+    with fast_layers(model), patching.held(_has_layers, True):
+        yield
+
+
+def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
+    """The faster form of the layers for one forward pass, where that alone makes it worth having.
+
+    A pass is too short to pack weights for it.
+    """
+    now = settings.current()
+    if _has_layers.get() or now.packed_weights == "never":
+        return contextlib.nullcontext()
+    if now.weight_dtype == "fp32":
+        # With many rows torch's product is as fast, and looking at all layers takes longer than few rows gain.
+        return fast_layers(model) if model.dtype in HALF else contextlib.nullcontext()
+    if now.packed_weights == "keep":
+        return fast_layers(model)
+    counters.count_not_used(f"{now.weight_dtype} weights", 'a forward pass of an encoder without packed_weights="keep"')
+    return contextlib.nullcontext()
+
+
+def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
+    """What may decide which positions the results depend on."""
+    names = frozenset(name for name, value in given.items() if value is not None and value is not False)
+    return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
+
+
+def _has_no_padding(given: dict[str, Any]) -> bool:
+    """Whether each position is a token, for sure, in inputs that are so small that it matters."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if type(ids) is not Tensor or ids.numel() > programs.MOST_TOKENS or ids.device.type != "cpu":
+        return False
+    if mask is None:
+        return True
+    return type(mask) is Tensor and mask.shape == ids.shape and mask.device == ids.device and bool((mask == 1).all())
+
+
+def _padding_mask(given: dict[str, Any]) -> Tensor | None:
+    """Where the tokens are, [texts, longest], bool; None if there is too little padding, or another kind of mask."""
+    mask = given.get("attention_mask")
+    if type(mask) is not Tensor or mask.device.type != "cpu" or mask.dim() not in (2, 3) or not mask.numel():
+        return None
+    found = mask.reshape(-1, mask.shape[-1]).bool()
+    tokens = int(found.sum())
+    return found if tokens <= (1 - MIN_PADDING) * mask.numel() else None
+
+
+def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor) -> str | None:
+    """Why a call with padding is left to the original code."""
+    config, values = model.config, given["attention_mask"]
+    inputs = [given.get(name) for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
+    if len(inputs) != 1 or inputs[0].shape[: values.dim()] != values.shape or inputs[0].device.type != "cpu":
+        return "inputs that are not a token for each number of the mask"
+    if values.dtype is not torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        return "a mask of other numbers than 0 and 1"
+    if not bool(mask.any(dim=1).all()):
+        return "a text that is all padding"
+    if known.way != PACKED and not _is_contiguous(mask):
+        return "a mask with holes"
+    more = [name for name in _MORE if given.get(name) not in (None, False)]
+    more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
+    if more:
+        return f"arguments that ask for more ({', '.join(more)})"
+    if getattr(config, "is_decoder", False):
+        return "the model is a decoder"
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return f"attention implementation {config._attn_implementation}"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast"
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+        return "gradients are enabled (torch.no_grad, torch.inference_mode)"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "the model is compiled"
+    if models.rows_depend_on_each_other(model):
+        return "rows of the batch depend on each other"
+    return models.modules_unsupported(model)
+
+
+def _is_contiguous(mask: Tensor) -> bool:
+    return bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) <= 1).all())
+
+
+def _result(result: Any, mask: Tensor, zeros: bool) -> Any:
+    """The result of the model, checked; with `zeros`, these are in the place of padding.
+
+    Raises:
+        Declined: it depends on padded positions.
+    """
+    if isinstance(result, dict):
+        for name, value in result.items():
+            result[name] = _result(value, mask, zeros)
+        return result
+    if isinstance(result, tuple | list):
+        return type(result)(_result(value, mask, zeros) for value in result)
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    if zeros and result.shape[: mask.dim()] == mask.shape:
+        padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
+        result = torch.where(padding & result.isnan(), 0.0, result)
+    if bool(result.isnan().any()):
+        raise Declined(_READS_PADDING)
+    return result

@@ -1,0 +1,198 @@
+"""The forward pass of a stack of layers without padding, inside the call of an encoder.
+
+The model's own code makes what goes into the stack, and works with what comes out of it. There, padded positions hold
+one number, such as NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.decoding import length_buckets
+from fastgen.decoding.packing import Packing
+from fastgen.optimizer.transformers.encoders.stacks import COUNTING, PACKED
+
+# What a further pass costs, in positions: a small one multiplies slowly, and takes the time of the model's Python code.
+PASS = 32
+_NOT_PER_TOKEN = "results of the layers that are not one for each token"
+# Arguments of attention functions that change what one token sees of the others of its text.
+_OF_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal")
+# Arguments of a stack with a row for each text and a column for each position.
+_PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
+
+
+class Declined(Exception):
+    """This pass cannot do without padding; the message says why."""
+
+
+class Passes:
+    """What one call of an encoder has its stack do.
+
+    Attributes:
+        has_run: the stack has run without padding.
+    """
+
+    current: ContextVar[Passes | None] = ContextVar("fastgen_encoder", default=None)
+
+    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float) -> None:
+        self._stack = stack
+        self._fill = fill
+        self._way = way
+        self._mask = mask  # [texts, longest], bool
+        self.has_run = False
+        self.packing: Packing | None = None  # while the layers run on one row
+        self._attended = 0
+
+    def is_of(self, module: Any) -> bool:
+        return module is self._stack and not self.has_run
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The stack's forward pass."""
+        self.has_run = True
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        given |= given.pop("kwargs", {})
+        return self._packed(forward, given) if self._way == PACKED else self._grouped(forward, given)
+
+    def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        packing = Packing(self._mask)
+        given = {name: self._packed_argument(packing, name, value) for name, value in given.items()}
+        self.packing = packing
+        try:
+            result = forward(**given)
+        finally:
+            self.packing = None
+        if not self._attended:
+            raise Declined("attention that is not in the library's functions")
+
+        def unpacked(states: Tensor) -> Tensor:
+            if states.shape[:2] != (1, packing.total):
+                raise Declined(_NOT_PER_TOKEN)
+            return packing.unpack(states, self._fill)
+
+        return _mapped(result, unpacked)
+
+    def _packed_argument(self, packing: Packing, name: str, value: Any) -> Any:
+        if name == "attention_mask":  # it says no more than the mask does
+            return None
+        if _holds_no_tensor(value):
+            return value
+        texts, longest = self._mask.shape
+        if name not in _PER_POSITION or value.shape[:2] not in ((texts, longest), (1, longest)):
+            raise Declined(f"an argument of the layers ({name})")
+        return packing.pack(value.expand(texts, *value.shape[1:]))
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """In the place of an attention function of the library, while the layers run on one row."""
+        for name in _OF_ATTENTION:
+            if kwargs.get(name) not in (None, False):
+                raise Declined(f"an argument of attention ({name})")
+        if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
+            raise Declined("attention that is more than over all tokens of a text")
+        if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == self.packing.total:
+            raise Declined("attention over others than the tokens of the batch")
+        self._attended += 1
+        return self.packing.attend(query, key, value, scaling), None
+
+    def _grouped(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        in_front = not bool(self._mask[:, 0].all())
+        if in_front and (self._way == COUNTING or not bool(self._mask[:, -1].all())):
+            raise Declined("padding in front of the tokens")
+        groups = length_buckets.groups(self._mask, in_front, cost=PASS)
+        if not groups:
+            raise Declined("too little padding")
+        parts = []
+        for rows, columns in groups:
+            part = {name: self._part(name, value, rows, columns) for name, value in given.items()}
+            parts.append((rows, columns, forward(**part)))
+        return self._together(parts)
+
+    def _together(self, parts: list[tuple[Tensor, slice, Any]]) -> Any:
+        """The result of all texts, from those of groups of them."""
+        some = parts[0][2]
+        if isinstance(some, dict):
+            found = {name: self._together([(r, c, each[name]) for r, c, each in parts]) for name in some}
+            return type(some)(**found)
+        if isinstance(some, tuple | list):
+            return type(some)(self._together([(r, c, each[n]) for r, c, each in parts]) for n in range(len(some)))
+        if some is None:
+            return None
+        texts, longest = self._mask.shape
+        result: Tensor | None = None
+        for rows, columns, states in parts:
+            mask = self._mask[rows, columns]
+            if not isinstance(states, Tensor) or states.shape[:1] != mask.shape[:1]:
+                raise Declined(_NOT_PER_TOKEN)
+            is_per_text = states.dim() == 2  # what the model makes of its first token
+            if is_per_text:
+                result = states.new_empty(texts, states.shape[1]) if result is None else result
+                result[rows] = states
+                continue
+            if states.shape[:2] != mask.shape or states.dim() != 3:
+                raise Declined(_NOT_PER_TOKEN)
+            if result is None:
+                result = states.new_full((texts, longest, states.shape[2]), self._fill)
+            result[rows, columns] = states.masked_fill(~mask.unsqueeze(2), self._fill)
+        return result
+
+    def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
+        """The part of an argument that some texts have."""
+        if _holds_no_tensor(value):
+            return value
+        texts, longest = self._mask.shape
+        if name in _PER_POSITION and value.shape[1] == longest and value.shape[0] in (1, texts):
+            return value[rows, columns] if value.shape[0] == texts else value[:, columns]
+        if name == "attention_mask" and value.shape[-1] == longest and value.shape[0] in (1, texts):
+            part = value[rows] if value.shape[0] == texts else value
+            if value.dim() > 2 and value.shape[-2] == longest:
+                part = part[..., columns, :]
+            return part[..., columns]
+        raise Declined(f"an argument of the layers ({name})")
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _mapped(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The result of a stack with a function of each tensor in their place."""
+    if isinstance(result, Tensor):
+        return function(result)
+    if isinstance(result, dict):
+        return type(result)(**{name: _mapped(value, function) for name, value in result.items()})
+    if isinstance(result, tuple | list):
+        return type(result)(_mapped(value, function) for value in result)
+    if result is not None:
+        raise Declined(f"a result of the layers of type {type(result).__name__}")
+    return None
+
+
+def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of the forward pass of a stack."""
+    passes = Passes.current.get()
+    if passes is None or not passes.is_of(module):
+        return wrapped(*args, **kwargs)
+    return passes.run(wrapped, args, kwargs)
+
+
+def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `AttentionInterface.get_interface`."""
+    passes = Passes.current.get()
+    if passes is None or passes.packing is None:
+        return wrapped(*args, **kwargs)
+    return passes.attend

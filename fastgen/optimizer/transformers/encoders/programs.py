@@ -1,0 +1,196 @@
+"""Forward passes of few tokens without padding, recorded and repeated without the model's Python code.
+
+A pass of one short text is a few hundred small operations, and starting them takes as long as computing them. A
+shape that comes often is recorded, as a decoding step is (`fastgen.decoding.captured.program`). The first replay must
+give what the model gives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import caches, counters, settings
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.recording import tensors_in
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.optimizer.transformers import models
+from fastgen.optimizer.transformers.captured import graph_cache
+
+ENTRY_POINT = "transformers.encoder, recorded"
+# Tokens of a batch: with more, the products take nearly all of the time.
+MOST_TOKENS = 256
+# Recording takes as long as tens of passes, so that a shape must have come so often.
+PAYS_FROM = 64
+# Of a model.
+MOST = 32
+_MOST_WANTED = 1000
+_INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+_FLAGS = (bool, type(None))
+TOLERANCE = 1e-5
+
+
+class _Pass:
+    """A recorded pass for inputs of one shape."""
+
+    def __init__(self, forward: Callable[..., Any], inputs: dict[str, Tensor], flags: dict[str, Any]) -> None:
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
+        self._result: Any = None
+        self._buffers: list[Tensor] = []
+        self._program = Program()
+
+        def function() -> None:
+            result = forward(**self._inputs, **flags)
+            found = tensors_in(result)
+            if not self._buffers:
+                self._result = result
+                self._buffers = [tensor.new_empty(tensor.shape) for tensor in found]
+            for buffer, tensor in zip(self._buffers, found, strict=True):
+                buffer.copy_(tensor)
+
+        function()  # the buffers are there before the recording
+        self._program.capture(graph.capturable(function))
+
+    def run(self, inputs: dict[str, Tensor]) -> Any:
+        for name, value in inputs.items():
+            self._inputs[name].copy_(value)
+        self._program.replay()
+        return _with_tensors(self._result, iter([buffer.clone() for buffer in self._buffers]))
+
+
+class _OfModel:
+    def __init__(self, state: Hashable) -> None:
+        self.state = state
+        self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
+        self.wanted: Counter[Hashable] = Counter()
+        self.refused: set[Hashable] = set()
+
+
+_models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
+
+
+def _drop_all() -> bool:
+    found = any(of.passes for of in _models.values())
+    _models.clear()
+    return found
+
+
+caches.register(_drop_all, captured_steps=True)
+
+
+def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, given: dict[str, Any]) -> Any:
+    """The result of a pass whose mask, if there is one, has no padding; None where it is not recorded.
+
+    Args:
+        original: the pass as the user has called it.
+        forward: of the model, by names, without a mask.
+    """
+    inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
+    flags = {name: value for name, value in given.items() if name not in (*_INPUTS, "attention_mask")}
+    if not _serves(model, inputs, flags):
+        return None
+    key = _key(inputs, flags)
+    of = _models.get(model)
+    if of is None:
+        of = _models[model] = _OfModel(None)
+    if key in of.refused:
+        return None
+    if key not in of.passes:
+        if len(of.wanted) > _MOST_WANTED:
+            of.wanted.clear()
+        of.wanted[key] += 1
+        if of.wanted[key] < PAYS_FROM:
+            return None
+    if graph.unavailable(model.device) is not None or models.modules_unsupported(model) is not None:
+        return None
+    state = graph_cache.state_of(model)
+    if of.state != state:
+        of.passes.clear()
+        of.state = state
+    try:
+        with graph.taken(model.device):
+            return _run(original, forward, of, key, inputs, flags)
+    except CannotBeCaptured:  # another thread has the memory of programs: this call does without
+        return None
+
+
+def _run(
+    original: Callable[[], Any],
+    forward: Callable[..., Any],
+    of: _OfModel,
+    key: Hashable,
+    inputs: dict[str, Tensor],
+    flags: dict[str, Any],
+) -> Any:
+    kept = of.passes.get(key)
+    if kept is not None:
+        of.passes.move_to_end(key)
+        counters.count_accelerated(ENTRY_POINT)
+        return kept.run(inputs)
+    expected = original()
+    try:
+        made = _Pass(forward, inputs, flags)
+        found = made.run(inputs)
+        if not _are_close(found, expected):
+            raise RuntimeError("the recorded pass gives another result")
+    except Exception as reason:
+        of.refused.add(key)
+        counters.count_not_used(ENTRY_POINT, f"{type(reason).__name__}: {reason}"[:200])
+        return expected
+    of.passes[key] = made
+    while len(of.passes) > MOST:
+        oldest, _ = of.passes.popitem(last=False)
+        del of.wanted[oldest]
+    return expected
+
+
+def _serves(model: Any, inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
+    now = settings.current()
+    first = next(iter(inputs.values()), None)
+    return (
+        isinstance(first, Tensor)
+        and first.dim() >= 2
+        and 0 < first.shape[:2].numel() <= MOST_TOKENS
+        and all(type(value) is Tensor and value.device.type == "cpu" for value in inputs.values())
+        and all(isinstance(value, _FLAGS) for value in flags.values())
+        and not any(flags.get(name) for name in ("output_attentions", "output_hidden_states", "use_cache"))
+        and not (model.config.output_hidden_states or getattr(model.config, "output_attentions", False))
+        and model.dtype is torch.float32
+        and now.captured_step == "auto"
+        and now.linear_products == "measured"
+        and now.weight_dtype == "fp32"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _key(inputs: dict[str, Tensor], flags: dict[str, Any]) -> Hashable:
+    shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
+    return shapes, tuple(sorted(flags.items())), torch.get_num_threads(), torch.is_inference_mode_enabled()
+
+
+def _with_tensors(result: Any, tensors: Any) -> Any:
+    """A result like this one, with other tensors."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if isinstance(result, dict):
+        return type(result)(**{name: _with_tensors(value, tensors) for name, value in result.items()})
+    if isinstance(result, tuple | list):
+        return type(result)(_with_tensors(value, tensors) for value in result)
+    if result is None:
+        return None
+    raise RuntimeError(f"a result of type {type(result).__name__}")
+
+
+def _are_close(found: Any, expected: Any) -> bool:
+    pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
+    return all(
+        one.shape == other.shape and bool((one - other).abs().max() <= TOLERANCE * max(1.0, float(other.abs().max())))
+        for one, other in pairs
+    )

@@ -1,0 +1,63 @@
+"""sentence-transformers: its models are a Transformer and what pools its states. Pooling masks what is padding."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from fastgen import patching, settings
+from fastgen.optimizer.transformers.encoders import call
+
+# Modules behind the pooling, which work with one vector for each text.
+_OF_VECTORS = ("Dense", "Dropout", "LayerNorm", "Normalize")
+_OF_LIBRARY = "sentence_transformers."
+_VECTOR = "sentence_embedding"
+
+# The model's states are seen by modules alone that mask them.
+_states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", default=False)
+
+
+def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of `SentenceTransformer.encode`."""
+    try:
+        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    except TypeError:
+        return wrapped(*args, **kwargs)  # which raises it
+    bound.apply_defaults()
+    are_masked = bound.arguments["output_value"] == _VECTOR and _pools(model)
+    encoder = getattr(next(model.children(), None), "model", None)
+    if call.is_left_alone() or not hasattr(encoder, "base_model") or call.known_of(encoder).stack is None:
+        return wrapped(*args, **kwargs)
+    with patching.held(_states_are_masked, are_masked), call.layers_of_passes(encoder):
+        return wrapped(*args, **kwargs)
+
+
+def _pools(model: Any) -> bool:
+    """Whether the modules are the library's: a Transformer, a pooling, and others that get its vectors."""
+    modules = list(model.children())
+    kinds = [type(module).__name__ for module in modules]
+    return (
+        all(type(module).__module__.startswith(_OF_LIBRARY) for module in modules)
+        and kinds[:2] == ["Transformer", "Pooling"]
+        and set(kinds[2:]) <= set(_OF_VECTORS)
+        and all(getattr(each, "module_input_name", _VECTOR) == _VECTOR for each in modules[2:])
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in (model, *modules))
+    )
+
+
+def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wrapper of the library's `Transformer.forward(features)`, which does not call the model, but its forward pass."""
+    model = getattr(module, "model", None)
+    if call.is_left_alone() or not (args and isinstance(args[0], MutableMapping)) or not hasattr(model, "base_model"):
+        return wrapped(*args, **kwargs)
+    if call.known_of(model).stack is None:
+        return wrapped(*args, **kwargs)
+    features, *others = args
+    padding = "unseen" if _states_are_masked.get() else settings.current().padding
+    # What a pass adds to the features must not be there when it is repeated.
+    result = call.run(lambda: wrapped(copy.copy(features), *others, **kwargs), model, {**features, **kwargs}, padding)
+    features.update(result)
+    return features

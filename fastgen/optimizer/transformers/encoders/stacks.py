@@ -1,0 +1,89 @@
+"""The stacks of layers that run without padding.
+
+Those here are known to leave padding out of everything that they compute of tokens: equivalence tests run them. Other
+encoders look at neighbouring positions, in blocks or in convolutions, or adapt to the length of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PACKED, GROUPED, COUNTING = "packed", "grouped", "counting"
+
+_STATES = ("hidden_states", "attention_mask")
+_TOKENS = ("input_ids", "attention_mask", "inputs_embeds")
+
+
+def _stacks(way: str, given: tuple[str, ...], **names: str) -> dict[tuple[str, str], tuple[str, tuple[str, ...]]]:
+    found = {}
+    for module, name in names.items():
+        folder = module.removesuffix("_text")
+        found[f"{folder}.modeling_{module}", name] = way, given
+    return found
+
+
+# By the module, behind "transformers.models.", and the name of the class: the way, and parameters of its forward pass.
+#
+# PACKED: it takes the states of tokens, and looks at other tokens in the library's attention functions alone, wherever
+# they are. All texts are one row.
+# GROUPED: it takes states, and has attention code of its own or positions that are relative. Texts of about the same
+# length are one batch.
+# COUNTING: likewise, and it counts positions from the first column: padding must be behind the tokens.
+STACKS = {
+    **_stacks(
+        PACKED,
+        _STATES,
+        albert="AlbertTransformer",
+        bert="BertEncoder",
+        camembert="CamembertEncoder",
+        data2vec_text="Data2VecTextEncoder",
+        distilbert="Transformer",
+        electra="ElectraEncoder",
+        ernie="ErnieEncoder",
+        layoutlm="LayoutLMEncoder",
+        mobilebert="MobileBertEncoder",
+        roberta="RobertaEncoder",
+        roberta_prelayernorm="RobertaPreLayerNormEncoder",
+        splinter="SplinterEncoder",
+        xlm_roberta="XLMRobertaEncoder",
+        xlm_roberta_xl="XLMRobertaXLEncoder",
+    ),
+    **_stacks(
+        GROUPED,
+        _STATES,
+        deberta="DebertaEncoder",
+        deberta_v2="DebertaV2Encoder",
+        megatron_bert="MegatronBertEncoder",
+        mpnet="MPNetEncoder",
+        rembert="RemBertEncoder",
+        squeezebert="SqueezeBertEncoder",
+    ),
+    **_stacks(COUNTING, _STATES, roformer="RoFormerEncoder"),
+    **_stacks(
+        COUNTING,
+        _TOKENS,
+        bart="BartEncoder",
+        blenderbot="BlenderbotEncoder",
+        blenderbot_small="BlenderbotSmallEncoder",
+        eurobert="EuroBertModel",
+        m2m_100="M2M100Encoder",
+        marian="MarianEncoder",
+        mbart="MBartEncoder",
+        modernbert="ModernBertModel",
+        mt5="MT5Stack",
+        nomic_bert="NomicBertModel",
+        pegasus="PegasusEncoder",
+        t5="T5Stack",
+        umt5="UMT5Stack",
+    ),
+}
+_LIBRARY = "transformers.models."
+
+
+def way_of(module: Any) -> str | None:
+    """How a module runs without padding; None for one that is no stack known here."""
+    kind = type(module)
+    if not kind.__module__.startswith(_LIBRARY):
+        return None
+    found = STACKS.get((kind.__module__[len(_LIBRARY) :], kind.__name__))
+    return found[0] if found is not None else None

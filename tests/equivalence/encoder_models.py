@@ -1,0 +1,157 @@
+"""Tiny random encoders, by architecture, with heads, and inputs that fit them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY, PAD, FIRST_WORD = 120, 1, 5
+LONGEST = 40
+
+_BERT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "cls_token_id": 0,
+    "sep_token_id": 2,
+}
+_BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "pad_token_id": PAD,
+}
+_DEBERTA = {**_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 24}
+# By the prefix of the classes' names, what their configuration takes. Their stack runs without padding.
+WITHOUT_PADDING: dict[str, dict[str, Any]] = {
+    "Albert": {**_BERT, "embedding_size": 16},
+    "Bert": _BERT,
+    "Camembert": _BERT,
+    "Data2VecText": _BERT,
+    "Deberta": _DEBERTA,
+    "DebertaV2": {**_DEBERTA, "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
+    "DistilBert": {**_BERT, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
+    "Electra": {**_BERT, "embedding_size": 16},
+    "Ernie": _BERT,
+    "EuroBert": {**_BERT, "num_key_value_heads": 2, "mask_token_id": 4},
+    "LayoutLM": _BERT,
+    "MPNet": _BERT,
+    "MegatronBert": _BERT,
+    "MobileBert": {**_BERT, "embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16},
+    "ModernBert": {**_BERT, "local_attention": 8, "global_attn_every_n_layers": 2},
+    "NomicBert": _BERT,
+    "RemBert": {**_BERT, "input_embedding_size": 16, "output_embedding_size": 16},
+    "RoFormer": {**_BERT, "embedding_size": 32},
+    "Roberta": _BERT,
+    "RobertaPreLayerNorm": _BERT,
+    "Splinter": {**_BERT, "question_token_id": 4},
+    "SqueezeBert": {**_BERT, "embedding_size": 32},
+    "XLMRoberta": _BERT,
+    "XLMRobertaXL": _BERT,
+}
+# The encoders of encoder-decoder models.
+OF_SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "Bart": _BART,
+    "Blenderbot": _BART,
+    "BlenderbotSmall": _BART,
+    "M2M100": _BART,
+    "MBart": _BART,
+    "MT5": _T5,
+    "Marian": _BART,
+    "Pegasus": _BART,
+    "T5": _T5,
+    "UMT5": _T5,
+}
+_FUNNEL = {name: size for name, size in _BERT.items() if name != "num_hidden_layers"}
+# Their stacks are not known, and they run as they are.
+OTHERS: dict[str, dict[str, Any]] = {
+    "BigBird": {**_BERT, "block_size": 4, "num_random_blocks": 1},
+    "Canine": {**_BERT, "num_hash_buckets": 50},
+    "ConvBert": {**_BERT, "embedding_size": 32},
+    "Esm": {**_BERT, "position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4},
+    "FNet": _BERT,
+    "Flaubert": {**_BERT, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY},
+    "Funnel": {**_FUNNEL, "d_model": 32, "d_inner": 64, "block_sizes": [1, 1], "n_head": 4, "d_head": 8},
+    "IBert": _BERT,
+    "Lilt": {**_BERT, "channel_shrink_ratio": 2, "hidden_size": 48},
+    "Longformer": {**_BERT, "attention_window": 8},
+    "Luke": {**_BERT, "entity_vocab_size": 20},
+    "Xmod": {**_BERT, "languages": ["en_XX"], "default_language": "en_XX"},
+    "XLM": {**_BERT, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY},
+    "XLNet": {
+        **{name: size for name, size in _BERT.items() if name != "max_position_embeddings"},
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "d_inner": 64,
+    },
+}
+# Of random weights. Without norms, or with rounding of another kind, a large one makes rounding grow.
+GAINS = {"MobileBert": 0.5, "SqueezeBert": 1.0}
+HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM", "MultipleChoice")
+
+
+def class_of(architecture: str, head: str = "") -> Any:
+    """The class in Transformers; None where the architecture has no such head."""
+    suffix = f"For{head}" if head else "Model"
+    if architecture in OF_SEQ2SEQ:
+        suffix = suffix if head or architecture not in ("T5", "MT5", "UMT5") else "EncoderModel"
+    return getattr(transformers, architecture + suffix, None)
+
+
+@functools.cache
+def build(architecture: str, head: str = "", attention: str | None = None) -> Any:
+    """A model with random weights that make its results depend on the whole text."""
+    kind = class_of(architecture, head)
+    attention = attention or ("sdpa" if kind._supports_sdpa else "eager")
+    sizes = {**WITHOUT_PADDING, **OF_SEQ2SEQ, **OTHERS}[architecture]
+    torch.manual_seed(0)
+    labels = 2 if head == "QuestionAnswering" else 3
+    config = kind.config_class(**sizes, num_labels=labels, attn_implementation=attention)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, GAINS.get(architecture, 1.5) / parameter.shape[-1] ** 0.5)
+            elif "bias" in name:
+                parameter.normal_(0.0, 0.1)
+    return model.get_encoder() if architecture in OF_SEQ2SEQ and not head and hasattr(model, "decoder") else model
+
+
+def inputs(lengths: list[int], side: str = "right", longest: int | None = None) -> dict[str, torch.Tensor]:
+    """Random texts of these lengths, with padding on that side."""
+    longest = longest or max(lengths)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = torch.randint(FIRST_WORD, VOCABULARY, (len(lengths), longest), generator=generator)
+    place, size = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
+    mask = (place < size) if side == "right" else (place >= longest - size)
+    return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}

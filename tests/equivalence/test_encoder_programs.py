@@ -1,0 +1,153 @@
+"""Short passes of encoders that are recorded and repeated: the same results, whatever the tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastgen
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.program import Program
+from fastgen.ops import dot_linear, linear
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.encoders import programs
+from tests.equivalence.encoder_models import OF_SEQ2SEQ, WITHOUT_PADDING, build, class_of, inputs
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are recorded when they come for the second time, with FastGen's products, and nothing is measured."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    if device.type != "cpu" or graph.unavailable(device) is not None:
+        pytest.skip("programs are for the CPU, and need the compiled operators")
+    monkeypatch.setattr(programs, "PAYS_FROM", 2)
+    monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0))
+    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(2.0, 1.5))
+    programs._drop_all()
+    replay = Program.replay
+
+    def after_others(made: Program) -> None:
+        """Other programs may have used the memory in between: nothing that was in it counts."""
+        for chunk in made._chunks:
+            torch.empty(0, dtype=torch.uint8).set_(chunk.storage).fill_(255)
+        replay(made)
+
+    monkeypatch.setattr(Program, "replay", after_others)
+
+
+def _recorded() -> int:
+    return fastgen.stats().get(programs.ENTRY_POINT, {}).get("accelerated", 0)
+
+
+def _check(model: Any, given: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        with fastgen.disabled():
+            expected = model(**given)
+        found = model(**given)
+    assert type(found) is type(expected)
+    for one, other in zip(found.values(), expected.values(), strict=True):
+        if isinstance(other, Tensor):
+            largest = max(1.0, float(other.abs().max()))
+            torch.testing.assert_close(one / largest, other / largest, rtol=0.0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("head", ["", "SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("architecture", [*WITHOUT_PADDING, *OF_SEQ2SEQ])
+def test_every_architecture(architecture: str, head: str) -> None:
+    if class_of(architecture, head) is None or (head and architecture in OF_SEQ2SEQ):
+        pytest.skip("there is no such model")
+    model = build(architecture, head)
+    for length in (9, 9, 9, 17, 9, 17, 17):
+        given = inputs([length, length])
+        given["input_ids"] = given["input_ids"].roll(_recorded(), dims=1)
+        _check(model, given)
+    not_used = fastgen.stats().get(programs.ENTRY_POINT, {}).get("not used")
+    assert _recorded() >= 2 or not_used, fastgen.stats()
+    if architecture in ("Albert", "Bert", "DistilBert", "Electra", "MPNet", "Roberta", "XLMRoberta"):
+        assert _recorded() >= 2, fastgen.stats()
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(build("Bert", "SequenceClassification"))
+
+
+def _warm(model: Any) -> dict[str, Any]:
+    given = inputs([9])
+    for _ in range(3):
+        _check(model, given)
+    assert _recorded()
+    return given
+
+
+def test_results_are_not_overwritten(model: Any) -> None:
+    given = _warm(model)
+    with torch.inference_mode():
+        first = model(**given).logits
+        kept = first.clone()
+        model(given["input_ids"].roll(1, dims=1))
+    assert torch.equal(first, kept)
+
+
+def test_weights_that_change(model: Any) -> None:
+    given = _warm(model)
+    with torch.no_grad():
+        model.classifier.weight.data.mul_(-2.0)  # which torch does not count
+    _check(model, given)
+    model.classifier.weight = torch.nn.Parameter(torch.randn_like(model.classifier.weight))
+    _check(model, given)
+    model.bert.encoder.layer[0] = copy.deepcopy(model.bert.encoder.layer[1])
+    _check(model, given)
+    assert _recorded() >= 2
+
+
+def test_hooks_and_training(model: Any) -> None:
+    given, seen = _warm(model), []
+    count = _recorded()
+    with model.bert.encoder.layer[0].register_forward_hook(lambda *arguments: seen.append(1)), torch.inference_mode():
+        model(**given)
+    assert seen == [1] and _recorded() == count
+    model.bert.pooler.train()
+    with torch.inference_mode():
+        model(**given)
+    assert _recorded() == count
+    with torch.enable_grad():
+        assert model.eval()(**given).logits.requires_grad
+    assert _recorded() == count
+
+
+def test_other_arguments(model: Any) -> None:
+    given = _warm(model)
+    for more in ({"token_type_ids": torch.ones_like(given["input_ids"])}, {"output_hidden_states": True}):
+        for _ in range(3):
+            _check(model, {**given, **more})
+    mask = given["attention_mask"].clone()
+    mask[0, 3] = 0
+    _check(model, {**given, "attention_mask": mask})
+    _check(model, {"input_ids": given["input_ids"]})
+
+
+def test_what_cannot_be_recorded_is_not_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(programs._Pass, "run", lambda self, given: made.append(1))
+    given = inputs([9])
+    for _ in range(5):
+        _check(model, given)
+    assert made == [1] and not _recorded()
+
+
+def test_so_many_are_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MOST", 2)
+    for length in (5, 6, 7):
+        for _ in range(3):
+            _check(model, inputs([length]))
+    assert len(programs._models[model].passes) == 2
+    fastgen.disable()
+    fastgen.enable()
+    assert not programs._models

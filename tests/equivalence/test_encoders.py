@@ -1,0 +1,416 @@
+"""Models that only encode: the same results at real tokens, and the library's own or zeros in the place of padding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding import layers, products
+from fastgen.optimizer.transformers.encoders import call, passes
+from tests.equivalence.encoder_models import (
+    HEADS,
+    LONGEST,
+    OF_SEQ2SEQ,
+    OTHERS,
+    VOCABULARY,
+    WITHOUT_PADDING,
+    build,
+    class_of,
+    inputs,
+)
+from tests.equivalence.models import BY_NAME
+
+LENGTHS = [7, LONGEST, 20, 6, 21, 7, 2]
+# The architectures whose heads read padded positions: a last position, or an average that multiplies them with zero.
+READS_PADDING = {
+    ("EuroBert", "SequenceClassification"),
+    ("RoFormer", "MultipleChoice"),
+}
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    fastgen.enable(strict=True)
+    fastgen.reset_stats()
+    yield
+    fastgen.enable(padding="exact")
+
+
+def _plain(model: Any, given: dict[str, Any]) -> Any:
+    with torch.inference_mode(), fastgen.disabled():
+        return model(**given)
+
+
+def _fast(model: Any, given: dict[str, Any], padding: str = "exact") -> Any:
+    fastgen.enable(padding=padding)
+    fastgen.reset_stats()
+    with torch.inference_mode():
+        return model(**given)
+
+
+def _accelerated() -> int:
+    return sum(
+        entry["accelerated"] for name, entry in fastgen.stats().items() if name.startswith("transformers.encoder")
+    )
+
+
+def _reasons() -> list[str]:
+    return list(fastgen.stats().get("transformers.encoder", {}).get("not used", {}))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, dict):
+        result = list(result.values())
+    return [each for part in result for each in _tensors(part)] if isinstance(result, tuple | list) else []
+
+
+def _assert_same(found: Any, expected: Any, mask: Tensor, padding: str, tolerance: float = TOLERANCE) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+        assert one.shape == other.shape and one.dtype is other.dtype
+        if padding == "zero" and other.shape[: mask.dim()] == mask.shape:
+            if _accelerated():
+                assert not one[~mask.bool()].any()
+            one, other = one[mask.bool()], other[mask.bool()]
+        largest = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one / largest, other / largest, rtol=0.0, atol=tolerance)
+
+
+def _check(model: Any, given: dict[str, Any], padding: str = "exact", tolerance: float = TOLERANCE) -> None:
+    expected = _plain(model, given)
+    _assert_same(_fast(model, given, padding), expected, given["attention_mask"], padding, tolerance)
+
+
+@pytest.mark.parametrize("padding", ["exact", "zero"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("head", ["", *HEADS])
+@pytest.mark.parametrize("architecture", [*WITHOUT_PADDING, *OF_SEQ2SEQ, *OTHERS])
+def test_every_architecture(architecture: str, head: str, side: str, padding: str) -> None:
+    kind = class_of(architecture, head)
+    wants_separators = architecture == "Longformer" and head in ("QuestionAnswering", "MultipleChoice")
+    if kind is None or wants_separators or (head and architecture in OF_SEQ2SEQ):
+        pytest.skip("there is no such model")
+    given: dict[str, Any] = inputs(LENGTHS, side)
+    if head == "MultipleChoice":
+        given = {name: value[:6].view(3, 2, -1) for name, value in given.items()}
+    for attention in ("sdpa", "eager") if kind._supports_sdpa else ("eager",):
+        model = build(architecture, head, attention)
+        _check(model, given, padding)
+        states_are_seen = head in ("", "TokenClassification", "QuestionAnswering", "MaskedLM")
+        if architecture in OTHERS or (states_are_seen and padding == "exact"):
+            assert not _accelerated()
+        elif side == "right" and (architecture, head) not in READS_PADDING:
+            assert _accelerated() == 1, _reasons()
+
+
+@pytest.fixture
+def classifier() -> Any:
+    return build("Bert", "SequenceClassification")
+
+
+def _with(name: str) -> dict[str, Any]:
+    """Inputs with one more argument, or in another form."""
+    given: dict[str, Any] = inputs(LENGTHS)
+    ids = given["input_ids"]
+    if name == "token types":
+        given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids)
+    elif name == "positions":
+        given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids)
+    elif name == "positions of one row":
+        given["position_ids"] = torch.arange(LONGEST).flip(0)[None]
+    elif name == "embeddings":
+        generator = torch.Generator().manual_seed(0)
+        given["inputs_embeds"] = torch.randn(*ids.shape, 32, generator=generator)
+        del given["input_ids"]
+    elif name == "labels":
+        given["labels"] = torch.arange(len(ids)) % 3
+    elif name == "a tuple":
+        given["return_dict"] = False
+    elif name == "a mask of bool":
+        given["attention_mask"] = given["attention_mask"].bool()
+    elif name == "a mask of float":
+        given["attention_mask"] = given["attention_mask"].float()
+    elif name == "holes":
+        given["attention_mask"][1, 5:9] = 0
+    return given
+
+
+OPTIONS = ["token types", "positions", "positions of one row", "embeddings", "labels", "a tuple"]
+OPTIONS += ["a mask of bool", "a mask of float", "holes"]
+
+
+@pytest.mark.parametrize("padding", ["exact", "zero"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(classifier: Any, option: str, padding: str) -> None:
+    _check(classifier, _with(option), padding)
+    assert _accelerated() == 1, _reasons()
+
+
+def test_labels_of_tokens() -> None:
+    given: dict[str, Any] = inputs(LENGTHS)
+    given["labels"] = torch.where(given["attention_mask"].bool(), given["input_ids"] % 3, -100)
+    _check(build("Bert", "TokenClassification"), given, "zero")
+    assert _accelerated() == 1
+
+
+def test_positional_arguments(classifier: Any) -> None:
+    given = inputs(LENGTHS)
+    expected = _plain(classifier, given)
+    fastgen.enable()
+    with torch.inference_mode():
+        found = classifier(given["input_ids"], given["attention_mask"])
+    _assert_same(found, expected, given["attention_mask"], "exact")
+    assert _accelerated() == 1
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 40], [3] * 6, [40, 2]])
+def test_batches(classifier: Any, lengths: list[int]) -> None:
+    _check(classifier, inputs(lengths, longest=40))
+    assert _accelerated() == 1
+
+
+def test_as_many_labels_as_positions(classifier: Any) -> None:
+    """A result with a row for each text and a column for each label is none of positions."""
+    given = inputs([3, 1, 2], longest=3)
+    expected = _plain(classifier, given)
+    assert expected.logits.shape == given["input_ids"].shape
+    found = _fast(classifier, given, "zero")
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0.0, atol=TOLERANCE)
+    assert _accelerated() == 1
+
+
+@pytest.mark.parametrize("architecture", ["Bert", "DebertaV2", "T5"])
+def test_bfloat16(architecture: str) -> None:
+    model = build(architecture, "" if architecture == "T5" else "SequenceClassification")
+    half = type(model)(model.config).eval()
+    half.load_state_dict(model.state_dict())
+    _check(half.to(torch.bfloat16), inputs(LENGTHS), "zero", tolerance=3e-2)
+    assert _accelerated() == 1
+
+
+def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
+    monkeypatch.setattr(layers, "_MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers.quantized_linear, "unavailable", lambda *arguments: None)
+    packed = []
+    pack = products.FixedProducts.pack
+    monkeypatch.setattr(products.FixedProducts, "pack", lambda *given: (packed.append(1), pack(*given))[1])
+    model = copy.deepcopy(classifier)
+    given = inputs(LENGTHS)
+    exact = _plain(model, given).logits
+    with settings.changed(weight_dtype="int8", packed_weights="keep", linear_products="fixed"):
+        for _ in range(2):
+            with torch.inference_mode():
+                found = model(**given).logits
+            assert not torch.equal(found, exact)
+            torch.testing.assert_close(found, exact, rtol=0.1, atol=0.3)
+        count = len(packed)
+        assert count and "forward" not in vars(model.classifier)
+        with torch.no_grad():
+            model.classifier.weight.mul_(-1.0)
+            model.classifier.bias.mul_(-1.0)
+            torch.testing.assert_close(model(**given).logits, -found)
+        assert len(packed) == count + 1
+    fastgen.reset_stats()
+    with settings.changed(weight_dtype="int8"), torch.inference_mode():
+        torch.testing.assert_close(model(**given).logits, -exact, rtol=0.0, atol=TOLERANCE)
+    assert "packed_weights" in str(fastgen.stats()["int8 weights"]["not used"])
+    layers.FastLayers.drop_kept()
+
+
+def _gradients(model: Any, given: dict[str, Any]) -> Any:
+    with torch.inference_mode(False), torch.enable_grad():
+        return model(**given)
+
+
+def test_the_original_code_with_gradients(classifier: Any) -> None:
+    loss = _gradients(classifier, _with("labels")).loss
+    loss.backward()
+    assert classifier.classifier.weight.grad is not None and not _accelerated()
+    assert any("gradients" in reason for reason in _reasons())
+    classifier.zero_grad()
+
+
+LEFT_ALONE = {
+    "a text that is all padding": lambda given: given["attention_mask"][2].zero_(),
+    "a mask of other numbers": lambda given: given["attention_mask"][2].mul_(2),
+    "arguments that ask for more (output_hidden_states)": lambda given: given.update(output_hidden_states=True),
+    "arguments that ask for more (output_attentions)": lambda given: given.update(output_attentions=True),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_ALONE)
+def test_calls_left_to_the_original_code(reason: str) -> None:
+    model, given = build("Bert", "SequenceClassification", "eager"), inputs(LENGTHS)
+    LEFT_ALONE[reason](given)
+    expected, found = _plain(model, given), _fast(model, given, "zero")
+    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+        assert torch.equal(one, other)
+    assert not _accelerated() and reason in _reasons()[0]
+
+
+def test_a_mask_with_holes_and_positions_that_are_relative() -> None:
+    given = _with("holes")
+    _check(build("DebertaV2", "SequenceClassification"), given)
+    assert not _accelerated() and _reasons() == ["a mask with holes"]
+
+
+def test_training_and_hooks(classifier: Any) -> None:
+    given = inputs(LENGTHS)
+    with classifier.bert.encoder.layer[0].register_forward_hook(lambda *arguments: None):
+        _check(classifier, given)
+        assert _reasons() == ["forward hooks are registered on the model"]
+    classifier.bert.encoder.layer[0].train()
+    try:
+        _fast(classifier, given)
+        assert not _accelerated()
+    finally:
+        classifier.eval()
+
+
+def test_padded_positions_are_those_of_the_library() -> None:
+    """With padding="exact", whoever looks at them sees what the library gives."""
+    given = inputs(LENGTHS)
+    for head in ("", "TokenClassification"):
+        model = build("Roberta", head)
+        expected = _plain(model, given)
+        for _ in range(2):  # the second time it is known that it does not serve
+            assert torch.equal(_fast(model, given)[0], expected[0])
+            assert not _accelerated() and "padded positions" in _reasons()[0]
+
+
+def test_a_head_of_the_users_that_averages_over_all() -> None:
+    class Averaging(transformers.BertPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.bert = transformers.BertModel(config)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.bert(input_ids, attention_mask=attention_mask)[0].mean(dim=1)
+
+    model = Averaging(build("Bert").config).eval()
+    for padding in ("exact", "zero"):
+        _check(model, inputs(LENGTHS), padding)
+        assert not _accelerated()
+
+
+def test_a_failure_is_repeated_with_the_original_code(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise ValueError("planted")
+
+    fastgen.enable(strict=False)
+    monkeypatch.setattr(passes.Packing, "attend", failing)
+    given = inputs(LENGTHS)
+    expected = _plain(classifier, given)
+    with pytest.warns(RuntimeWarning, match="planted"):
+        found = _fast(classifier, given)
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_what_the_call_itself_raises(classifier: Any) -> None:
+    given = inputs(LENGTHS)
+    given["input_ids"][0, 0] = VOCABULARY
+    with pytest.raises(IndexError):
+        _fast(classifier, given)
+    assert not fastgen.stats()
+
+
+def test_wrong_attention_is_noticed(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of these tests fails when texts see each other."""
+
+    def over_all(self: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scale).transpose(1, 2)
+
+    monkeypatch.setattr(passes.Packing, "attend", over_all)
+    with pytest.raises(AssertionError):
+        _check(classifier, inputs(LENGTHS))
+
+
+def test_little_padding_is_left(classifier: Any) -> None:
+    given = inputs([39, 40, 38])
+    assert torch.equal(_fast(classifier, given).logits, _plain(classifier, given).logits)
+    assert not fastgen.stats()
+
+
+def test_disabling_puts_everything_back() -> None:
+    encoder = type(build("Bert").encoder)
+    patched = encoder.forward, AttentionInterface.get_interface
+    fastgen.disable()
+    try:
+        assert "__call__" not in vars(PreTrainedModel) and PreTrainedModel.__call__ is torch.nn.Module.__call__
+        assert encoder.forward is patched[0].__wrapped__
+        assert AttentionInterface.get_interface is patched[1].__wrapped__
+    finally:
+        fastgen.enable()
+
+
+def test_a_compiled_model(classifier: Any) -> None:
+    given = inputs(LENGTHS)
+    expected = _plain(classifier, given)
+    compiled = torch.compile(classifier, backend="eager")
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(**given).logits, expected.logits, rtol=0.0, atol=TOLERANCE)
+
+
+def test_threads(classifier: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    batches = [inputs([length, LONGEST, 3]) for length in range(2, 14)]
+    expected = [_plain(classifier, given).logits for given in batches]
+
+    def run(given: dict[str, Any]) -> Tensor:
+        with torch.inference_mode():
+            return classifier(**given).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(run, batches), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.0, atol=TOLERANCE)
+    assert _accelerated() == len(batches)
+
+
+def test_generation_is_not_concerned() -> None:
+    model, given = BY_NAME["bart"].build(), inputs([5, 30, 9])
+    fastgen.enable(strict=False, padding="zero")
+    with torch.inference_mode():
+        model.generate(**given, max_new_tokens=3)
+    assert "transformers.encoder" not in str(fastgen.stats())
+
+
+def test_the_encoder_inside_an_encoder_decoder_model() -> None:
+    model, given = BY_NAME["bart"].build(), inputs([5, LONGEST, 9, 5, 7])
+    given["decoder_input_ids"] = given["input_ids"][:, :4]
+    expected = _plain(model, given)
+    for padding in ("exact", "zero"):
+        found = _fast(model, given, padding)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0.0, atol=TOLERANCE)
+        assert _accelerated() == (padding == "zero")
+
+
+def test_nothing_is_known_of_a_model_that_is_gone() -> None:
+    import gc
+
+    def one() -> None:
+        model = type(build("Bert"))(build("Bert").config).eval()
+        _fast(model, inputs(LENGTHS), "zero")
+
+    gc.collect()
+    before = len(call._known)
+    one()
+    gc.collect()
+    assert len(call._known) <= before
