@@ -37,6 +37,7 @@ def enable(
     few_bits_inputs: str | None = None,
     linear_products: str | None = None,
     captured_step: str | None = None,
+    self_speculation: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
@@ -54,6 +55,8 @@ def enable(
             machine, or "fixed", with which a run can be repeated to the last bit.
         captured_step: whether decoding steps on the CPU and on a GPU are captured and repeated: "auto" (the default),
             where that serves, or "never".
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
+            several at a time; "off" by default. In float32, greedy tokens stay the same.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
             "int8" (the default), or the "exact" ones, which is slow.

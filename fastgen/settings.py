@@ -21,6 +21,7 @@ CHOICES = {
     "few_bits_inputs": ("int8", "exact"),
     "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "never"),
+    "self_speculation": ("off", "int8", "int4"),
 }
 # Names that settings had, and their names now.
 RENAMED = {"cpu_weights": "weight_dtype"}
@@ -57,6 +58,9 @@ class Settings:
             instructions alone, so that a row's result depends neither on the other rows nor on the number of threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
             GPU in a CUDA graph: where it serves, "auto", or "never" (FASTGEN_CAPTURED_STEP).
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
+            several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
+            those weights.
 
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 
@@ -72,6 +76,7 @@ class Settings:
     few_bits_inputs: str = "int8"
     linear_products: str = "measured"
     captured_step: str = "auto"
+    self_speculation: str = "off"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
