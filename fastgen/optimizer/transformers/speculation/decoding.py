@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,9 +53,9 @@ class SpeculativeDecoding(Decoding):
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "made of `_step_type`"
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
-        self._draft.begin(step, prompt)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
+        self._draft.begin(step, self._eos)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
@@ -72,15 +71,13 @@ class SpeculativeDecoding(Decoding):
         """Some tokens are drafted and checked; no row has more than `left` to go."""
         unfinished = step.search.unfinished.flatten().tolist()
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
-        start, runs = time.perf_counter(), step.runs_as_it_is
-        drafted = pace.choose(step, rows, left - 1)
+        available = self._draft.available(step, rows, left - 1)
+        drafted = pace.choose(step, rows, left - 1, available)
+        step.counts.zero_()
         if drafted:
-            drafted = self._draft.propose(step, self._model, drafted)
-        else:
-            step.counts.zero_()
+            self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
         self._draft.take(step)
         counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
-        seconds = time.perf_counter() - start if runs == step.runs_as_it_is else None
-        pace.observe(step, rows, counts, accepted, seconds)
+        pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))

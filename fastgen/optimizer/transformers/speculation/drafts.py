@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.own_weights import OwnWeights, versions
+from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 
 class DraftKey(NamedTuple):
@@ -36,14 +41,22 @@ class Draft:
     asked_for = False
     schedule: Schedule | None = None
 
-    def begin(self, step: Any, prompt: Any) -> None:
-        """The first token has been chosen."""
+    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
+        """The first token has been chosen. `eos` end a sequence.
 
-    def propose(self, step: Any, model: Any, most: int) -> int:
-        """Writes tokens behind the rows of `step`, and into `step.counts` how many; returns the most of any row."""
+        Raises:
+            CannotBeCaptured: this draft does not serve.
+        """
+
+    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int] | None:
+        """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
+        return None
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
         raise NotImplementedError
 
-    def take(self, step: Any) -> None:
+    def take(self, step: SpeculativeStep) -> None:
         """The check is done: the rows have gone on."""
 
 
@@ -53,11 +66,10 @@ class _OwnModelDraft(Draft):
     def _context(self) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
-    def propose(self, step: Any, model: Any, most: int) -> int:
-        for _ in range(most):
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        for _ in range(count):
             step.draft(model, self._context)
-        step.counts.fill_(most)
-        return most
+        step.counts.fill_(count)
 
 
 class OwnWeightsDraft(_OwnModelDraft):
@@ -73,7 +85,7 @@ class OwnWeightsDraft(_OwnModelDraft):
     def kind(self) -> Hashable:
         return "own weights", *self._form, versions(self._model)
 
-    def begin(self, step: Any, prompt: Any) -> None:
+    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
         try:
             self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form)
         except ValueError as error:
@@ -101,3 +113,50 @@ class EarlyExitDraft(_OwnModelDraft):
             yield
         finally:
             config.num_hidden_layers = layers
+
+
+class LookupDraft(Draft):
+    """What followed the last tokens where they occurred before (`prompt_lookup_num_tokens` of `generate`).
+
+    Args:
+        most: tokens of a draft.
+        max_ngram: tokens that must have occurred before, at the most.
+        source: [inputs, length]: tokens that an encoder has read, with `padding` among them.
+    """
+
+    kind = "tokens"
+    is_model = False
+    asked_for = True
+
+    def __init__(self, most: int, max_ngram: int, source: Tensor | None = None, padding: int | None = None) -> None:
+        self._most, self._max_ngram, self._source, self._padding = most, max_ngram, source, padding
+        self._known: list[int] = []
+        self._proposed: dict[int, list[int]] = {}
+
+    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
+        rows = step.key.rows
+        self._index = PromptLookup(rows, self._max_ngram, self._most, eos)
+        if self._source is not None:
+            per_input = rows // self._source.shape[0]
+            for row in range(rows):
+                source = self._source[row // per_input].tolist()
+                self._index.append(row, [*(token for token in source if token != self._padding), BOUNDARY])
+        self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
+        self.take(step)
+
+    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int]:
+        self._proposed = {row: self._index.propose(row, most) for row in rows}
+        return [len(self._proposed[row]) for row in rows]
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        drafted, counts = torch.zeros(step.key.rows, count, dtype=torch.int64), [0] * step.key.rows
+        for row, tokens in self._proposed.items():
+            counts[row] = min(len(tokens), count)
+            drafted[row, : counts[row]] = torch.tensor(tokens[:count])
+        step.put_draft(drafted, torch.tensor(counts))
+
+    def take(self, step: SpeculativeStep) -> None:
+        ends = step.search.length.flatten().tolist()
+        for row, (tokens, end) in enumerate(zip(step.search.running_tokens.tolist(), ends, strict=True)):
+            self._index.append(row, tokens[self._known[row] : end])
+            self._known[row] = end

@@ -44,25 +44,40 @@ class Pace:
         self._chooser: DraftLength | Schedule | None = schedule
         self._set_up(step)
 
-    def choose(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> int:
-        """Tokens to draft for the rows that are not finished, `most` at the most."""
+    def choose(
+        self, step: SpeculativeStep, rows: Sequence[int], most: int, available: Sequence[int] | None = None
+    ) -> int:
+        """Tokens to draft for the rows that are not finished: one of `LENGTHS`.
+
+        Args:
+            most: no more than this.
+            available: how many there are for each of the rows, where they are there already. Then the next larger
+                length serves, and the places that are left over are not looked at.
+        """
         if self._chooser is None:
             self._set_up(step)
         if self._chooser is None:
             chosen = 0 if self._is_known(step) else _AT_FIRST
         else:
-            chosen = self._chooser.choose(rows, most)
-        return max((length for length in LENGTHS if length <= min(chosen, most)), default=0)
+            chosen = self._chooser.choose(rows, most, available)
+        chosen = min(chosen, most)
+        if available is None:
+            return max((length for length in LENGTHS if length <= chosen), default=0)
+        chosen = min(chosen, max(available, default=0))
+        return min((length for length in LENGTHS if length >= chosen), default=LENGTHS[-1])
 
     def observe(
-        self, step: SpeculativeStep, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int],
-        seconds: float | None,
-    ) -> None:  # fmt: skip
-        """What came of a round; `seconds` where all its parts were captured."""
-        if self._chooser is not None:
-            self._chooser.observe(rows, max(drafted, default=0), drafted, accepted, seconds)
-            if isinstance(self._chooser, DraftLength):
-                step.acceptance = self._chooser.acceptance
+        self, step: SpeculativeStep, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
+        if self._chooser is None:
+            return
+        # Not what this round took: something else may have run on the machine meanwhile.
+        check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
+        seconds = None if check is None or draft is None else check + length * draft
+        self._chooser.observe(rows, length, drafted, accepted, seconds)
+        if isinstance(self._chooser, DraftLength):
+            step.acceptance = self._chooser.acceptance
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""

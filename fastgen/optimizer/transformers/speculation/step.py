@@ -95,7 +95,6 @@ class SpeculativeStep(CapturedStep):
         self._draft_probabilities = torch.zeros(rows if key.samples else 0, key.width - 1, vocabulary, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
-        self.runs_as_it_is = 0  # of parts that were not captured yet
         self.acceptance: float | None = None  # what the last call has found
         self._is_first = True
 
@@ -125,9 +124,22 @@ class SpeculativeStep(CapturedStep):
         super().begin(prompt, fill, inputs, **options)
         self.near_ties.zero_()
         self._drafted.zero_()
+        # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
+        padding = prompt.span[0] if self.key.encoder is None else torch.zeros_like(prompt.span[0])
+        self._prompt_lengths = prompt.tokens.shape[1] - padding
         self._extend_all()
 
+    def prompt_lengths(self) -> Tensor:
+        """[rows], int64: tokens of each row's prompt, without padding on the left."""
+        return self._prompt_lengths.repeat_interleave(self.key.per_input)
+
     # ---- a round
+
+    def put_draft(self, tokens: Tensor, counts: Tensor) -> None:
+        """Tokens that others have drafted, [rows, any], and how many of each row count, [rows]; both on the host."""
+        at = self.search.length.view(-1, 1) + torch.arange(tokens.shape[1], device=self.device)
+        self.search.running_tokens.scatter_(1, at, tokens.to(self.device))
+        self.counts.copy_(counts)
 
     def draft(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """The model itself, as it is in `context`, drafts one more token of each row."""
@@ -151,9 +163,7 @@ class SpeculativeStep(CapturedStep):
         if positions not in self._made:
             self._made[positions] = _Part(function, self.device)
         start = time.perf_counter()
-        if not self._made[positions]():
-            self.runs_as_it_is += 1
-        else:
+        if self._made[positions]():
             self.times.setdefault(positions, deque(maxlen=_TIMES)).append(time.perf_counter() - start)
         for kv in kvs:
             kv.host_may_wait = False
