@@ -42,9 +42,9 @@ class StepState:
         """The same place, for a step that stores fewer positions. It goes where this one goes."""
         return self._with(self.numbers[: width + 1], width)
 
-    def ahead(self) -> StepState:
-        """A place of its own, of one position, on the same rows: for steps that run ahead of this one."""
-        return self._with(self.numbers[:2].clone(), 1)
+    def beside(self, width: int) -> StepState:
+        """A place of its own on the same rows, for steps that run ahead of this one or behind it."""
+        return self._with(self.numbers[: width + 1].clone(), width)
 
     def _with(self, numbers: Tensor, width: int) -> StepState:
         other = copy.copy(self)

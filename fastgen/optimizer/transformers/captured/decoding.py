@@ -29,6 +29,7 @@ from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache, processors
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
 from fastgen.optimizer.transformers.models import positions_of_step
 
@@ -54,8 +55,6 @@ _OUTPUTS = {
 
 class Decoding:
     """One call with a captured step, after its first pass."""
-
-    _step_type: type[CapturedStep] = CapturedStep
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
         self._call, self._model = call, call.model
@@ -210,7 +209,10 @@ class Decoding:
             made = [processors.captured(processor, bucket, *lengths) for processor in self._processors]
             if None in made:
                 raise CannotBeCaptured("a processor does not fit into its buffers")
-        return self._step_type(self._key, self._prompt, made)
+        return self._step_with(made)
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
+        return CapturedStep(self._key, self._prompt, made)
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""

@@ -104,14 +104,14 @@ def _most_bytes(device: torch.device) -> float:
 
 def _of(model: Any) -> _OfModel:
     """What is kept of a model; nothing that was captured with other parameters."""
-    state = _state(model)
+    state = state_of(model)
     cached = _models.get(model)
     if cached is None or cached.state != state:
         cached = _models[model] = _OfModel(state)
     return cached
 
 
-def _state(model: Any) -> Hashable:
+def state_of(model: Any) -> Hashable:
     """What a step has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.own_weights import OwnWeights, versions
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
-from fastgen.optimizer.transformers.call import LINEAR_LAYERS
+from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 
@@ -32,6 +34,7 @@ class Draft:
     Attributes:
         kind: what of it is frozen in a captured step.
         is_model: it draws its tokens where the model does.
+        has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
         asked_for: the call itself asks for a draft; a step is recorded for it whether or not others follow.
     """
@@ -40,9 +43,10 @@ class Draft:
     is_model = True
     asked_for = False
     schedule: Schedule | None = None
+    has_buffers = False
 
-    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
-        """The first token has been chosen. `eos` end a sequence.
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
 
         Raises:
             CannotBeCaptured: this draft does not serve.
@@ -57,7 +61,7 @@ class Draft:
         raise NotImplementedError
 
     def take(self, step: SpeculativeStep) -> None:
-        """The check is done: the rows have gone on."""
+        """The first token has been chosen, or a check is done: the rows have gone on."""
 
 
 class _OwnModelDraft(Draft):
@@ -85,7 +89,7 @@ class OwnWeightsDraft(_OwnModelDraft):
     def kind(self) -> Hashable:
         return "own weights", *self._form, versions(self._model)
 
-    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         try:
             self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form)
         except ValueError as error:
@@ -133,16 +137,15 @@ class LookupDraft(Draft):
         self._known: list[int] = []
         self._proposed: dict[int, list[int]] = {}
 
-    def begin(self, step: SpeculativeStep, eos: Sequence[int]) -> None:
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         rows = step.key.rows
-        self._index = PromptLookup(rows, self._max_ngram, self._most, eos)
+        self._index = PromptLookup(rows, self._max_ngram, self._most, decoding.eos)
+        self._known = []
         if self._source is not None:
             per_input = rows // self._source.shape[0]
             for row in range(rows):
                 source = self._source[row // per_input].tolist()
                 self._index.append(row, [*(token for token in source if token != self._padding), BOUNDARY])
-        self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
-        self.take(step)
 
     def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int]:
         self._proposed = {row: self._index.propose(row, most) for row in rows}
@@ -156,7 +159,42 @@ class LookupDraft(Draft):
         step.put_draft(drafted, torch.tensor(counts))
 
     def take(self, step: SpeculativeStep) -> None:
+        if not self._known:
+            self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
         ends = step.search.length.flatten().tolist()
         for row, (tokens, end) in enumerate(zip(step.search.running_tokens.tolist(), ends, strict=True)):
             self._index.append(row, tokens[self._known[row] : end])
             self._known[row] = end
+
+
+class AssistantDraft(Draft):
+    """Another model of the same tokens (`assistant_model` of `generate`)."""
+
+    asked_for = True
+    has_buffers = True
+
+    def __init__(self, assistant: Any, schedule: Schedule | None) -> None:
+        self._assistant, self.schedule = assistant, schedule
+
+    @property
+    def kind(self) -> Hashable:
+        return "an assistant", id(self._assistant)
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        state = graph_cache.state_of(self._assistant)
+        known, kept = step.assistant or (None, None)
+        with Call(self._assistant, scores_are_private=True, cache_is_the_users=False) as call:
+            made = decoding.of_assistant(call, DynamicCache(config=self._assistant.config))
+            self._step = made.begin(kept if known == state else None, step)
+        step.assistant = state, self._step
+        self._has_drafted = self._is_first = True
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        self._step.propose(self._assistant, count)
+        step.counts.fill_(count)
+        self._has_drafted = True
+
+    def take(self, step: SpeculativeStep) -> None:
+        if not self._is_first:  # the first token is where the assistant begins
+            self._step.follow(self._has_drafted)
+        self._is_first = self._has_drafted = False

@@ -82,7 +82,7 @@ class SpeculativeStep(CapturedStep):
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
         self._drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this round so far, of each row
-        self._ahead = self._state.ahead()
+        self._ahead = self._state.beside(1)
         self._ahead_seen = torch.zeros_like(self._seen)
         self._own_ahead = [kv.view(self._ahead) for kv in self._own]
         self._cache_ahead = cache_of(self._own_ahead, self._cross, self._bounded(self._ahead_seen))
@@ -96,6 +96,7 @@ class SpeculativeStep(CapturedStep):
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.acceptance: float | None = None  # what the last call has found
+        self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
 
     def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
@@ -114,6 +115,9 @@ class SpeculativeStep(CapturedStep):
         self.near_ties.copy_(other.near_ties)
         self.times, self.acceptance = other.times, other.acceptance
         self._extend_all()
+
+    def times_of(self, positions: int) -> deque[float]:
+        return self.times.setdefault(positions, deque(maxlen=_TIMES))
 
     def seconds(self, positions: int) -> float | None:
         """The median of a part's `times`; None as long as there are too few."""
@@ -164,7 +168,7 @@ class SpeculativeStep(CapturedStep):
             self._made[positions] = _Part(function, self.device)
         start = time.perf_counter()
         if self._made[positions]():
-            self.times.setdefault(positions, deque(maxlen=_TIMES)).append(time.perf_counter() - start)
+            self.times_of(positions).append(time.perf_counter() - start)
         for kv in kvs:
             kv.host_may_wait = False
 
@@ -175,7 +179,11 @@ class SpeculativeStep(CapturedStep):
         self._ahead_seen.copy_(self._seen + self._drafted)
         with context():
             logits = self._forward(model, self._cache_ahead, self._drafted, 1)
-        scores = self._processed_at(logits[:, 0], self._drafted)
+        self._choose_draft(logits[:, -1])
+
+    def _choose_draft(self, logits: Tensor) -> None:
+        """The next drafted token, from [rows, vocabulary]."""
+        scores = self._processed_at(logits, self._drafted)
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
             self._draft_probabilities.index_copy_(1, self._drafted.view(1), probabilities.unsqueeze(1))
