@@ -88,6 +88,22 @@ def accept_sampled(
     return accepted, _draw(torch.where((left > 0).any(dim=1, keepdim=True), left, target), exponential)
 
 
+def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor:
+    """`counts` for a draft that ends with the first token of less than `threshold`: that token is still drafted.
+
+    As Transformers' `assistant_confidence_threshold`. Whether to stop depends on the draft alone, not on what the model
+    says, so what is accepted stays exact.
+
+    Args:
+        probabilities: [rows, k]: what the draft gives to each of its tokens.
+        counts: [rows], int64: how many tokens of each row are drafted, 0 to k.
+
+    Returns:
+        [rows], int64.
+    """
+    return torch.minimum(counts, _accepted(probabilities >= threshold, counts) + 1)
+
+
 def random_numbers(
     rows: int, k: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, random_numbers
+from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, random_numbers
 from tests.decoding.speculation.markov import Markov, chi_square, continuations
 
 DRAWS = 100_000
@@ -126,6 +126,15 @@ def test_no_rows():
         empty, torch.empty(0, 2, 5), torch.empty(0, 3, 5), empty[:, 0], torch.empty(0, 2), torch.empty(0, 5)
     )
     assert [each.shape for each in found] == [(0,), (0,)]
+
+
+def test_confident():
+    """Up to the first token of less than the threshold, and that token."""
+    probabilities = torch.tensor([[0.9, 0.3, 0.9], [0.1, 0.9, 0.9], [0.4, 0.4, 0.4], [0.9, 0.9, 0.1], [0.9, 0.9, 0.1]])
+    counts = torch.tensor([3, 3, 3, 3, 1])
+    assert confident(probabilities, counts, 0.4).tolist() == [2, 1, 3, 3, 1]
+    assert confident(probabilities, torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
+    assert confident(probabilities[:, :0], torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
 
 
 # ---- the distribution of what comes out
