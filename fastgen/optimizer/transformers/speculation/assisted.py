@@ -23,7 +23,7 @@ OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model"
 # With these the call is left to the library.
 _NOT_SERVED = (
     "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "streamer", "stop_strings",
-    "max_time", "output_scores", "output_logits", "output_attentions", "output_hidden_states", "logits_processor",
+    "max_time", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
     "stopping_criteria", "past_key_values", "dola_layers", "penalty_alpha",
 )  # fmt: skip
 

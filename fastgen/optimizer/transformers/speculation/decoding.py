@@ -38,6 +38,9 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("stopping criteria that run on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
+        if self._config.return_dict_in_generate and len(self._input_ids) > 1:
+            # Rows that are finished go on in the library, and the cache has what they store then.
+            raise CannotBeCaptured("a returned cache of several sequences")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
 
@@ -84,16 +87,20 @@ class SpeculativeDecoding(Decoding):
                 larger = self._larger(step)
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
-            self._round(step, pace, prompt.new_tokens - longest)
+            self._round(step, pace)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         return step
 
-    def _round(self, step: SpeculativeStep, pace: Pace, left: int) -> None:
-        """Some tokens are drafted and checked; no row has more than `left` to go."""
-        unfinished = step.search.unfinished.flatten().tolist()
+    def _round(self, step: SpeculativeStep, pace: Pace) -> None:
+        """Some tokens are drafted and checked."""
+        search = step.search
+        unfinished = search.unfinished.flatten().tolist()
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
-        available = self._draft.available(step, rows, left - 1)
-        drafted = pace.choose(step, rows, left - 1, available)
+        lengths = search.length.flatten().tolist()
+        # Of what a row may still get, one token is not drafted: that behind the draft.
+        most = self._prompt.new_tokens + search.prompt_capacity - min(lengths[row] for row in rows) - 1
+        available = self._draft.available(step, rows, most)
+        drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
         if drafted:
             self._start(step, partial(self._draft.propose, step, self._model, drafted))

@@ -98,6 +98,8 @@ class SpeculativeStep(CapturedStep):
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
+        # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
+        self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
     def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
         return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
@@ -114,7 +116,6 @@ class SpeculativeStep(CapturedStep):
         super().take_over(other)
         self.near_ties.copy_(other.near_ties)
         self.times, self.acceptance = other.times, other.acceptance
-        self._extend_all()
 
     def times_of(self, positions: int) -> deque[float]:
         return self.times.setdefault(positions, deque(maxlen=_TIMES))
@@ -206,7 +207,7 @@ class SpeculativeStep(CapturedStep):
         search.take_run(chosen, self.accepted)
         if not key.samples:
             counted = torch.arange(width, device=self.device) < search.taken.view(-1, 1)
-            self.near_ties.add_((near_ties(scores) & counted).sum())
+            self.near_ties.add_((near_ties(scores, self._products) & counted).sum())
         self._advance_run()
         self._drafted.zero_()
         self._send()
@@ -267,12 +268,15 @@ class SpeculativeStep(CapturedStep):
         self._extend_all()
 
     def _extend_all(self) -> None:
-        """All positions that the next check may store count. What is behind a query, attention leaves out by itself."""
-        columns = torch.arange(self._width, device=self.device)
         for name, mask in self._inputs.items():
             if self._grows(name):
-                at = self.key.stored_capacity + self._state.position.unsqueeze(1) + columns
-                mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
+                self._extend(mask)
+
+    def _extend(self, mask: Tensor) -> None:
+        """All positions that the next check may store count. What is behind a query, attention leaves out by itself."""
+        columns = torch.arange(self._width, device=self.device)
+        at = self.key.stored_capacity + self._state.position.unsqueeze(1) + columns
+        mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         buffer = super()._buffer(name, first)
