@@ -38,6 +38,7 @@ def enable(
     linear_products: str | None = None,
     captured_step: str | None = None,
     padding: str | None = None,
+    self_speculation: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
@@ -56,6 +57,8 @@ def enable(
             where that serves, or "never".
         padding: what the results of encoders hold in the place of padding: "exact" (the default), what the library
             gives, or "zero", zeros, with which padding is always left out of the computation.
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
+            several at a time; "off" by default. In float32, greedy tokens stay the same.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
             "int8" (the default), or the "exact" ones, which is slow.

@@ -17,6 +17,8 @@ class FallbackError(RuntimeError):
 _lock = threading.Lock()
 # By entry point, what happened ("accelerated", "fallback" or "not used"), and why.
 _counts: Counter[tuple[str, str, str]] = Counter()
+# By entry point and name: what else there is to know of its calls, all together.
+_sums: Counter[tuple[str, str]] = Counter()
 
 
 def _count(entry_point: str, outcome: str, reason: str = "") -> None:
@@ -43,6 +45,13 @@ def count_fallback(entry_point: str, reason: str) -> None:
 def count_not_used(entry_point: str, reason: str) -> None:
     """One call does without `entry_point` because of `reason`. That is no fallback: the call is accelerated anyway."""
     _count(entry_point, "not used", reason)
+
+
+def add(entry_point: str, **amounts: int) -> None:
+    """Adds to sums over the calls of `entry_point`, by name."""
+    with _lock:
+        for name, amount in amounts.items():
+            _sums[entry_point, name] += amount
 
 
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
@@ -72,6 +81,8 @@ def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
                 entry[outcome] = calls
             else:
                 entry.setdefault(outcome, {})[reason] = calls
+        for (name, what), amount in sorted(_sums.items()):
+            found.setdefault(name, {"accelerated": 0, "fallback": {}})[what] = amount
     return found
 
 
@@ -79,3 +90,4 @@ def reset() -> None:
     """Sets every count to zero."""
     with _lock:
         _counts.clear()
+        _sums.clear()

@@ -22,6 +22,7 @@ CHOICES = {
     "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "never"),
     "padding": ("exact", "zero"),
+    "self_speculation": ("off", "int8", "int4"),
 }
 # Names that settings had, and their names now.
 RENAMED = {"cpu_weights": "weight_dtype"}
@@ -61,6 +62,9 @@ class Settings:
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.
+        self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
+            several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
+            those weights.
 
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 
@@ -77,6 +81,7 @@ class Settings:
     linear_products: str = "measured"
     captured_step: str = "auto"
     padding: str = "exact"
+    self_speculation: str = "off"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:

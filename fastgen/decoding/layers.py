@@ -41,7 +41,7 @@ Functions = Mapping[type[nn.Module], Callable[[Tensor], Tensor]]
 # long as it saves.
 MIN_WEIGHT = 2**18
 # In fewer bits they take less memory, too, and so less time when the cache holds other things as well.
-_MIN_QUANTISED = 2**16
+MIN_QUANTISED = 2**16
 # At most so much of the memory that is free goes into packed weights.
 _MAX_MEMORY = 0.5
 
@@ -52,6 +52,16 @@ _as_they_are: ContextVar[bool] = ContextVar("fastgen_plain_layers", default=Fals
 def as_they_are() -> AbstractContextManager[None]:
     """Inside this, linear layers run on torch's own products: what is captured is made of these."""
     return patching.held(_as_they_are, True)
+
+
+# Products of layers of a model that are not their own.
+Products = Mapping[nn.Module, Callable[[Tensor], Tensor]]
+_instead: ContextVar[Products | None] = ContextVar("fastgen_products_instead", default=None)
+
+
+def instead(products: Products) -> AbstractContextManager[None]:
+    """Inside this, the linear layers among these multiply so in the calling thread, if they have a faster form."""
+    return patching.held(_instead, products)
 
 
 class _PackingBudget:
@@ -146,6 +156,9 @@ class _OwnProduct(Replacement):
 
     def __call__(self, *arguments: Any, **named: Any) -> Tensor:
         x = self._input(arguments, named)
+        others = _instead.get()
+        if others is not None and x is not None and self._module in others:
+            return others[self._module](x)
         if self._failed or (_as_they_are.get() and self._is_exact()) or not _serves(x, self._dtype, self._device):
             return self._plain(*arguments, **named)
         try:
@@ -406,7 +419,8 @@ class FastLayers:
         if weight is None:
             return None
         precision = precision_on(weight.device)
-        least = MIN_WEIGHT if precision == "fp32" else min(MIN_WEIGHT, _MIN_QUANTISED)
+        is_in_few_bits = precision != "fp32" or settings.current().self_speculation != "off"
+        least = min(MIN_WEIGHT, MIN_QUANTISED) if is_in_few_bits else MIN_WEIGHT
         if weight.numel() < least:
             return None
         if precision != "fp32":

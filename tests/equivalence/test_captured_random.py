@@ -15,7 +15,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.optimizer.transformers.captured import graph_cache, loop
+from fastgen.optimizer.transformers.captured import decoding, graph_cache, loop
 from tests.equivalence.captured import BY_RELEASE, reasons
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY
@@ -41,9 +41,9 @@ SESSIONS = [
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have to grow in the middle of a call, and few of them are kept."""
-    monkeypatch.setattr(loop, "_FIRST_CAPACITY", 8)
-    monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 8)
-    monkeypatch.setattr(loop, "_PREFIX", 16)
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(decoding, "_PREFIX", 16)
     monkeypatch.setattr(graph_cache, "MOST", 2)
 
 

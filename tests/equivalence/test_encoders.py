@@ -205,7 +205,7 @@ def test_bfloat16(architecture: str) -> None:
 def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
-    monkeypatch.setattr(layers, "_MIN_QUANTISED", 0)
+    monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
     monkeypatch.setattr(layers.quantized_linear, "unavailable", lambda *arguments: None)
     packed = []
     pack = products.FixedProducts.pack

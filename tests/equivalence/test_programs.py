@@ -21,7 +21,7 @@ from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import dot_linear, linear, quantized_linear
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import graph_cache, loop
+from fastgen.optimizer.transformers.captured import decoding, graph_cache, loop
 from tests.equivalence.captured import BEAMS, BY_RELEASE, FAMILIES, GREEDY, KNOWN, build, captures, every, reasons
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
@@ -182,8 +182,8 @@ def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkey
     options: dict[str, Any] = {**SAMPLED, "num_beams": beams, "num_return_sequences": 2}
     wanted = 2
     if case == "longer":
-        monkeypatch.setattr(loop, "_FIRST_CAPACITY", 4)
-        monkeypatch.setattr(loop, "_MAX_FIRST_CAPACITY", 4)
+        monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 4)
+        monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 4)
     elif case == "fails":
         monkeypatch.setattr(program, "record", lambda function: (function(), 1 / 0))
         wanted = 0

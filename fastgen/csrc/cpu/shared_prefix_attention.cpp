@@ -97,6 +97,12 @@ Strided strided_mask(const Tensor& mask, const int64_t (&scores)[4]) {
   return result;
 }
 
+// The second dimension, of heads with `queries` queries each, as heads and queries.
+void split_heads(Strided& x, int64_t queries) {
+  x.strides[2] = x.strides[1];
+  x.strides[1] *= queries;
+}
+
 void divide(AttentionProblem& problem, int64_t threads) {
   const int64_t matrices = problem.batch * problem.kv_heads;
   const int64_t longest = std::max<int64_t>(1, (problem.prefix_length + kMinChunk - 1) / kMinChunk);
@@ -225,7 +231,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
                           std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
                           std::optional<Tensor> starts, std::optional<Tensor> ends, std::optional<Tensor> suffix_length,
                           std::optional<Tensor> ancestry, std::optional<Tensor> bias, std::optional<double> scale,
-                          std::optional<int64_t> window) {
+                          std::optional<int64_t> window, int64_t queries) {
   const ScalarType type = query.scalar_type();
   STD_TORCH_CHECK(query.is_cpu() && query.dim() == 3 && prefix_keys.dim() == 4 && prefix_values.dim() == 4 &&
                       (type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16),
@@ -234,6 +240,8 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   const int64_t batch = prefix_keys.size(0), kv_heads = prefix_keys.size(1), value_dim = prefix_values.size(3);
   STD_TORCH_CHECK(batch > 0 && rows % batch == 0 && kv_heads > 0 && heads % kv_heads == 0,
                   "decode_attention: rows and heads must be multiples of those of the prefix");
+  STD_TORCH_CHECK(queries > 0 && heads % (kv_heads * queries) == 0 && (queries == 1 || (suffix_keys && !window)),
+                  "decode_attention: several queries need a suffix and no window, and heads that are a multiple of them");
   check_part("prefix_keys", prefix_keys, query, batch, kv_heads);
   check_part("prefix_values", prefix_values, query, batch, kv_heads);
   check_pair("prefix", prefix_keys, prefix_values, dim, value_dim);
@@ -243,7 +251,8 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   AttentionProblem problem{};
   problem.batch = batch;
   problem.kv_heads = kv_heads;
-  problem.queries = 1;
+  problem.queries = queries;
+  problem.causal = queries > 1;
   problem.prefix_length = prefix_keys.size(2);
   problem.dim = dim;
   problem.value_dim = value_dim;
@@ -286,15 +295,16 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
       STD_TORCH_CHECK(size == sizes[i] || size == 1, "decode_attention: the bias does not fit");
       problem.mask.strides[i == 2 ? 3 : i] = size == 1 ? 0 : bias->stride(i - missing);
     }
+    split_heads(problem.mask, queries);
     problem.mask_type = element_type(bias->scalar_type());
   }
   if (output.numel() == 0) return;
   problem.per_input = rows / batch;
-  problem.group = heads / kv_heads;
+  problem.group = heads / queries / kv_heads;
   problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
   problem.query = strided(query);
   problem.query.strides[3] = problem.query.strides[2];
-  problem.query.strides[2] = 0;
+  split_heads(problem.query, queries);
   problem.prefix_keys = strided(prefix_keys);
   problem.prefix_values = strided(prefix_values);
   problem.output = output.mutable_data_ptr();

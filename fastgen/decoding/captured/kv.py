@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,21 @@ class StepState:
         self._columns = torch.arange(capacity, device=device)
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
         self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
-        self._biases: dict[tuple[int, int], Tensor] = {}
+
+    def of_width(self, width: int) -> StepState:
+        """The same place, for a step that stores fewer positions. It goes where this one goes."""
+        return self._with(self.numbers[: width + 1], width)
+
+    def beside(self, width: int) -> StepState:
+        """A place of its own on the same rows, for steps that run ahead of this one or behind it."""
+        return self._with(self.numbers[: width + 1].clone(), width)
+
+    def _with(self, numbers: Tensor, width: int) -> StepState:
+        other = copy.copy(self)
+        other.width, other.numbers = width, numbers
+        *other.positions, other.filled = numbers.unbind()
+        other.position = other.positions[0]
+        return other
 
     def begin(self, inputs: slice = slice(None)) -> None:
         """Nothing is stored of these inputs; the others go on."""
@@ -43,7 +59,6 @@ class StepState:
         self.numbers[:, rows] = self._first
         if self.ancestry is not None:
             self.ancestry[rows] = self._own[rows]
-        self.write_biases()
 
     def advance(self, parents: Tensor | None, count: Tensor | int = 1) -> None:
         """The step is done, and its rows continue `parents`, [rows] (None: themselves). Changes all in place.
@@ -57,7 +72,6 @@ class StepState:
         if self.ancestry is not None and parents is not None:
             moved = self.ancestry.index_select(0, parents)
             self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own, moved))
-        self.write_biases()
 
     def take_over(self, other: StepState) -> None:
         """Goes on where `other`, which has a smaller capacity, is."""
@@ -65,25 +79,6 @@ class StepState:
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[:, : other.capacity] = other.ancestry
             self.ancestry[:, other.capacity :] = self._own
-        self.write_biases()
-
-    def causal_bias(self, heads: int, prefix: int) -> Tensor:
-        """What is added to the scores so that a position of the step does not see those of the step behind it.
-
-        A buffer that goes along with the steps, [rows, heads * width, prefix + capacity], float32; for all layers.
-        """
-        if (heads, prefix) not in self._biases:
-            made = torch.zeros(self.rows, heads * self.width, prefix + self.capacity, device=self._own.device)
-            self._biases[heads, prefix] = made
-            self.write_biases()
-        return self._biases[heads, prefix]
-
-    def write_biases(self) -> None:
-        """Those of `causal_bias`, after the numbers have changed."""
-        for (heads, prefix), bias in self._biases.items():
-            behind = self._columns > torch.stack(self.positions, 1).unsqueeze(2)
-            bias = bias.view(self.rows, heads, self.width, -1)[..., prefix:]
-            bias.zero_().masked_fill_(behind.unsqueeze(1), -torch.inf)
 
 
 class StaticKV:
@@ -116,7 +111,8 @@ class StaticKV:
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
         self.width = state.width if has_suffix else 1
         self.host_may_wait = False
-        self._says_nothing_new: bool | None = None
+        # Whether masks say what the lengths say, once that is known; one list for all views.
+        self._says_nothing_new: list[bool] = []
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
 
@@ -125,6 +121,12 @@ class StaticKV:
 
         self._prefix = zeros(state.batch, prefix_capacity)
         self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
+
+    def view(self, state: StepState) -> StaticKV:
+        """The same memory for another step, which is where `state` is."""
+        other = copy.copy(self)
+        other._state, other.width, other.host_may_wait = state, state.width, False
+        return other
 
     def load(
         self, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, at_end: bool, inputs: slice = slice(None)
@@ -202,8 +204,6 @@ class StaticKV:
         """
         rows, heads, queries, dim = query.shape
         bias = self._bias(query, mask)
-        if bias is None and self.width > 1:
-            bias = self._state.causal_bias(heads, self.prefix_capacity)
         context = decode_attention(
             query.reshape(rows, heads * queries, dim),
             keys.prefix,
@@ -217,6 +217,7 @@ class StaticKV:
             bias=bias,
             scale=scale,
             window=self._window,
+            queries=self.width,
         )
         return context.view(rows, heads, queries, -1)
 
@@ -256,8 +257,8 @@ class StaticKV:
             mask = mask[(None,) * (4 - mask.dim())]
         if self.host_may_wait:
             # A mask that is left out because everything counts is made all the same where the host may not look at it.
-            self._says_nothing_new = mask is None or self._equals_lengths(mask)
-        if mask is None or self._says_nothing_new:
+            self._says_nothing_new[:] = [mask is None or self._equals_lengths(mask)]
+        if mask is None or self._says_nothing_new == [True]:
             return None
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))

@@ -51,7 +51,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     M_TILES: tl.constexpr, IN_PARTS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, HAS_SUFFIX: tl.constexpr, HAS_ANCESTRY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """One tile: the queries of one input that read the same K/V head, over one part of the blocks of keys.
 
@@ -97,6 +97,8 @@ def attend(
         filled = tl.load(suffix_length + tl.where(real, row, batch * PER_INPUT) * length_row)
         lengths = tl.minimum(tl.maximum(filled, 0), capacity).to(tl.int32)
         length = tl.max(lengths, 0)
+        # Each of a row's queries but the last does not see the positions behind its own.
+        lengths -= QUERIES - 1 - m % GROUP % QUERIES
     if HAS_WINDOW:
         begins = prefix_length + lengths - window
         start = tl.maximum(start, tl.min(begins, 0))

@@ -103,14 +103,16 @@ def decode_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    queries: int = 1,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention of one query per row over what its input and its own history have.
+    """Attention of one query per row, or a few, over what its input and its own history have.
 
     The score of a key is `query . key * scale`, plus the bias.
 
     Args:
-        query: [rows, heads, dim]; the last dimension contiguous, as of all of these.
+        query: [rows, heads, dim]; the last dimension contiguous, as of all of these. With `queries`, a head of the
+            model is as many of these heads, one behind the other.
         prefix_keys, prefix_values: [batch, kv heads, N, dim]; values may have another dim. N may be 0.
         suffix_keys, suffix_values: [rows, kv heads, capacity, dim], or None both.
         starts, ends: [batch], int32 or int64, on the device: prefix positions outside [start, end) are padding; they
@@ -122,6 +124,8 @@ def decode_attention(
             input. By default its own.
         bias: broadcastable to [rows, heads, N + capacity], any floating type: added to the scores; -inf masks.
         window: the query sees so many positions, its own the last of them; padding counts, and a prefix ends at N.
+        queries: how many of each head there are. They belong to the last positions of the suffix, in their order, and
+            do not see the positions behind their own. More than one need a suffix and no window.
         splits: in how many parts to work on a sequence; chosen by default.
 
     Returns:
@@ -131,18 +135,19 @@ def decode_attention(
         ValueError: shapes or types are not as above.
     """
     _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias)
+    _check_queries(query, prefix_keys, suffix_keys, window, queries)
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
     if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
         if _suits_cpu(query, starts, ends, suffix_length, bias):
             out = query.new_empty(*query.shape[:2], prefix_values.shape[3])
             torch.ops.fastgen.decode_attention_out(
                 out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
-                ancestry, bias, scale, window,
+                ancestry, bias, scale, window, queries,
             )  # fmt: skip
             return out
         return reference(
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
-            suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window,
+            suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window, queries=queries,
         )  # fmt: skip
     from fastgen.ops.triton import _kernels as kernels
 
@@ -199,6 +204,7 @@ def decode_attention(
         HAS_ANCESTRY=ancestry is not None,
         HAS_BIAS=bias is not None,
         HAS_WINDOW=window is not None,
+        QUERIES=queries,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )  # fmt: skip
@@ -242,6 +248,7 @@ def reference(
     bias: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    queries: int = 1,
 ) -> Tensor:
     """The operator in plain torch, for any device and type. Arguments as above."""
     batch, _, length, _ = prefix_keys.shape
@@ -268,11 +275,24 @@ def reference(
         seen = torch.cat([seen, is_filled], dim=1)
     if window is not None:
         seen = seen & (torch.arange(seen.shape[1], device=query.device) >= length + filled - window)
-    mask = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf).unsqueeze(1)
+    seen = seen.unsqueeze(1)
+    if queries > 1:
+        position = torch.arange(seen.shape[2], device=query.device)
+        behind = torch.arange(queries - 1, -1, -1, device=query.device).repeat(query.shape[1] // queries)
+        seen = seen & (position < (length + filled - behind).unsqueeze(2))
+    mask = torch.zeros_like(seen, dtype=accurate).masked_fill(~seen, -torch.inf)
     mask = (mask if bias is None else mask + bias).to(accurate).unsqueeze(2)
     query = query.unsqueeze(2).to(accurate)
     out = composed(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, scale)
     return out.squeeze(2).to(dtype)
+
+
+def _check_queries(
+    query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor | None, window: int | None, queries: int
+) -> None:
+    require = _library.checks("decode_attention", ValueError)
+    require(queries > 0 and query.shape[1] % (queries * prefix_keys.shape[1]) == 0, f"{queries} queries do not fit")
+    require(queries == 1 or (suffix_keys is not None and window is None), "several queries need a suffix, no window")
 
 
 def _check(
@@ -313,5 +333,5 @@ def _check(
 _library.define(
     "decode_attention_out(Tensor(a!) out, Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys, "
     "Tensor? suffix_values, Tensor? starts, Tensor? ends, Tensor? suffix_length, Tensor? ancestry, Tensor? bias, "
-    "float? scale, int? window) -> ()"
+    "float? scale, int? window, int queries=1) -> ()"
 )

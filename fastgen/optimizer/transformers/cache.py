@@ -220,9 +220,14 @@ def _parts(cache: Cache) -> list[DynamicCache]:
     return [cache]
 
 
+def layers_in(cache: Cache) -> list[list[Any]]:
+    """The layers of each part of a cache: of self-attention, and of cross-attention if there is any."""
+    return [part.layers for part in _parts(cache)]
+
+
 def layers_of(cache: Cache) -> tuple[list[SharedLayer], list[SharedLayer] | None]:
     """The layers of self-attention, and of cross-attention if there is any, of a cache with a store in it."""
-    own, *cross = [part.layers for part in _parts(cache)]
+    own, *cross = layers_in(cache)
     return own, cross[0] if cross else None
 
 

@@ -22,14 +22,14 @@ from fastgen.optimizer.transformers.user_code import Errors
 ENTRY_POINT = "transformers.generate"
 
 # The classes of linear layers, and whether their weight is stored transposed.
-_LINEAR_LAYERS = {**LINEAR, Conv1D: True}
+LINEAR_LAYERS = {**LINEAR, Conv1D: True}
 # Activations that pass over their input operation by operation, and the one operation that they are.
 _ACTIVATIONS = {NewGELUActivation: partial(F.gelu, approximate="tanh")}
 
 
 def fast_layers(model: Any) -> FastLayers:
     """The faster form of the model's layers, a context."""
-    return FastLayers.of(model, _LINEAR_LAYERS, _ACTIVATIONS)
+    return FastLayers.of(model, LINEAR_LAYERS, _ACTIVATIONS)
 
 
 class NotAccelerated(Exception):
@@ -53,6 +53,7 @@ class Call:
     takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
     store: StoreInCache | None = None  # once the call is accelerated
     compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
+    draft: Any = None  # what the call asks to draft its tokens with
     prefilled: Any = None  # the outputs of the first pass, made ahead of the library's loop
     _returns_cache: bool = False
 

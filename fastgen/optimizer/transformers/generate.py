@@ -12,6 +12,8 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import models, user_code
 from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
+from fastgen.optimizer.transformers.speculation import assisted
+from fastgen.optimizer.transformers.speculation.drafts import Draft
 
 
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,19 +26,20 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return wrapped(*args, **kwargs)  # which raises it
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     arguments.pop("kwargs", None)
+    draft, arguments = assisted.taken_over(model, arguments)
     reason = _unsupported(model, arguments)
     if reason is not None:
         counters.count_fallback(ENTRY_POINT, reason)
         with patching.suspended():  # an assistant's own calls are part of this one
             return wrapped(*args, **kwargs)
     with host_memory.kept(model.device):
-        return _accelerated(wrapped, model, arguments)
+        return _accelerated(wrapped, model, arguments, draft)
 
 
-def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any]) -> Any:
+def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any], draft: Draft | None) -> Any:
     """The call, with the original code should it fail. What it takes of memory is free when this returns."""
     scores_are_private = not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
-    call = Call(model, scores_are_private, arguments.get("past_key_values") is not None)
+    call = Call(model, scores_are_private, arguments.get("past_key_values") is not None, draft=draft)
     attempt = _Attempt(call, arguments)
     with call:
         try:
@@ -57,6 +60,7 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     for name, what in (
         ("assistant_model", "assisted decoding"),
         ("prompt_lookup_num_tokens", "assisted decoding"),
+        ("assistant_early_exit", "assisted decoding"),
         ("custom_generate", "a custom decoding loop"),
         ("synced_gpus", "a model sharded over processes"),
     ):

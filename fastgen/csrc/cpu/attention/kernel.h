@@ -266,6 +266,7 @@ void attend(const AttentionProblem& problem, int64_t input, int64_t kv_head, int
   for (int64_t i = 0; i < state.rows; ++i) {
     float* scores = scratch.scores + i * kBlock;
     apply_mask(scores, block.length, mask_row(problem, input, kv_head, first_row + i, position));
+    hide_later(problem, input, first_row + i, position, scores, block.length);
     weigh(scores, block.length, state.largest + i, state.total + i, scratch.factors + i);
   }
   add_values(scratch.scores, block, problem.value_dim, problem.dim, scratch.factors, state);

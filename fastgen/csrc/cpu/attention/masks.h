@@ -53,6 +53,16 @@ inline void apply_mask(float* scores, int64_t length, const MaskRow& mask) {
   }
 }
 
+// Takes the positions behind a query's own out of the scores of a block, which begins at `position`.
+inline void hide_later(const AttentionProblem& problem, int64_t input, int64_t matrix_row, int64_t position,
+                       float* scores, int64_t length) {
+  if (!problem.causal) return;
+  const int64_t row = input * problem.per_input + matrix_row / (problem.group * problem.queries);
+  const int64_t behind = problem.queries - 1 - matrix_row % problem.queries;
+  const int64_t seen = problem.prefix_length + problem.length_of(row) - behind - position;
+  for (int64_t j = larger(seen, 0); j < length; ++j) scores[j] = kNegativeInfinity;
+}
+
 template <typename mask_t>
 inline bool any_above_negative_infinity(const mask_t* mask, int64_t length, int64_t stride) {
   for (int64_t j = 0; j < length; ++j) {

@@ -31,6 +31,8 @@ struct AttentionProblem {
   // With a window, the last so many positions of prefix and suffix together count.
   bool has_window;
   int64_t window;
+  // The queries of a row belong to its last positions, one to each: none of them sees the positions behind its own.
+  bool causal;
   void* output;  // [rows, heads, queries, value_dim], contiguous
 
   // The prefix is read in chunks, which may be read at the same time. Each leaves a state, see `State` in kernel.h;

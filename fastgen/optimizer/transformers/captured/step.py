@@ -69,6 +69,7 @@ class Key:
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
+    draft: Hashable = None  # what drafts, where a step checks what is drafted; its width is the most that it checks
 
     @property
     def rows(self) -> int:
@@ -116,11 +117,7 @@ class CapturedStep:
         ]
         self._cross = [StaticKV(*kv, self._state, key.encoder_capacity, has_suffix=False) for kv in prompt.cross]
         sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
-        self.search: BeamSearch | RowSearch = (
-            RowSearch(*sizes, samples=key.samples)
-            if key.early_stopping is None
-            else BeamSearch(*sizes, early_stopping=key.early_stopping, samples=key.samples)
-        )
+        self.search = self._new_search(*sizes, samples=key.samples)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         seen = SymbolicLength.of(self._seen, key.stored_capacity, key.stored_capacity + key.capacity)
         self._cache = cache_of(self._own, self._cross, seen)
@@ -145,6 +142,11 @@ class CapturedStep:
         self._lengths: tuple[list[int], list[int]] = ([], [])
         self._graphs: list[tuple[graph.Graph | Program, OnHost | None]] = []
         self._warm_ups = 0
+
+    def _new_search(self, *sizes: Any, samples: bool) -> BeamSearch | RowSearch:
+        if self.key.early_stopping is None:
+            return RowSearch(*sizes, samples=samples)
+        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, samples=samples)
 
     @property
     def is_captured(self) -> bool:
@@ -330,7 +332,6 @@ class CapturedStep:
             torch.ops.fastgen.advance_(
                 parents, taken, stored, state.numbers, state.ancestry, self._seen, positions, masks
             )
-            state.write_biases()
         else:
             state.advance(parents, taken)
             self._measure()

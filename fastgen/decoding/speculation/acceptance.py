@@ -1,0 +1,134 @@
+"""Which drafted tokens are kept, and which token follows them: the part of speculative decoding that makes it exact.
+
+All shapes are fixed and nothing is read by the host, so that a step which decides can be captured. Every row of a batch
+accepts its own number of tokens. `k` is how many tokens a row has room for; `counts` says how many it really has.
+
+Random numbers come in as tensors, as `random_numbers` draws them. A token of probabilities r is drawn as the largest of
+r / e with exponentially distributed e, as in `torch.multinomial`, for which r need not add up to one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accept_greedy(drafted: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    """How many drafted tokens are what the model itself has chosen, up to the first one that is not.
+
+    The model's choice may be the most probable token, or one that was drawn for each position: what is kept is always
+    the model's own choice. With the random numbers of plain sampling, the tokens are those of plain sampling. A draft
+    that draws with the same numbers often agrees (Daliri, Musco and Suresh, "Coupling without communication and
+    drafter-invariant speculative decoding", arXiv 2408.07978).
+
+    Args:
+        drafted: [rows, k], int64.
+        chosen: [rows, k + 1], int64: the model's choice in the place of each drafted token, and behind the last one.
+        counts: [rows], int64: how many tokens of each row are drafted, 0 to k.
+
+    Returns:
+        [rows], int64: 0 to `counts`. The token that follows is `chosen` at this position.
+    """
+    return _accepted(drafted == chosen[:, :-1], counts)
+
+
+def accept_sampled(
+    drafted: Tensor,
+    draft_probabilities: Tensor | None,
+    target_probabilities: Tensor,
+    counts: Tensor,
+    uniform: Tensor,
+    exponential: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: the tokens have the distribution that sampling from the model alone has.
+
+    A token x is kept with probability min(1, p(x) / q(x)). The first one that is not kept is replaced by one drawn from
+    max(p - q, 0). After the last one that is kept, one is drawn from p. (Leviathan, Kalman and Matias, "Fast inference
+    from transformers via speculative decoding", ICML 2023, arXiv 2211.17192, section 2.3, Algorithm 1 and appendix A.1;
+    Chen et al., arXiv 2302.01318, Algorithm 2.)
+
+    It holds for the q that the drafted tokens were really drawn from, after temperature, top-k and all else. A draft
+    that always takes its most probable token has q = 1 there, whatever its softmax says: that is `None`.
+
+    What remains is the rounding of p and q, and that a uniform number has 24 bits: an error of about 1e-7 of each
+    probability. A token with p = 0 is never kept and never drawn.
+
+    Args:
+        drafted: [rows, k], int64. What lies behind `counts` is not used, but must be a token of the vocabulary.
+        draft_probabilities: q: [rows, k, vocabulary], or None if the draft leaves nothing to chance.
+        target_probabilities: p: [rows, k + 1, vocabulary], floating point; each adds up to one, without NaN.
+        counts: [rows], int64: how many tokens of each row are drafted, 0 to k.
+        uniform: [rows, k], float32, in [0, 1).
+        exponential: [rows, vocabulary], float32, of rate 1.
+
+    Returns:
+        How many tokens are kept, [rows], and the token behind them, [rows]; both int64.
+    """
+    k = drafted.shape[1]
+    tokens = drafted.unsqueeze(2)
+    p = target_probabilities[:, :k].gather(2, tokens).squeeze(2).float()
+    # u < p / q without the division: at q = 0 and p > 0 kept, at p = 0 never.
+    if draft_probabilities is None:
+        kept = uniform < p
+    else:
+        kept = uniform * draft_probabilities.gather(2, tokens).squeeze(2).float() < p
+    accepted = _accepted(kept, counts)
+
+    target = _at(target_probabilities, accepted).float()
+    if k == 0:
+        return accepted, _draw(target, exponential)
+    last = accepted.clamp(max=k - 1)
+    is_rejected = (accepted < counts).unsqueeze(1)
+    if draft_probabilities is None:
+        draft = torch.zeros_like(target).scatter(1, drafted.gather(1, last.unsqueeze(1)), 1.0)
+    else:
+        draft = _at(draft_probabilities, last).float()
+    left = (target - draft * is_rejected).clamp(min=0)
+    # Where p and q differ by rounding alone, a rejection may leave nothing. Then both are the same: p is drawn from.
+    return accepted, _draw(torch.where((left > 0).any(dim=1, keepdim=True), left, target), exponential)
+
+
+def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor:
+    """`counts` for a draft that ends with the first token of less than `threshold`: that token is still drafted.
+
+    As Transformers' `assistant_confidence_threshold`. Whether to stop depends on the draft alone, not on what the model
+    says, so what is accepted stays exact.
+
+    Args:
+        probabilities: [rows, k]: what the draft gives to each of its tokens.
+        counts: [rows], int64: how many tokens of each row are drafted, 0 to k.
+
+    Returns:
+        [rows], int64.
+    """
+    return torch.minimum(counts, _accepted(probabilities >= threshold, counts) + 1)
+
+
+def random_numbers(
+    rows: int, k: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """`uniform`, [rows, k], and `exponential`, [rows, vocabulary], of `accept_sampled`."""
+    uniform = torch.rand(rows, k, device=device, generator=generator)
+    return uniform, torch.empty(rows, vocabulary, device=device).exponential_(generator=generator)
+
+
+def _accepted(kept: Tensor, counts: Tensor) -> Tensor:
+    """The number of tokens before the first one that is not kept or not drafted."""
+    positions = torch.arange(kept.shape[1], device=kept.device)
+    return (kept & (positions < counts.unsqueeze(1))).long().cumprod(dim=1).sum(dim=1)
+
+
+def _at(probabilities: Tensor, positions: Tensor) -> Tensor:
+    """[rows, vocabulary] at one position of each row."""
+    rows, count, vocabulary = probabilities.shape
+    first = torch.arange(rows, device=positions.device) * count
+    return probabilities.reshape(rows * count, vocabulary).index_select(0, first + positions)
+
+
+def _draw(weights: Tensor, exponential: Tensor) -> Tensor:
+    """One token of each row, [rows], with probabilities in proportion to `weights`, [rows, vocabulary]."""
+    # Relative to the largest one, so that small numbers do not all become 0 when they are divided.
+    relative = weights / weights.amax(dim=1, keepdim=True)
+    # An exponential number may be 0.
+    races = relative / exponential.clamp(min=torch.finfo(torch.float32).tiny)
+    return races.masked_fill(weights <= 0, -1.0).argmax(dim=1)

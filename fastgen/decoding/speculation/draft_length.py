@@ -1,0 +1,264 @@
+"""How many tokens to draft at the next step: chosen by what it gains, or as one of Transformers' schedules says.
+
+All of this is arithmetic on the host, of a few microseconds a step.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+
+# Of what is known about a row, this much is left after each step that drafts: about ten steps count.
+_DECAY = 0.9
+# Trials as which the acceptance of all rows counts for one of them, and what is expected at the beginning for all.
+_SHARED_WEIGHT = 2.0
+_PRIOR_WEIGHT = 2.0
+# An acceptance of one would mean that a draft cannot be too long.
+_MOST_ACCEPTANCE = 0.995
+# After drafting was given up: steps until it is tried again, at first and at most, and with how many tokens.
+_FIRST_INTERVAL, _LAST_INTERVAL = 8, 128
+_PROBE = 2
+# While tokens are drafted, what a plain step takes is measured again after this many steps.
+_PLAIN_INTERVAL = 64
+# How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
+_TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
+
+
+class Costs:
+    """What a step takes: drafting k tokens of each row, and one pass that verifies them.
+
+    Tables are interpolated, and go on at both ends as between the last two numbers. Observed timings correct
+    them, each k for itself, because context and other work on the machine change them.
+
+    Args:
+        verify: seconds of a pass by its number of tokens, rows * (k + 1). A plain step is one of `rows` tokens.
+        draft: seconds of drafting one token of each row, by the number of rows; none for a draft without a model.
+
+    Raises:
+        ValueError: a table is empty, or has a number that is not positive (`draft` may be 0).
+    """
+
+    def __init__(self, verify: Mapping[int, float], draft: Mapping[int, float] | None = None) -> None:
+        self._verify, self._draft = sorted(verify.items()), sorted((draft or {1: 0.0}).items())
+        if not verify or self._verify[0][0] < 1 or min(verify.values()) <= 0 or min(v for _, v in self._draft) < 0:
+            raise ValueError(f"seconds of a pass by its number of tokens are needed, all positive: {dict(verify)}")
+        self._tables: dict[int, list[float]] = {}
+        self._corrections: dict[int, float] = {}
+        self._since_plain = 0
+
+    @property
+    def plain_is_old(self) -> bool:
+        """Whether a plain step should be measured again: it is what all others are compared with."""
+        return self._since_plain >= _PLAIN_INTERVAL
+
+    def steps(self, rows: int, most: int) -> list[float]:
+        """Seconds of a step, for k from 0 to `most`."""
+        table = self._table(rows, most)
+        if not self._corrections:
+            return table[: most + 1]
+        return [seconds * self._correction(k) for k, seconds in enumerate(table[: most + 1])]
+
+    def observe(self, rows: int, k: int, seconds: float) -> None:
+        """A step has taken so long."""
+        ratio, known = seconds / self._table(rows, k)[k], self._correction(k)
+        ratio = min(max(ratio, known / _TIMING_LIMIT), known * _TIMING_LIMIT)
+        self._corrections[k] = known + _TIMING_RATE * (ratio - known)
+        self._since_plain = self._since_plain + 1 if k else 0
+
+    def _table(self, rows: int, most: int) -> list[float]:
+        table = self._tables.setdefault(rows, [])
+        for k in range(len(table), most + 1):
+            table.append(k * _interpolated(self._draft, rows) + _interpolated(self._verify, rows * (k + 1)))
+        return table
+
+    def _correction(self, k: int) -> float:
+        """That of k, or of the nearest k that has one."""
+        known = self._corrections
+        return known[k] if k in known else known[min(known, key=lambda other: abs(other - k))] if known else 1.0
+
+
+class DraftLength:
+    """Chooses the k of which most tokens per second are expected, over all unfinished rows.
+
+    A draft of k tokens, each of which is accepted with probability a if those before are, gives 1 + a + ... + a^k =
+    (1 - a^(k + 1)) / (1 - a) tokens (Leviathan, Kalman and Matias, arXiv 2211.17192, section 3.1, equation 1). Their
+    section 3.3 divides this by what the step takes; so does this class, with the sums over rows and measured times.
+
+    The acceptance of a row is estimated from the last steps, and drawn to that of all rows. 0 is a choice. After it,
+    drafting is tried again after intervals that double until it gains something.
+
+    A call may get slower by `tolerance` at most: what drafts have lost so far, and what the next ones lose if all are
+    rejected, must be less. This is counted for the row that has fewest tokens, because the call ends with it. The
+    first `horizon` tokens are taken as generated. So a draft may be shorter at the beginning than later, and in a
+    very short call there may be none.
+
+    Args:
+        costs: of this machine, model and draft; may be kept for the next call.
+        rows: of the batch.
+        most: the largest k.
+        acceptance: what is expected at first: `acceptance` of an earlier call, or a guess.
+        horizon: how many tokens each row will have, as far as is known.
+        tolerance: the part of the time without drafts that may be lost.
+    """
+
+    def __init__(
+        self, costs: Costs, rows: int, most: int, acceptance: float = 0.7, horizon: int = 64, tolerance: float = 0.02
+    ) -> None:
+        self._costs, self._most, self._tolerance, self._horizon = costs, most, tolerance, horizon
+        self._all = _Acceptance(acceptance * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+        self._rows = [_Acceptance() for _ in range(rows)]
+        self._tokens, self._slowest = [0] * rows, 0  # of each row, and of that which has fewest
+        self._ahead = 0.0  # seconds that drafts have gained
+        self._interval, self._waited = _FIRST_INTERVAL, 0
+
+    @property
+    def acceptance(self) -> float:
+        """Of the last steps and all rows: the probability that a drafted token is accepted if those before are."""
+        return self._all.rate
+
+    def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
+        """How many tokens to draft for each of these rows, the unfinished ones.
+
+        Args:
+            most: no more than this, because the sequences may not become longer.
+            available: how many tokens there are for each row, where drafts are made before.
+        """
+        limit = self._most if most is None else min(self._most, most)
+        if available is not None:
+            limit = min(limit, max(available, default=0))
+        if limit < 1 or not rows or self._costs.plain_is_old:
+            return 0
+        costs = self._costs.steps(len(rows), limit)
+        rates = [self._rate(row) for row in rows]
+        spare = self._spare(costs[0])
+        expected = float(len(rows))
+        best, fastest = 0, expected / costs[0]
+        powers = list(rates)
+        for k in range(1, limit + 1):
+            if available is not None:
+                powers = [power if there >= k else 0.0 for power, there in zip(powers, available, strict=True)]
+            expected += sum(powers)
+            if costs[k] - costs[0] > spare:
+                break
+            if expected > fastest * costs[k]:
+                best, fastest = k, expected / costs[k]
+            powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
+        return best or self._probe(costs, spare)
+
+    def observe(
+        self, rows: Sequence[int], k: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None
+    ) -> None:
+        """What came of a step.
+
+        Args:
+            rows: those of `choose`.
+            k: what the step was made for; 0 for a plain one.
+            drafted, accepted: tokens of each of these rows.
+            seconds: what the step has taken, drafting included; None where nobody has measured it.
+        """
+        if not rows:
+            return
+        if seconds is not None:
+            self._costs.observe(len(rows), k, seconds)
+        costs = self._costs.steps(len(rows), k)
+        for row, kept in zip(rows, accepted, strict=True):
+            self._tokens[row] += 1 + kept
+        before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
+        self._ahead += (self._slowest - before) * costs[0] - costs[k]
+        trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
+        made = sum(count for count, _ in trials)
+        if not made:
+            return
+        if (1 + sum(accepted) / len(rows)) * costs[0] > costs[k]:
+            self._interval = max(_FIRST_INTERVAL, self._interval // 2)
+        self._all.add(made / len(rows), sum(kept for _, kept in trials) / len(rows))
+        for row, (count, kept) in zip(rows, trials, strict=True):
+            if count:
+                self._rows[row].add(count, kept)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leaves these rows, in this order; the others are forgotten."""
+        self._rows = [self._rows[row] for row in rows]
+        self._tokens = [self._tokens[row] for row in rows]
+
+    def _rate(self, row: int) -> float:
+        known = self._rows[row]
+        rate = (known.kept + _SHARED_WEIGHT * self._all.rate) / (known.trials + _SHARED_WEIGHT)
+        return min(rate, _MOST_ACCEPTANCE)
+
+    def _spare(self, plain: float) -> float:
+        """Seconds that the call may still lose."""
+        return self._ahead + self._tolerance * plain * max(self._slowest, self._horizon)
+
+    def _probe(self, costs: list[float], spare: float) -> int:
+        """Steps without drafts: now and then a short one is tried."""
+        self._waited += 1
+        k = min(_PROBE, len(costs) - 1)
+        if self._waited <= self._interval or costs[k] - costs[0] > spare:
+            return 0
+        self._waited, self._interval = 0, min(2 * self._interval, _LAST_INTERVAL)
+        # What was known is old. It counts as one trial, so that what is found now decides.
+        for known in (self._all, *self._rows):
+            known.fade()
+        return k
+
+
+class _Acceptance:
+    """Accepted tokens and trials, where the last ones count most. A trial is a token that all before were accepted."""
+
+    def __init__(self, kept: float = 0.0, trials: float = 0.0) -> None:
+        self.kept, self.trials = kept, trials
+
+    @property
+    def rate(self) -> float:
+        return self.kept / self.trials
+
+    def add(self, trials: float, kept: float) -> None:
+        self.kept = _DECAY * self.kept + kept
+        self.trials = _DECAY * self.trials + trials
+
+    def fade(self) -> None:
+        if self.trials > 1:
+            self.kept, self.trials = self.kept / self.trials, 1.0
+
+
+class Schedule:
+    """Transformers' `num_assistant_tokens_schedule`; has the methods of `DraftLength`.
+
+    "heuristic" and "heuristic_transient" add two tokens after a step in which all were accepted, by every row that had
+    any, and take one away after any other. All others leave the number as it is, "constant" among them. After a
+    "heuristic" call the library writes `length` back for the next one.
+
+    Args:
+        length: tokens to draft: `num_assistant_tokens`. These are the library's defaults.
+    """
+
+    def __init__(self, length: int = 20, name: str = "constant") -> None:
+        self.length, self._adapts = length, name in ("heuristic", "heuristic_transient")
+
+    def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
+        """As `DraftLength.choose`."""
+        limit = self.length if most is None else min(self.length, most)
+        if available is not None:
+            limit = min(limit, max(available, default=0))
+        return max(0, limit) if rows else 0
+
+    def observe(
+        self, rows: Sequence[int], k: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None
+    ) -> None:
+        """As `DraftLength.observe`."""
+        if self._adapts and any(drafted):
+            all_accepted = all(kept == count for count, kept in zip(drafted, accepted, strict=True))
+            self.length = self.length + 2 if all_accepted else max(1, self.length - 1)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """As `DraftLength.keep`; nothing is known about single rows."""
+
+
+def _interpolated(table: list[tuple[int, float]], at: int) -> float:
+    if len(table) == 1:
+        return table[0][1]
+    right = min(max(bisect.bisect_left(table, (at,)), 1), len(table) - 1)
+    (x0, y0), (x1, y1) = table[right - 1 : right + 1]
+    # Beyond the table it never becomes cheaper than its cheapest entry.
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y for _, y in table))

@@ -1,0 +1,80 @@
+"""Rows that are continued by several tokens at once: those of a draft that were accepted, and one more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.search import RowSearch
+
+
+class RunSearch(RowSearch):
+    """A search in which every row takes as many tokens as were accepted of its draft, and the one behind them.
+
+    What is drafted is written behind the end of the running sequences, so that whoever looks at the tokens so far
+    finds it where it may come to be. `take_run` leaves there what fills sequences up.
+
+    Args:
+        width: tokens that a row takes at once, at the most.
+        together: all rows that go on take as many tokens as each other: the model has one position for all rows.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        per_input: int,
+        prompt_capacity: int,
+        new_capacity: int,
+        device: torch.device,
+        eos: Sequence[int] = (),
+        *,
+        samples: bool = False,
+        width: int,
+        together: bool,
+    ) -> None:
+        super().__init__(batch, per_input, prompt_capacity, new_capacity + width, device, eos, samples=samples)
+        self._together = together
+
+    def following(self, first: Tensor | int, count: int) -> Tensor:
+        """[rows, count]: the tokens of each row from its last one on, of which the `first` are left out."""
+        at = self.length.view(-1, 1) - 1 + first + self._positions[:count]
+        return self.running_tokens.gather(1, at)
+
+    def draft(self, tokens: Tensor, ahead: Tensor) -> None:
+        """Writes drafted tokens, [rows], behind the `ahead` ones that are drafted already."""
+        self.running_tokens.scatter_(1, self.length.view(-1, 1) + ahead, tokens.unsqueeze(1))
+
+    def take_run(self, chosen: Tensor, accepted: Tensor) -> None:
+        """Goes on with the first `accepted` + 1 of the tokens in `chosen`, [rows, width], up to an end or the limit.
+
+        `accepted`, [rows], int64. Sequences that are finished stay what they are.
+        """
+        width = chosen.shape[1]
+        steps = self._positions[:width]
+        ends = (chosen.unsqueeze(2) == self._eos).any(dim=2)
+        # The tokens up to the first that ends the sequence, that one included.
+        before_end = (ends.long().cumsum(dim=1) - ends.long() == 0).sum(dim=1)
+        count = torch.minimum(accepted + 1, before_end)
+        length, limit = self.length.view(-1), self.limit.view(-1)
+        unfinished = self.unfinished.view(-1) & ~self.done
+        count = torch.minimum(count, limit - length)
+        if self._together:
+            has_ended = (ends & (steps < count.unsqueeze(1))).any(dim=1)
+            others = torch.where(unfinished & ~has_ended, count, width)
+            count = torch.minimum(count, others.amin())
+        count = torch.where(unfinished, count, 0)
+        has_ended = (ends & (steps < count.unsqueeze(1))).any(dim=1) | (length + count >= limit)
+
+        offset = self._positions - length.unsqueeze(1)
+        written = chosen.gather(1, offset.clamp(0, width - 1))
+        behind = torch.where(offset < count.unsqueeze(1), written, self._fill.unsqueeze(1))
+        tokens = self.running_tokens
+        tokens.copy_(torch.where(offset < 0, tokens, behind))
+        self.taken.copy_(self._by_input(count))
+        self.length.add_(self.taken)
+        self.tokens.copy_(self.following(0, 1).squeeze(1))
+        self.unfinished.logical_and_(~self._by_input(has_ended))
+        over = ~self.unfinished.any()
+        self.done.logical_or_(over | self.is_spoilt if self._samples else over)

@@ -1,0 +1,354 @@
+"""One call with a captured step, after its first pass."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.search import BeamSearch
+from fastgen.decoding.randomness import RandomState
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers import user_code
+from fastgen.optimizer.transformers.cache import layers_of
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache, processors
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
+from fastgen.optimizer.transformers.models import positions_of_step
+
+# Batches that steps are made for.
+_BATCHES = (1, 2, 4, 8, 16, 24, 32)
+# Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
+_PREFIX = 128
+_FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
+# A call that may end at any token is taken to make no more steps than these.
+_STEPS_OF_A_CALL = 64
+
+# Inputs of the model with a row per sequence: masks, and what the next step gets of them as it is.
+MASKS = ("attention_mask", "decoder_attention_mask")
+LAST = ("token_type_ids",)
+# By whether beams are searched, and whether the model has an encoder.
+_OUTPUTS = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateEncoderDecoderOutput,
+    (True, False): GenerateBeamDecoderOnlyOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+
+
+class Decoding:
+    """One call with a captured step, after its first pass."""
+
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        self._call, self._model = call, call.model
+        self._config = arguments["generation_config"]
+        self._processors = arguments["logits_processor"]
+        self._per_input = max(self._config.num_beams, self._config.num_return_sequences)
+        self._input_ids = arguments["input_ids"]
+        self._model_kwargs = model_kwargs
+        self._raised: Exception | None = None
+        self._has_released = False
+        criteria = arguments["stopping_criteria"]
+        ends = (criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria)
+        self._eos = tuple(itertools.chain.from_iterable(ends))
+        # The search stops at these by itself: not at a maximum length that is less than the call's.
+        own = (EosTokenCriteria, MaxLengthCriteria)
+        limit = self._config.max_length
+        self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
+        # The name of the mask of the sequences themselves.
+        self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
+        self._host = Host(self._process, self._stops)
+        self._prompt = self._make_prompt()
+        self._key = self._make_key()
+
+    def run(self) -> Any:
+        """What the library's loop returns, on the step that fits.
+
+        Raises:
+            CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
+        """
+        steps = self._steps_to_record_for()
+        random_state = RandomState(self._model.device)
+        state = user_code.SavedState((*self._processors, *self._criteria))
+        step = None
+        try:
+            step = self._step(steps)
+            step = self._decode(step)
+            result = self._result(step)
+        except Exception as error:
+            if error is self._raised or self._has_released:
+                raise
+            if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
+                random_state.restore()
+                state.restore()
+            if isinstance(error, torch.OutOfMemoryError):
+                graph_cache.drop_all()
+                raise CannotBeCaptured("out of memory") from None
+            raise CannotBeCaptured(_describe(error)) from error
+        if step.is_captured:
+            graph_cache.give_back(self._model, step)
+        return result
+
+    def _steps_to_record_for(self) -> int | None:
+        """Steps that the call is likely to make, where recording one must pay first; None where it need not."""
+        if self._model.device.type != "cpu":
+            return None
+        return min(self._prompt.new_tokens, _STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+
+    def _result(self, step: CapturedStep) -> Any:
+        config, search = self._config, step.search
+        if bool(search.is_spoilt):
+            raise ValueError("probabilities to draw from are not numbers")
+        count = self._prompt.inputs, config.num_return_sequences if config.num_beams > 1 else self._per_input
+        sequences = search.results(*count)
+        if not config.return_dict_in_generate:
+            return sequences
+        store = self._call.store
+        store.hold(*step.stored())
+        indices = {"beam_indices": search.result_indices(*count)} if isinstance(search, BeamSearch) else {}
+        output = _OUTPUTS[bool(indices), self._model.config.is_encoder_decoder]
+        return output(sequences=sequences, past_key_values=store.cache, **indices)
+
+    def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        with self._users():
+            processed = self._processors(tokens, scores)
+        # The library draws and compares in that type. Scores of beams are added to others in float32 first.
+        is_drawn = self._config.do_sample and self._config.num_beams == 1
+        dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
+        if dtype is not torch.float32:
+            raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
+        return processed
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        with self._users():
+            for criterion in self._criteria:
+                done = done | criterion(tokens, None)
+        return done
+
+    @contextlib.contextmanager
+    def _users(self) -> Iterator[None]:
+        """What the user's code raises is not the step's failure; what it waits for must not wait for this call."""
+        try:
+            with graph.stepped_aside(self._model.device):
+                yield
+        except Exception as error:
+            self._raised = error
+            raise
+
+    def _decode(self, step: CapturedStep) -> CapturedStep:
+        """Runs the search to its end; returns the step, or the larger one that has replaced it."""
+        prompt, config = self._prompt, self._config
+        options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
+        step.begin(prompt, self._fill(), **options)
+        step.choose_first(prompt.logits, self._host)
+        done = 1
+        while not step.is_over() and done < prompt.new_tokens:
+            if done > step.key.capacity:
+                step = self._larger(step)
+            self._start(step, partial(step.start, self._model, done, self._host))
+            if step.is_captured and not self._has_released and prompt.new_tokens <= step.key.capacity + 1:
+                self._release()  # the step has it all, and will not be exchanged for a larger one
+            done += 1
+        return step
+
+    def _start(self, step: CapturedStep, run: Callable[[], None]) -> None:
+        """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if error is not self._raised and not step.is_captured:
+                graph_cache.refuse(self._model, self._key, _describe(error))
+            raise
+
+    def _release(self) -> None:
+        """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
+        self._has_released = True
+        self._call.store.release()
+        self._prompt.own.clear()
+        self._prompt.cross.clear()
+
+    def _larger(self, step: CapturedStep) -> CapturedStep:
+        """A step with twice the capacity, where this one has got to."""
+        self._key = replace(step.key, capacity=2 * step.key.capacity)
+        larger = self._step()
+        larger.take_over(step)
+        graph_cache.give_back(self._model, step)
+        return larger
+
+    def _step(self, steps: int | None = None) -> CapturedStep:
+        step = graph_cache.take(self._model, self._key, self._new_step, steps)
+        pairs = zip(step.processors or (), self._processors, strict=False)
+        fits = all(captured.refresh(processor) for captured, processor in pairs)
+        return step if fits else self._new_step()
+
+    def _new_step(self) -> CapturedStep:
+        made = None
+        if self._key.processors is not None:
+            bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input)
+            lengths = self._input_ids.shape[1], self._config.max_length
+            made = [processors.captured(processor, bucket, *lengths) for processor in self._processors]
+            if None in made:
+                raise CannotBeCaptured("a processor does not fit into its buffers")
+        return self._step_with(made)
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
+        return CapturedStep(self._key, self._prompt, made)
+
+    def _fill(self) -> int:
+        """What stands behind the end of a sequence."""
+        pad = 0 if self._config._pad_token_tensor is None else int(self._config._pad_token_tensor)
+        if self._config.num_beams == 1:
+            return pad
+        return (pad or self._eos[0]) if self._eos else -1
+
+    # ---- what the first pass has left
+
+    def _make_prompt(self) -> Prompt:
+        tokens = self._input_ids[:: self._per_input]
+        inputs, length = tokens.shape
+        own, cross = layers_of(self._call.store.cache)
+        self._windows = [layer.window for layer in own]
+        own_kv = [layer.kv.prefix() for layer in own]
+        stored = own[0].kv.length
+        given = {
+            name: value[:: self._per_input] for name, value in self._model_kwargs.items() if isinstance(value, Tensor)
+        }
+        masks = {name: given[name] for name in MASKS if name in given}
+        own_mask, cross_kv, cross_span = masks.get(self._own_mask), [], None
+        if cross and any(layer.kv.length for layer in cross):
+            cross_kv = [layer.kv.prefix() for layer in cross]
+            cross_span = _span(masks.get("attention_mask"), inputs, cross_kv[0][0].shape[2], tokens.device)
+        elif cross is not None:  # the source has gone through self-attention, in front of the decoder's prompt
+            source = masks.setdefault("attention_mask", tokens.new_ones(inputs, stored - length + 1))
+            own_mask = torch.cat([source, source.new_ones(inputs, length - 1)], dim=1)
+        if stored != (length if own_mask is None else own_mask.shape[1]):
+            raise CannotBeCaptured("a prompt of which the cache has more or less than the tokens")
+        starts, ends = span = _span(own_mask, inputs, stored, tokens.device)
+        new_tokens, config = self._config.max_length - length, self._model.config
+        follows = getattr(config, "target_follows_source", False)
+        # Such a model says so when it has no position left, which it cannot in a captured step.
+        if follows and int((ends - starts).max()) + new_tokens > config.max_position_embeddings:
+            raise CannotBeCaptured("more positions than the model has")
+        return Prompt(
+            tokens=tokens,
+            new_tokens=new_tokens,
+            stored=stored,
+            own=own_kv,
+            cross=cross_kv,
+            span=span,
+            cross_span=cross_span,
+            tensors=masks | self._next_inputs(tokens, given, ends - starts),
+            logits=self._call.prefilled.logits[:, -1],
+        )
+
+    def _next_inputs(self, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+        """What the next step gets of the inputs besides masks; and what models would ask the host for."""
+        found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
+        found |= {name: given[name][:, -1:] for name in LAST if name in given}
+        if not self._model.config.is_encoder_decoder:
+            return found
+        parameters = inspect.signature(self._model.forward).parameters
+        if self._own_mask in parameters and self._own_mask not in given:
+            # Some models make a mask of ones, of a size that is on the device.
+            found[self._own_mask] = torch.ones_like(tokens)
+        if "decoder_position_ids" in parameters and "decoder_position_ids" not in found:
+            # They might be counted from that mask otherwise, which has the capacity of the buffer.
+            if bool((lengths < tokens.shape[1]).any()):
+                raise CannotBeCaptured("a padded decoder prompt")
+            found["decoder_position_ids"] = torch.full_like(tokens[:, :1], tokens.shape[1])
+        return found
+
+    def _batch(self, inputs: int) -> int:
+        """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
+        if not graph.waits(self._model.device):
+            return inputs
+        return next((n for n in _BATCHES if n >= inputs), processors.round_up(inputs, 16))
+
+    def _make_key(self) -> Key:
+        prompt, config = self._prompt, self._config
+        new_capacity = max(operators.power_of_two(prompt.new_tokens), _FIRST_CAPACITY)
+        length = prompt.tokens.shape[1]
+        encoded = self._model_kwargs.get("encoder_outputs")
+        source_in_front = encoded is not None and not prompt.cross
+        source, width = (0, 0) if encoded is None else encoded[0].shape[1:]
+        if not (source_in_front and length > 1):
+            source = processors.round_up(source, _PREFIX)
+        # A prompt may be put behind padding where its mask says so, and its positions are given.
+        may_pad = (
+            not self._model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
+        )
+        prompt_capacity = processors.round_up(length, _PREFIX) if may_pad else length
+        stored_capacity = source + length - 1 if source_in_front else prompt_capacity
+        captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
+        return Key(
+            batch=self._batch(prompt.inputs),
+            per_input=self._per_input,
+            prompt_capacity=prompt_capacity,
+            new_capacity=new_capacity,
+            stored_capacity=stored_capacity,
+            capacity=min(new_capacity, _MAX_FIRST_CAPACITY),
+            width=positions_of_step(self._model),
+            encoder=None if encoded is None else (type(encoded), source, width),
+            source_in_front=source_in_front,
+            early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
+            samples=bool(config.do_sample),
+            eos=self._eos,
+            processors=None if None in captured else tuple(captured),
+            has_criteria=bool(self._criteria),
+            tensors=tuple(sorted(prompt.tensors)),
+            constants=tuple(
+                sorted(
+                    (name, value)
+                    for name, value in self._model_kwargs.items()
+                    if name != "past_key_values" and isinstance(value, (bool, int, float, str))
+                )
+            ),
+            kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
+            # A window that everything fits into is none.
+            windows=tuple(
+                window if window and stored_capacity + new_capacity > window else None for window in self._windows
+            ),
+        )
+
+
+def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[inputs] starts and ends of what a mask [inputs, length] lets through, which must be one piece."""
+    if mask is None:
+        return torch.zeros(inputs, dtype=torch.int64, device=device), torch.full((inputs,), length, device=device)
+    if mask.shape != (inputs, length):
+        raise CannotBeCaptured("a mask that is not one number per stored position")
+    counts = mask != 0
+    starts = counts.int().argmax(dim=1)
+    ends = starts + counts.sum(dim=1)
+    positions = torch.arange(length, device=device)
+    if not bool((counts == ((positions >= starts.unsqueeze(1)) & (positions < ends.unsqueeze(1)))).all()):
+        raise CannotBeCaptured("a mask with holes")
+    if bool((starts == ends).any()):
+        raise CannotBeCaptured("an input that is masked altogether")
+    return starts, ends
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CannotBeCaptured):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,19 @@
+"""Speculative decoding in `generate`: which calls draft, with what, and the step that checks what was drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastgen import settings
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.speculation.drafts import Draft, OwnWeightsDraft
+
+
+def draft_for(call: Call, config: Any) -> Draft | None:
+    """What drafts in this call; None for nothing."""
+    if config.num_beams > 1:
+        return None
+    if call.draft is not None:
+        return call.draft
+    chosen = settings.current().self_speculation
+    return None if chosen == "off" else OwnWeightsDraft(call.model, chosen, settings.current().weight_group_size)

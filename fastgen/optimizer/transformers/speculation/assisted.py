@@ -1,0 +1,98 @@
+"""Calls of `generate` that ask for assisted generation: what of them FastGen's speculative decoding serves.
+
+Such a call becomes a plain one, with a draft that the decoding loop finds in the state of the call. If it cannot be
+used there after all, the call goes on without one, with the same tokens. Anything else is left to the library.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastgen import settings
+from fastgen.decoding.captured import graph
+from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step, unsupported
+from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
+
+# What asks for assisted generation, as an argument or in the generation config.
+OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
+# With these the call is left to the library.
+_NOT_SERVED = (
+    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "streamer", "stop_strings",
+    "max_time", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    "stopping_criteria", "past_key_values", "dola_layers", "penalty_alpha",
+)  # fmt: skip
+
+
+def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dict[str, Any]]:
+    """What drafts in a call that asks for it, and the arguments of the call without that.
+
+    None, and the arguments as they are, if the call does not ask, or is left to the library.
+    """
+    config = arguments.get("generation_config")
+
+    def option(name: str) -> Any:
+        value = arguments.get(name)
+        return value if value is not None or config is None else getattr(config, name, None)
+
+    asked = [name for name in OPTIONS if option(name) is not None]
+    if len(asked) != 1 or not _is_served(model, option):
+        return None, arguments
+    draft = _draft(model, asked[0], option, arguments)
+    if draft is None:
+        return None, arguments
+    plain = {name: value for name, value in arguments.items() if name not in OPTIONS}
+    if config is not None:
+        plain["generation_config"] = config = copy.copy(config)
+        for name in OPTIONS:
+            if hasattr(config, name):
+                setattr(config, name, None)
+    return draft, plain
+
+
+def _is_served(model: Any, option: Any) -> bool:
+    now = settings.current()
+    may_capture = now.captured_step != "never" and now.linear_products != "fixed" and has_captured_steps(model)
+    own = model.generation_config
+    return (
+        may_capture
+        and positions_of_step(model) == 1
+        and model.device.type in ("cpu", "cuda")
+        and graph.unavailable(model.device) is None
+        and not any(option(name) for name in _NOT_SERVED)
+        and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
+        and (option("num_beams") or own.num_beams or 1) == 1
+    )
+
+
+def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
+    value = option(name)
+    if name == "assistant_model":
+        return _assistant(model, value)
+    if type(value) is not int or value < 1:
+        return None  # the library says what is wrong with it
+    if name == "assistant_early_exit":
+        layers = getattr(getattr(model, model.base_model_prefix, None), "config", None)
+        count = getattr(layers, "num_hidden_layers", None)
+        serves = not model.config.is_encoder_decoder and type(count) is int and value <= count
+        return EarlyExitDraft(model, value) if serves else None
+    max_ngram = option("max_matching_ngram_size") or model.generation_config.max_matching_ngram_size or 2
+    source = arguments.get("inputs", arguments.get("input_ids")) if model.config.is_encoder_decoder else None
+    is_tokens = isinstance(source, Tensor) and source.dim() == 2 and source.dtype is torch.int64
+    return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)
+
+
+def _assistant(model: Any, assistant: Any) -> Draft | None:
+    """Another model that is decoder-only, as `model` is, and has the same vocabulary."""
+    if not isinstance(assistant, PreTrainedModel) or assistant is model or unsupported(assistant) is not None:
+        return None
+    are_decoders = not (model.config.is_encoder_decoder or assistant.config.is_encoder_decoder)
+    same = model.config.get_text_config().vocab_size == assistant.config.get_text_config().vocab_size
+    alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
+    if not (are_decoders and same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
+        return None
+    return AssistantDraft(assistant, None)

@@ -1,0 +1,141 @@
+"""One call with speculative decoding, after its first pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastgen import counters
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
+from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
+from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
+from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+ENTRY_POINT = "transformers.speculation"
+
+
+class SpeculativeDecoding(Decoding):
+    """Rounds of a draft and a check of it, until all sequences are finished.
+
+    Raises:
+        CannotBeCaptured: the call is not served; nothing has been changed.
+    """
+
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
+        self._draft = draft
+        self._arguments = arguments
+        super().__init__(call, arguments, model_kwargs)
+        if self._key.processors is None:
+            raise CannotBeCaptured("a logits processor that runs on the host")
+        if self._key.has_criteria:
+            raise CannotBeCaptured("stopping criteria that run on the host")
+        if any(self._key.windows):
+            raise CannotBeCaptured("a sliding window")
+        if self._config.return_dict_in_generate and len(self._input_ids) > 1:
+            # Rows that are finished go on in the library, and the cache has what they store then.
+            raise CannotBeCaptured("a returned cache of several sequences")
+        if positions_of_step(self._model) != 1:
+            raise CannotBeCaptured("a model that stores several positions in a step")
+
+    def _steps_to_record_for(self) -> int | None:
+        return None if self._draft.asked_for else super()._steps_to_record_for()
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
+        return SpeculativeStep(self._key, self._prompt, made)
+
+    def _make_key(self) -> Key:
+        key = super()._make_key()
+        names = set(key.tensors)
+        has_own_positions = {"attention_mask", "position_ids"} <= names or "decoder_position_ids" in names
+        draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, together=not has_own_positions)
+        # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
+        capacity = key.new_capacity if self._draft.has_buffers else key.capacity
+        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self._eos
+
+    @property
+    def fill(self) -> int:
+        """What stands behind the end of a sequence."""
+        return self._fill()
+
+    def of_assistant(self, call: Call, cache: Any) -> Assistant:
+        """The same call of another model, which drafts for this one; `cache` is empty."""
+        return Assistant(call, self._arguments, {**self._model_kwargs, "past_key_values": cache})
+
+    def _decode(self, step: CapturedStep) -> CapturedStep:
+        assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
+        prompt, rows = self._prompt, self._prompt.inputs * self._per_input
+        self._draft.begin(step, self)
+        step.begin(prompt, self._fill())
+        step.choose_first(prompt.logits, self._host)
+        self._draft.take(step)
+        pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
+        while not bool(step.search.done):
+            longest = int(step.search.length.max()) - step.key.prompt_capacity
+            if longest > step.key.capacity:
+                larger = self._larger(step)
+                assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
+                step = larger
+            self._round(step, pace)
+        counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
+        return step
+
+    def _round(self, step: SpeculativeStep, pace: Pace) -> None:
+        """Some tokens are drafted and checked."""
+        search = step.search
+        unfinished = search.unfinished.flatten().tolist()
+        rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
+        lengths = search.length.flatten().tolist()
+        # Of what a row may still get, one token is not drafted: that behind the draft.
+        most = self._prompt.new_tokens + search.prompt_capacity - min(lengths[row] for row in rows) - 1
+        available = self._draft.available(step, rows, most)
+        drafted = pace.choose(step, rows, most, available)
+        step.counts.zero_()
+        if drafted:
+            self._start(step, partial(self._draft.propose, step, self._model, drafted))
+        self._start(step, partial(step.check, self._model, drafted))
+        self._draft.take(step)
+        counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
+        pace.observe(step, rows, drafted, counts, accepted)
+        counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
+
+
+class Assistant(Decoding):
+    """The call as one of a model that drafts for another one: its first pass, and the step that follows."""
+
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+        call.runs_user_code = False
+        call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
+        if not call.accelerated:
+            raise CannotBeCaptured("the first pass of the assistant is not accelerated")
+        super().__init__(call, arguments, model_kwargs)
+        if any(self._key.windows):
+            raise CannotBeCaptured("an assistant with a sliding window")
+
+    def begin(self, kept: AssistantStep | None, of: SpeculativeStep) -> AssistantStep:
+        """Its step on the sequences of another one: the one that is kept, if it fits."""
+        self._of = of
+        if kept is None or kept.key != self._key:
+            kept = self._new_step()
+        assert isinstance(kept, AssistantStep), "what `_step_with` makes"
+        kept.begin(self._prompt, self._fill())
+        return kept
+
+    def _step_with(self, made: list[CapturedProcessor] | None) -> AssistantStep:
+        return AssistantStep(self._key, self._prompt, made, self._of)
+
+    def _make_key(self) -> Key:
+        key = super()._make_key()
+        draft = DraftKey("an assistant", key.samples, together=False)
+        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=key.new_capacity)

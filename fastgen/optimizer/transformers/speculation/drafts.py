@@ -1,0 +1,200 @@
+"""What drafts tokens: the model itself, with its weights in few bits or with fewer layers, or what is in the prompt."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.decoding.speculation.own_weights import OwnWeights, versions
+from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
+from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+
+class DraftKey(NamedTuple):
+    """What of a draft is frozen in a captured step."""
+
+    kind: Hashable
+    samples: bool  # it draws its tokens, as the model does
+    together: bool  # all rows take as many tokens as each other
+
+
+class Draft:
+    """Drafts tokens for the rows of one call.
+
+    Attributes:
+        kind: what of it is frozen in a captured step.
+        is_model: it draws its tokens where the model does.
+        has_buffers: it works on the step's own buffers, so that there must be no other step later.
+        schedule: how many tokens to draft, where the user has said it.
+        asked_for: the call itself asks for a draft; a step is recorded for it whether or not others follow.
+    """
+
+    kind: Hashable
+    is_model = True
+    asked_for = False
+    schedule: Schedule | None = None
+    has_buffers = False
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
+
+        Raises:
+            CannotBeCaptured: this draft does not serve.
+        """
+
+    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int] | None:
+        """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
+        return None
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
+        raise NotImplementedError
+
+    def take(self, step: SpeculativeStep) -> None:
+        """The first token has been chosen, or a check is done: the rows have gone on."""
+
+
+class _OwnModelDraft(Draft):
+    """The model itself, in a context in which it takes less time."""
+
+    def _context(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        for _ in range(count):
+            step.draft(model, self._context)
+        step.counts.fill_(count)
+
+
+class OwnWeightsDraft(_OwnModelDraft):
+    """The model with its own weights in few bits."""
+
+    def __init__(self, model: Any, precision: str, group_size: int) -> None:
+        if model.device.type != "cpu":
+            raise CannotBeCaptured("a draft with weights in few bits needs a CPU")
+        self._model, self._form = model, (precision, group_size)
+        self._weights: OwnWeights | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        return "own weights", *self._form, versions(self._model)
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        try:
+            self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form)
+        except ValueError as error:
+            raise CannotBeCaptured(str(error)) from error
+
+    def _context(self) -> AbstractContextManager[Any]:
+        assert self._weights is not None, "begin comes first"
+        return self._weights.used()
+
+
+class EarlyExitDraft(_OwnModelDraft):
+    """The first layers of the model, and its output layer (`assistant_early_exit` of `generate`)."""
+
+    asked_for = True
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._base, self._count = getattr(model, model.base_model_prefix), count
+        self.kind = "early exit", count
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        config = self._base.config
+        layers, config.num_hidden_layers = config.num_hidden_layers, self._count
+        try:
+            yield
+        finally:
+            config.num_hidden_layers = layers
+
+
+class LookupDraft(Draft):
+    """What followed the last tokens where they occurred before (`prompt_lookup_num_tokens` of `generate`).
+
+    Args:
+        most: tokens of a draft.
+        max_ngram: tokens that must have occurred before, at the most.
+        source: [inputs, length]: tokens that an encoder has read, with `padding` among them.
+    """
+
+    kind = "tokens"
+    is_model = False
+    asked_for = True
+
+    def __init__(self, most: int, max_ngram: int, source: Tensor | None = None, padding: int | None = None) -> None:
+        self._most, self._max_ngram, self._source, self._padding = most, max_ngram, source, padding
+        self._known: list[int] = []
+        self._proposed: dict[int, list[int]] = {}
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        rows = step.key.rows
+        self._index = PromptLookup(rows, self._max_ngram, self._most, decoding.eos)
+        self._known = []
+        if self._source is not None:
+            per_input = rows // self._source.shape[0]
+            for row in range(rows):
+                source = self._source[row // per_input].tolist()
+                self._index.append(row, [*(token for token in source if token != self._padding), BOUNDARY])
+
+    def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int]:
+        self._proposed = {row: self._index.propose(row, most) for row in rows}
+        return [len(self._proposed[row]) for row in rows]
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        drafted, counts = torch.zeros(step.key.rows, count, dtype=torch.int64), [0] * step.key.rows
+        for row, tokens in self._proposed.items():
+            counts[row] = min(len(tokens), count)
+            drafted[row, : counts[row]] = torch.tensor(tokens[:count])
+        step.put_draft(drafted, torch.tensor(counts))
+
+    def take(self, step: SpeculativeStep) -> None:
+        if not self._known:
+            self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
+        ends = step.search.length.flatten().tolist()
+        for row, (tokens, end) in enumerate(zip(step.search.running_tokens.tolist(), ends, strict=True)):
+            self._index.append(row, tokens[self._known[row] : end])
+            self._known[row] = end
+
+
+class AssistantDraft(Draft):
+    """Another model of the same tokens (`assistant_model` of `generate`)."""
+
+    asked_for = True
+    has_buffers = True
+
+    def __init__(self, assistant: Any, schedule: Schedule | None) -> None:
+        self._assistant, self.schedule = assistant, schedule
+
+    @property
+    def kind(self) -> Hashable:
+        return "an assistant", id(self._assistant)
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        state = graph_cache.state_of(self._assistant)
+        known, kept = step.assistant or (None, None)
+        with Call(self._assistant, scores_are_private=True, cache_is_the_users=False) as call:
+            made = decoding.of_assistant(call, DynamicCache(config=self._assistant.config))
+            self._step = made.begin(kept if known == state else None, step)
+        step.assistant = state, self._step
+        self._has_drafted = self._is_first = True
+
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        self._step.propose(self._assistant, count)
+        step.counts.fill_(count)
+        self._has_drafted = True
+
+    def take(self, step: SpeculativeStep) -> None:
+        if not self._is_first:  # the first token is where the assistant begins
+            self._step.follow(self._has_drafted)
+        self._is_first = self._has_drafted = False

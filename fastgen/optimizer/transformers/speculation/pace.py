@@ -1,0 +1,95 @@
+"""How many tokens the rounds of a call draft, by what the parts of its step are measured to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+# Tokens drafted in a round. Each number is a program of its own, so there are only a few.
+LENGTHS = (0, 2, 4, 8)
+# What is drafted as long as it is not known what a round takes.
+_AT_FIRST = 4
+# Accepted at first, of a draft that nothing is known about.
+_ACCEPTANCE = 0.7
+
+
+class _StepCosts(Costs):
+    """A step works on all of its rows, those that are finished too."""
+
+    def __init__(self, rows: int, verify: dict[int, float], draft: float) -> None:
+        super().__init__(verify, {rows: draft})
+        self._all_rows = rows
+
+    def _table(self, rows: int, most: int) -> list[float]:
+        return super()._table(self._all_rows, most)
+
+
+class Pace:
+    """Chooses how many tokens to draft.
+
+    At first a few rounds measure what the parts of the step take. From then on `DraftLength` chooses.
+
+    Args:
+        tokens: that each row may get, at the most.
+        has_model: the draft takes time.
+        schedule: chooses instead, where the user has set one.
+    """
+
+    def __init__(
+        self, step: SpeculativeStep, rows: int, tokens: int, has_model: bool, schedule: Schedule | None = None
+    ) -> None:
+        self._rows, self._tokens, self._has_model = rows, tokens, has_model
+        self._chooser: DraftLength | Schedule | None = schedule
+        self._set_up(step)
+
+    def choose(
+        self, step: SpeculativeStep, rows: Sequence[int], most: int, available: Sequence[int] | None = None
+    ) -> int:
+        """Tokens to draft for the rows that are not finished: one of `LENGTHS`.
+
+        Args:
+            most: no more than this.
+            available: how many there are for each of the rows, where they are there already. Then the next larger
+                length serves, and the places that are left over are not looked at.
+        """
+        if self._chooser is None:
+            self._set_up(step)
+        if self._chooser is None:
+            chosen = 0 if self._is_known(step) else _AT_FIRST
+        else:
+            chosen = self._chooser.choose(rows, most, available)
+        chosen = min(chosen, most)
+        if available is None:
+            return max((length for length in LENGTHS if length <= chosen), default=0)
+        chosen = min(chosen, max(available, default=0))
+        return min((length for length in LENGTHS if length >= chosen), default=LENGTHS[-1])
+
+    def observe(
+        self, step: SpeculativeStep, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
+        if self._chooser is None:
+            return
+        # Not what this round took: something else may have run on the machine meanwhile.
+        check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
+        seconds = None if check is None or draft is None else check + length * draft
+        self._chooser.observe(rows, length, drafted, accepted, seconds)
+        if isinstance(self._chooser, DraftLength):
+            step.acceptance = self._chooser.acceptance
+
+    def _is_known(self, step: SpeculativeStep) -> bool:
+        """Whether it is known what a round of the first kind takes."""
+        parts = (_AT_FIRST + 1, 0) if self._has_model else (_AT_FIRST + 1,)
+        return all(step.seconds(part) is not None for part in parts)
+
+    def _set_up(self, step: SpeculativeStep) -> None:
+        if self._chooser is not None or not self._is_known(step) or step.seconds(1) is None:
+            return
+        rows = step.key.rows
+        verify = {rows * part: found for part in step.times if part and (found := step.seconds(part)) is not None}
+        draft = step.seconds(0) if self._has_model else 0.0
+        acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
+        costs = _StepCosts(rows, verify, draft or 0.0)
+        self._chooser = DraftLength(costs, self._rows, LENGTHS[-1], acceptance, horizon=self._tokens)

@@ -1,0 +1,284 @@
+"""A captured step that checks drafted tokens: one forward pass over several positions of each row.
+
+Each number of positions is a program of its own, all on the same buffers; so is a step of the draft, where the draft is
+the model itself (`fastgen.decoding.speculation`). What a draft stores in the K/V cache, the check writes over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fastgen.decoding import layers
+from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
+from fastgen.decoding.norms import fused
+from fastgen.decoding.speculation import acceptance
+from fastgen.decoding.speculation.near_ties import near_ties
+from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.optimizer.transformers.cache import cache_of, layers_in
+from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt
+
+# Times that a part runs as it is before it is captured.
+_WARM_UPS = 2
+# Timings of each part that are kept.
+_TIMES, _ENOUGH_TIMES = 16, 2
+
+
+class _Part:
+    """Something that a round does over and over: after a few times it is captured."""
+
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+        self._function = graph.capturable(function)
+        self._device = device
+        self._runs = 0
+        self.captured: graph.Graph | Program | None = None
+
+    def __call__(self) -> bool:
+        """Runs it; says whether that took as long as it will from now on."""
+        if self.captured is not None:
+            self.captured.replay()
+            return True
+        if self._runs < _WARM_UPS:
+            self._runs += 1
+            self._function()
+        else:
+            made = graph.new(self._device)
+            made.capture(self._function)
+            made.replay()
+            self.captured = made
+        return False
+
+
+class SpeculativeStep(CapturedStep):
+    """A round of speculative decoding: some steps of a draft, and the check of what they have drafted.
+
+    `key.width` is the most positions of a check: the drafted tokens and the one behind them.
+
+    Attributes:
+        counts: [rows], int64: how many tokens are drafted, behind the end of each row. Of a draft that is not the
+            model's own, whoever drafts writes them.
+        accepted: [rows], int64: how many of them were kept in the last round.
+        times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
+            draft. Those of parts that have been captured.
+        near_ties: one int64: positions of this call where the two best tokens were as good as each other.
+    """
+
+    search: RunSearch
+
+    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
+        self._width = key.width
+        super().__init__(key, prompt, processors)
+        rows, device = key.rows, self.device
+        self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
+        self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
+        self._drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this round so far, of each row
+        self._ahead = self._state.beside(1)
+        self._ahead_seen = torch.zeros_like(self._seen)
+        self._own_ahead = [kv.view(self._ahead) for kv in self._own]
+        self._cache_ahead = cache_of(self._own_ahead, self._cross, self._bounded(self._ahead_seen))
+        self._caches = {
+            width: cache_of([kv.view(self._state.of_width(width)) for kv in self._own], self._cross,
+                            self._bounded(self._seen))
+            for width in range(1, key.width + 1)
+        }  # fmt: skip
+        vocabulary = prompt.logits.shape[-1]
+        self._draft_probabilities = torch.zeros(rows if key.samples else 0, key.width - 1, vocabulary, device=device)
+        self._made: dict[int, _Part] = {}
+        self.times: dict[int, deque[float]] = {}
+        self.acceptance: float | None = None  # what the last call has found
+        self.assistant: Any = None  # what another model drafts with on these sequences
+        self._is_first = True
+        # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
+        self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
+
+    def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
+        return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
+
+    def _bounded(self, seen: Tensor) -> SymbolicLength:
+        return SymbolicLength.of(seen, self.key.stored_capacity, self.key.stored_capacity + self.key.capacity)
+
+    @property
+    def is_captured(self) -> bool:
+        return any(part.captured is not None for part in self._made.values())
+
+    def take_over(self, other: CapturedStep) -> None:
+        assert isinstance(other, SpeculativeStep), "a step of the same kind"
+        super().take_over(other)
+        self.near_ties.copy_(other.near_ties)
+        self.times, self.acceptance = other.times, other.acceptance
+
+    def times_of(self, positions: int) -> deque[float]:
+        return self.times.setdefault(positions, deque(maxlen=_TIMES))
+
+    def seconds(self, positions: int) -> float | None:
+        """The median of a part's `times`; None as long as there are too few."""
+        known = sorted(self.times.get(positions, ()))
+        return known[len(known) // 2] if len(known) >= _ENOUGH_TIMES else None
+
+    def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
+        super().begin(prompt, fill, inputs, **options)
+        self.near_ties.zero_()
+        self._drafted.zero_()
+        # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
+        padding = prompt.span[0] if self.key.encoder is None else torch.zeros_like(prompt.span[0])
+        self._prompt_lengths = prompt.tokens.shape[1] - padding
+        self._extend_all()
+
+    def prompt_lengths(self) -> Tensor:
+        """[rows], int64: tokens of each row's prompt, without padding on the left."""
+        return self._prompt_lengths.repeat_interleave(self.key.per_input)
+
+    # ---- a round
+
+    def put_draft(self, tokens: Tensor, counts: Tensor) -> None:
+        """Tokens that others have drafted, [rows, any], and how many of each row count, [rows]; both on the host."""
+        at = self.search.length.view(-1, 1) + torch.arange(tokens.shape[1], device=self.device)
+        self.search.running_tokens.scatter_(1, at, tokens.to(self.device))
+        self.counts.copy_(counts)
+
+    def draft(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """The model itself, as it is in `context`, drafts one more token of each row."""
+        self._run_part(0, self._cache_ahead, lambda: self._draft_one(model, context))
+
+    def check(self, model: Any, drafted: int) -> None:
+        """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
+
+        Raises:
+            CannotBeCaptured: as `CapturedStep.start`.
+        """
+        width = drafted + 1
+        self._run_part(width, self._caches[width], lambda: self._check(model, width))
+
+    def _run_part(self, positions: int, cache: Cache, function: Callable[[], None]) -> None:
+        """In the very first step, where all rows are as long as each other, masks may be looked at."""
+        kvs = [layer.kv for layers in layers_in(cache) for layer in layers] if self._is_first else []
+        self._is_first = False
+        for kv in kvs:
+            kv.host_may_wait = True
+        if positions not in self._made:
+            self._made[positions] = _Part(function, self.device)
+        start = time.perf_counter()
+        if self._made[positions]():
+            self.times_of(positions).append(time.perf_counter() - start)
+        for kv in kvs:
+            kv.host_may_wait = False
+
+    # ---- what is captured
+
+    def _draft_one(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._ahead.numbers.copy_(self._state.numbers[:2] + self._drafted)
+        self._ahead_seen.copy_(self._seen + self._drafted)
+        with context():
+            logits = self._forward(model, self._cache_ahead, self._drafted, 1)
+        self._choose_draft(logits[:, -1])
+
+    def _choose_draft(self, logits: Tensor) -> None:
+        """The next drafted token, from [rows, vocabulary]."""
+        scores = self._processed_at(logits, self._drafted)
+        if self.key.samples:
+            probabilities = torch.softmax(scores, dim=-1)
+            self._draft_probabilities.index_copy_(1, self._drafted.view(1), probabilities.unsqueeze(1))
+            tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        self.search.draft(tokens, self._drafted)
+        self._drafted.add_(1)
+
+    def _check(self, model: Any, width: int) -> None:
+        search, key = self.search, self.key
+        logits = self._forward(model, self._caches[width], 0, width)
+        scores = torch.stack([self._processed_at(logits[:, step], step) for step in range(width)], dim=1)
+        drafted = search.following(1, width - 1)
+        if key.samples:
+            chosen = self._accept_sampled(scores, drafted)
+        else:
+            chosen = scores.argmax(dim=-1)
+            self.accepted.copy_(acceptance.accept_greedy(drafted, chosen, self.counts))
+        search.take_run(chosen, self.accepted)
+        if not key.samples:
+            counted = torch.arange(width, device=self.device) < search.taken.view(-1, 1)
+            self.near_ties.add_((near_ties(scores, self._products) & counted).sum())
+        self._advance_run()
+        self._drafted.zero_()
+        self._send()
+
+    def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
+        rows, width, vocabulary = scores.shape
+        probabilities = torch.softmax(scores, dim=-1)
+        is_spoilt = probabilities.isnan().any(dim=2).any(dim=1) & self.search.unfinished.view(-1)
+        self.search.is_spoilt.logical_or_(is_spoilt.any())
+        numbers = acceptance.random_numbers(rows, width - 1, vocabulary, self.device)
+        q = self._draft_probabilities[:, : width - 1] if self.key.draft.samples else None
+        accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
+        self.accepted.copy_(accepted)
+        none = torch.zeros_like(drafted[:, :1]) if width > 1 else accepted.new_zeros(rows, 1)
+        return torch.cat([drafted, none], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
+
+    def _forward(self, model: Any, cache: Any, ahead: Tensor | int, width: int) -> Tensor:
+        """[rows, width, vocabulary]: the logits behind the last token, of which the first `ahead` are left out."""
+        inputs = dict(self._inputs)
+        for name in POSITIONS:
+            if name in inputs:
+                inputs[name] = inputs[name] + ahead + torch.arange(width, device=self.device)
+        for name in ("token_type_ids",):
+            if name in inputs:
+                inputs[name] = inputs[name].expand(-1, width)
+        constants = dict(self._constants)
+        if "logits_to_keep" in constants:
+            constants["logits_to_keep"] = width
+        inputs = model.prepare_inputs_for_generation(
+            self.search.following(ahead, width),
+            next_sequence_length=width,
+            past_key_values=cache,
+            **inputs,
+            **constants,
+        )
+        with Ranges(), fused(), layers.as_they_are():
+            return model(**inputs, return_dict=True).logits[:, -width:]
+
+    def _processed_at(self, logits: Tensor, ahead: Tensor | int) -> Tensor:
+        """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
+        search, scores = self.search, logits.float()
+        if not self.processors:
+            return scores
+        start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
+        tokens = StepTokens(search.running_tokens, start, length + ahead, search.prompt, limit - start)
+        for processor in self.processors:
+            scores = processor(scores, tokens)
+        return scores
+
+    def _advance_run(self) -> None:
+        """The rows go on by what the search has taken."""
+        taken = self.search.taken.view(-1)
+        self._state.advance(None, taken)
+        self._measure()
+        for name, buffer in self._inputs.items():
+            if name in POSITIONS:
+                buffer.add_(taken.unsqueeze(1))
+        self._extend_all()
+
+    def _extend_all(self) -> None:
+        for name, mask in self._inputs.items():
+            if self._grows(name):
+                self._extend(mask)
+
+    def _extend(self, mask: Tensor) -> None:
+        """All positions that the next check may store count. What is behind a query, attention leaves out by itself."""
+        columns = torch.arange(self._width, device=self.device)
+        at = self.key.stored_capacity + self._state.position.unsqueeze(1) + columns
+        mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
+
+    def _buffer(self, name: str, first: Tensor) -> Tensor:
+        buffer = super()._buffer(name, first)
+        more = self._width - 1 if self._grows(name) else 0
+        return buffer.new_zeros(buffer.shape[0], buffer.shape[1] + more)

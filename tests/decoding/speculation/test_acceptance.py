@@ -1,0 +1,284 @@
+"""Which drafted tokens are kept: against definitions that spell it out, and the distribution of what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, random_numbers
+from tests.decoding.speculation.markov import Markov, chi_square, continuations
+
+DRAWS = 100_000
+SIGNIFICANT = 0.001
+
+
+@given(st.data(), st.integers(0, 5), st.integers(1, 6))
+@settings(max_examples=150, deadline=None)
+def test_greedy(data, k, rows):
+    """Against a loop; few tokens, so that runs of all lengths occur."""
+    tokens = st.integers(0, 1)
+    drafted = [[data.draw(tokens) for _ in range(k)] for _ in range(rows)]
+    chosen = [[data.draw(tokens) for _ in range(k + 1)] for _ in range(rows)]
+    counts = [data.draw(st.integers(0, k)) for _ in range(rows)]
+
+    def kept(row: int) -> int:
+        agree = [drafted[row][i] == chosen[row][i] for i in range(counts[row])]
+        return agree.index(False) if False in agree else counts[row]
+
+    as_tensor = torch.tensor(drafted, dtype=torch.int64).view(rows, k)
+    accepted = accept_greedy(as_tensor, torch.tensor(chosen), torch.tensor(counts))
+    assert accepted.dtype == torch.int64
+    assert accepted.tolist() == [kept(row) for row in range(rows)]
+
+
+def sampled_by_definition(drafted, q, p, count, uniform, exponential):
+    """Algorithm 1 for one row, in float64 and with divisions."""
+    for place in range(count):
+        token = drafted[place]
+        chance = q[place][token]
+        ratio = (p[place][token] / chance) if chance > 0 else (1.0 if p[place][token] > 0 else 0.0)
+        if not uniform[place] < min(1.0, ratio):
+            left = [max(a - b, 0.0) for a, b in zip(p[place], q[place], strict=True)]
+            weights = left if sum(left) > 0 else p[place]
+            break
+    else:
+        place, weights = count, p[count]
+    races = [w / e if w > 0 else -1.0 for w, e in zip(weights, exponential, strict=True)]
+    return place, races.index(max(races))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 4), st.integers(1, 5), st.integers(2, 6), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_sampled(seed, k, rows, vocabulary, deterministic):
+    """Against the algorithm, row by row, with zeros in both distributions and rows of all counts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def probabilities(*shape: int) -> torch.Tensor:
+        scores = 2 * torch.randn(*shape, generator=generator)
+        holes = torch.rand(*shape, generator=generator) < 0.3
+        holes[..., 0] = False
+        return torch.softmax(scores.masked_fill(holes, -torch.inf), dim=-1)
+
+    p, q = probabilities(rows, k + 1, vocabulary), probabilities(rows, k, vocabulary)
+    drafted = torch.randint(vocabulary, (rows, k), generator=generator)
+    counts = torch.randint(k + 1, (rows,), generator=generator)
+    uniform, exponential = random_numbers(rows, k, vocabulary, p.device, generator)
+    if deterministic:
+        q = torch.nn.functional.one_hot(drafted, vocabulary).float()
+    accepted, following = accept_sampled(drafted, None if deterministic else q, p, counts, uniform, exponential)
+    arguments = [each.double().tolist() for each in (q, p, uniform, exponential)]
+    wanted = [
+        sampled_by_definition(draft, q_, p_, count, u, e)
+        for draft, count, q_, p_, u, e in zip(drafted.tolist(), counts.tolist(), *arguments, strict=True)
+    ]
+    assert list(zip(accepted.tolist(), following.tolist(), strict=True)) == wanted
+
+
+def decide(drafted, q, p, uniform=0.5, count=None):
+    """One row with k tokens; the random numbers are the same everywhere."""
+    p = torch.tensor([p])
+    uniforms = torch.full((1, len(drafted)), uniform)
+    accepted, following = accept_sampled(
+        torch.tensor([drafted], dtype=torch.int64), None if q is None else torch.tensor(q).view(1, -1, p.shape[2]), p,
+        torch.tensor([len(drafted) if count is None else count]), uniforms, torch.ones(1, p.shape[2]),
+    )  # fmt: skip
+    return int(accepted), int(following)
+
+
+def test_corners_of_sampling():
+    half = [0.5, 0.5, 0.0]
+    # What q says cannot be drafted: kept if the model may say it, never if it may not, and no division by 0.
+    assert decide([1], [[1.0, 0.0, 0.0]], [half, half]) == (1, 0)
+    assert decide([2], [[1.0, 0.0, 0.0]], [half, half]) == (0, 1)
+    # The same distributions: all is kept, whatever the uniform number.
+    almost = 1 - 2**-24
+    assert decide([0, 1], [half, half], [half, half, [0.0, 0.0, 1.0]], uniform=almost) == (2, 2)
+    # The model gives 0 to the drafted token: never kept, not even with u = 0, and never drawn.
+    assert decide([2], [[0.0, 0.0, 1.0]], [half, half], uniform=0.0) == (0, 0)
+    assert decide([2], None, [half, half], uniform=0.0) == (0, 0)
+    # A rejection that leaves nothing of p - q: the sum of p rounds to less than 1.
+    assert decide([0], None, [[almost, 0.0, 0.0], half], uniform=almost) == (0, 0)
+    assert decide([0], [[1.0, 0.0, 0.0]], [[almost, 0.0, 0.0], half], uniform=almost) == (0, 0)
+    # What is left is tiny, and is drawn all the same.
+    assert decide([0], None, [[almost, 0.0, 1e-38], half], uniform=almost) == (0, 2)
+    assert decide([0], [[1.0, 0.0, 0.0]], [[almost, 0.0, 1e-42], half], uniform=almost) == (0, 2)
+    # No drafted token: the model's own distribution, the q of the position is not subtracted.
+    assert decide([1], [[0.0, 1.0, 0.0]], [[0.1, 0.9, 0.0], half], count=0) == (0, 1)
+    assert decide([], None, [[0.1, 0.9, 0.0]]) == (0, 1)
+    assert decide([], [], [[0.1, 0.9, 0.0]]) == (0, 1)
+
+
+def test_exponential_numbers_of_zero():
+    p = torch.tensor([[[0.5, 0.0, 0.5]]])
+    none, no_tokens = torch.empty(1, 0), torch.empty(1, 0, dtype=torch.int64)
+    for exponential, wanted in (([0.0, 0.0, 1.0], 0), ([1.0, 0.0, 0.0], 2)):
+        found = accept_sampled(no_tokens, None, p, torch.tensor([0]), none, torch.tensor([exponential]))
+        assert found[1].tolist() == [wanted]
+
+
+def test_no_rows():
+    empty = torch.empty(0, 2, dtype=torch.int64)
+    assert accept_greedy(empty, torch.empty(0, 3, dtype=torch.int64), empty[:, 0]).shape == (0,)
+    found = accept_sampled(
+        empty, torch.empty(0, 2, 5), torch.empty(0, 3, 5), empty[:, 0], torch.empty(0, 2), torch.empty(0, 5)
+    )
+    assert [each.shape for each in found] == [(0,), (0,)]
+
+
+def test_confident():
+    """Up to the first token of less than the threshold, and that token."""
+    probabilities = torch.tensor([[0.9, 0.3, 0.9], [0.1, 0.9, 0.9], [0.4, 0.4, 0.4], [0.9, 0.9, 0.1], [0.9, 0.9, 0.1]])
+    counts = torch.tensor([3, 3, 3, 3, 1])
+    assert confident(probabilities, counts, 0.4).tolist() == [2, 1, 3, 3, 1]
+    assert confident(probabilities, torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
+    assert confident(probabilities[:, :0], torch.zeros_like(counts), 0.4).tolist() == [0, 0, 0, 0, 0]
+
+
+# ---- the distribution of what comes out
+
+
+def as_it_is(last, scores):
+    return scores
+
+
+def temperature(last, scores):
+    return scores / 0.6
+
+
+def top_k(last, scores):
+    return scores.masked_fill(scores < scores.topk(2, dim=-1).values[..., -1:], -torch.inf)
+
+
+def top_p(last, scores):
+    ordered, order = (scores / 1.3).sort(dim=-1)
+    removed = ordered.softmax(-1).cumsum(-1) <= 0.2
+    return (scores / 1.3).masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -torch.inf)
+
+
+def no_repetition(last, scores):
+    """Depends on the tokens so far, as a penalty does: another set of tokens is banned at each position."""
+    return scores.scatter(-1, last, scores.gather(-1, last) - 1.5).scatter(-1, last[:, 1:], -torch.inf)
+
+
+WARPS = [as_it_is, temperature, top_k, top_p, no_repetition]
+
+
+def tables(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a model, and those of a draft that is near to it."""
+    logits, noise = torch.randn(2, *3 * [vocabulary], generator=torch.Generator().manual_seed(0))
+    return 1.5 * logits, 1.5 * logits + noise
+
+
+def models(warp, vocabulary: int) -> tuple[Markov, Markov]:
+    return tuple(Markov(logits, warp) for logits in tables(vocabulary))
+
+
+def probability_of(model, draft, method, length, k, seed=1, rows=DRAWS) -> float:
+    return chi_square(
+        continuations(model, draft, method, (0, 1), length, k, rows, seed), model.distribution((0, 1), length)
+    )
+
+
+@pytest.mark.parametrize("method", ["sampled", "greedy", "lookup", "coupled"])
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize(("vocabulary", "length", "k"), [(5, 2, 1), (3, 3, 2), (4, 3, 4)])
+def test_distribution(method, warp, vocabulary, length, k):
+    model, draft = models(warp, vocabulary)
+    assert probability_of(model, draft, method, length, k) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("method", ["sampled", "coupled"])
+@pytest.mark.parametrize("warp", WARPS)
+def test_distribution_of_a_draft_that_is_the_model(method, warp):
+    model, _ = models(warp, 4)
+    assert probability_of(model, model, method, 3, 3) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("method", ["sampled", "greedy", "coupled"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_distribution_without_common_tokens(method, shared):
+    """The draft gives nothing to tokens that the model gives something to, and the other way round."""
+    logits, drafted = tables(5)
+    logits[..., 3:] = -torch.inf
+    drafted[..., : 3 - shared] = -torch.inf
+    model, draft = Markov(logits, as_it_is), Markov(drafted, as_it_is)
+    assert probability_of(model, draft, method, 3, 3) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("differently", [(temperature, as_it_is), (top_k, top_p), (as_it_is, top_k)])
+def test_distribution_of_a_draft_with_other_options(differently):
+    model, draft = (models(warp, 4)[place] for place, warp in enumerate(differently))
+    assert probability_of(model, draft, "sampled", 3, 3) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("bug", ["soft", "raw", "unadjusted"])
+def test_that_the_test_finds_errors(bug):
+    """Mistakes of this kind are in the field's code: the test above must not pass with them."""
+    model, draft = models(temperature, 4)
+    assert probability_of(model, draft, bug, 3, 3) < 1e-9
+
+
+def test_that_the_test_is_fair():
+    """Plain draws pass as often as they should: the values are spread over [0, 1], not near to 1."""
+    probabilities = models(as_it_is, 3)[0].distribution((0, 1), 3)
+    generator = torch.Generator().manual_seed(0)
+    found = sorted(
+        chi_square(torch.bincount(draws, minlength=27), probabilities)
+        for draws in torch.multinomial(probabilities, 200 * 5000, True, generator=generator).view(200, 5000)
+    )
+    assert all(abs(value - (place + 0.5) / 200) < 0.12 for place, value in enumerate(found))
+
+
+def test_a_near_draft_is_accepted_often():
+    """As often as both distributions agree: 1 less half of their distance (Leviathan et al., Theorem 3.5)."""
+    model, draft = models(temperature, 4)
+    last = torch.tensor([[0, 1]]).expand(DRAWS, -1)
+    generator = torch.Generator().manual_seed(3)
+    p, q = model.of(model.warped, last), draft.of(draft.warped, last)
+    drafted = torch.multinomial(q, 1, generator=generator)
+    numbers = random_numbers(DRAWS, 1, 4, p.device, generator)
+    accepted, _ = accept_sampled(
+        drafted, q[:, None], torch.stack([p, p], 1), torch.ones(DRAWS, dtype=torch.int64), *numbers
+    )
+    wanted = float(torch.minimum(p[0], q[0]).sum())
+    assert 0.1 < wanted < 0.95
+    assert abs(float(accepted.double().mean()) - wanted) < 5 * (wanted * (1 - wanted) / DRAWS) ** 0.5
+
+
+# ---- in a captured step
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("k", [0, 3])
+def test_in_a_program(k, deterministic):
+    """Recorded once, and executed on other numbers in the same memory: nothing is read by the host."""
+    rows, vocabulary = 4, 6
+    drafted, counts = torch.zeros(rows, k, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    chosen = torch.zeros(rows, k + 1, dtype=torch.int64)
+    q, p = torch.ones(rows, k, vocabulary) / vocabulary, torch.ones(rows, k + 1, vocabulary) / vocabulary
+    numbers = torch.zeros(rows, k), torch.ones(rows, vocabulary)
+    results = torch.zeros(3, rows, dtype=torch.int64)
+
+    def step() -> None:
+        found = accept_sampled(drafted, None if deterministic else q, p, counts, *numbers)
+        for result, each in zip(results, (*found, accept_greedy(drafted, chosen, counts)), strict=True):
+            result.copy_(each)
+
+    program = Program()
+    program.capture(step)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        drafted.random_(0, vocabulary, generator=generator)
+        chosen.random_(0, vocabulary, generator=generator)
+        counts.random_(0, k + 1, generator=generator)
+        for probabilities in (q, p):
+            probabilities.copy_(torch.softmax(2 * torch.randn(probabilities.shape, generator=generator), -1))
+        numbers[0].uniform_(generator=generator)
+        numbers[1].exponential_(generator=generator)
+        program.replay()
+        found = results.clone()
+        step()
+        assert torch.equal(found, results)

@@ -1,0 +1,310 @@
+"""How many tokens are drafted: formulas against definitions, and simulated calls, whose time is counted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
+
+# What FastGen takes for SmolLM2 on a CPU, relative to a plain step: the rows of a product, and a step in 8 bits.
+VERIFY = {1: 1.0, 2: 1.08, 5: 1.2, 8: 1.45, 16: 1.9, 32: 3.2, 64: 6.0}
+INT8 = {1: 0.3, 4: 0.4, 16: 0.8}
+# For prompts of which nothing is known.
+PLAIN = 0.97
+
+
+def seconds(verify, draft, rows: int, k: int) -> float:
+    return Costs(verify, draft).steps(rows, k)[k]
+
+
+class Call:
+    """A call of `generate` whose drafted tokens are accepted with probabilities that are given.
+
+    Args:
+        acceptance: by row and number of tokens so far.
+        truth: seconds of a step by rows and k; what the tables say where nothing is given.
+        found: tokens that a draft without a model finds, by a random number; everything where nothing is given.
+    """
+
+    def __init__(
+        self, acceptance: Callable[[int, int], float], rows: int = 1, tokens: int = 128, draft=INT8, seed: int = 0,
+        truth=None, found=None,
+    ) -> None:  # fmt: skip
+        self.acceptance, self.rows, self.tokens, self.draft = acceptance, rows, tokens, draft
+        self.truth = truth or (lambda rows, k: seconds(VERIFY, draft, rows, k))
+        self.found, self.random, self.lengths = found, random.Random(seed), []
+
+    def run(self, schedule, timed: bool = False) -> float:
+        """How many times as fast as without drafts."""
+        generated, time, plain = [0] * self.rows, 0.0, 0.0
+        while left := [row for row in range(self.rows) if generated[row] < self.tokens]:
+            available = None if self.found is None else [self.found(self.random) for _ in left]
+            k = schedule.choose(left, self.tokens - min(generated[row] for row in left) - 1, available)
+            drafted = [k] * len(left) if available is None else [min(k, there) for there in available]
+            accepted = [self.accepted(row, generated[row], count) for row, count in zip(left, drafted, strict=True)]
+            took = self.truth(len(left), k)
+            time += took
+            schedule.observe(left, k, drafted, accepted, took if timed else None)
+            for row, count in zip(left, accepted, strict=True):
+                generated[row] += 1 + count
+            self.lengths.append(k)
+        plain = self.tokens * self.truth(self.rows, 0)
+        return plain / time
+
+    def accepted(self, row: int, done: int, count: int) -> int:
+        kept = 0
+        while kept < count and self.random.random() < self.acceptance(row, done + kept):
+            kept += 1
+        return kept
+
+
+def new(rows: int = 1, draft=INT8, most: int = 8, tokens: int = 128, **options) -> DraftLength:
+    return DraftLength(Costs(VERIFY, draft), rows, most, horizon=min(64, tokens), **options)
+
+
+# ---- costs
+
+
+def test_costs():
+    costs = Costs({1: 1.0, 4: 4.0, 8: 4.4}, {1: 0.5, 3: 0.7})
+    assert costs.steps(1, 3) == pytest.approx([1.0, 2.5, 4.0, 5.5])
+    assert costs.steps(2, 3) == pytest.approx([2.0, 4.6, 1.2 + 4.2, 1.8 + 4.4])
+    assert costs.steps(4, 2)[2] == pytest.approx(2 * 0.8 + 4.8)
+    assert Costs({2: 1.0}).steps(7, 2) == [1.0, 1.0, 1.0]
+    assert Costs({2: 1.0, 3: 3.0}).steps(1, 0) == [1.0]  # not -1
+
+
+@pytest.mark.parametrize("verify, draft", [({}, None), ({1: 0.0}, None), ({0: 1.0}, None), ({1: 1.0}, {1: -1.0})])
+def test_costs_that_cannot_be(verify, draft):
+    with pytest.raises(ValueError, match="all positive"):
+        Costs(verify, draft)
+
+
+def test_observed_costs():
+    costs = Costs({1: 1.0, 8: 1.0})
+    for _ in range(50):
+        costs.observe(1, 0, 1.5)
+        costs.observe(1, 4, 3.0)
+    assert costs.steps(1, 4) == pytest.approx([1.5, 1.5, 1.5, 3.0, 3.0], rel=1e-3)
+    costs.observe(1, 4, 1000.0)  # the machine did something else
+    assert costs.steps(1, 4)[4] < 4.0
+
+
+# ---- choices
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=5), st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    st.booleans(), st.integers(1, 6),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_the_choice_gives_most_tokens_per_second(rates, available, limited, most):
+    """Against the formula, row by row, where losses are no concern."""
+    rows = list(range(len(rates)))
+    chooser = DraftLength(Costs(VERIFY, INT8), len(rates), most, tolerance=1e9)
+    chooser._rate = lambda row: min(rates[row], 0.995)
+    available = available[: len(rates)] if limited else None
+
+    def per_second(k: int) -> float:
+        tokens = 0.0
+        for row in rows:
+            a, length = chooser._rate(row), k if available is None else min(k, available[row])
+            tokens += (1 - a ** (length + 1)) / (1 - a)
+        return tokens / seconds(VERIFY, INT8, len(rows), k)
+
+    choice = chooser.choose(rows, available=available)
+    limit = most if available is None else min(most, max(available))
+    assert choice <= limit
+    assert per_second(choice) == pytest.approx(max(map(per_second, range(limit + 1))), rel=1e-9)
+
+
+def test_limits():
+    chooser = new(2, acceptance=0.95)
+    assert chooser.choose([0, 1]) > 2
+    assert chooser.choose([0, 1], most=2) == 2
+    assert chooser.choose([0, 1], available=[0, 1]) <= 1
+    assert chooser.choose([0, 1], most=0) == chooser.choose([0, 1], most=-1) == 0
+    assert chooser.choose([0, 1], available=[0, 0]) == chooser.choose([]) == 0
+
+
+def test_rows_leave():
+    chooser = new(3)
+    for _ in range(6):
+        chooser.observe([0, 1, 2], 4, [4, 4, 4], [0, 4, 0])
+    chooser.keep([1, 2])
+    assert chooser._rate(0) > 0.8 > 0.4 > chooser._rate(1)
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize("rate", [0.7, 0.85, 0.95, 0.99])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("draft", [INT8, None])
+def test_gains(rate, rows, draft):
+    """Nearly what the best fixed length gains, which no one knows beforehand."""
+    calls = range(10)
+    ours = sum(Call(lambda *_: rate, rows, draft=draft, seed=s).run(new(rows, draft)) for s in calls)
+    best = max(
+        sum(Call(lambda *_: rate, rows, draft=draft, seed=s).run(Schedule(k)) for s in calls)
+        for k in (1, 2, 3, 4, 6, 8)
+    )
+    assert ours > 0.92 * best
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("draft", [INT8, None, {1: 0.9}])
+def test_never_slower(rate, rows, draft):
+    """Whatever was expected. A single call, not an average."""
+    for tokens, expected, seed in itertools.product((40, 64, 200), (0.3, 0.7, 0.99), range(2)):
+        chooser = new(rows, draft, tokens=tokens, acceptance=expected)
+        assert Call(lambda *_: rate, rows, tokens, draft, seed).run(chooser) > PLAIN
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_adapts(rows):
+    """Drafts become good, and bad again, within a call; each row at another time."""
+
+    def changing(row: int, done: int) -> float:
+        return 0.95 if 300 <= done + 20 * row < 600 else 0.0
+
+    assert Call(changing, rows, tokens=900).run(new(rows)) > (1.1 if rows == 1 else 1.0)
+    for good_first in (True, False):
+        call = Call(lambda row, done, first=good_first: 0.95 * ((done < 300) == first), rows, tokens=600)
+        assert call.run(new(rows)) > (1.15 if rows == 1 else 1.05)
+
+
+def test_one_row_of_many():
+    """The drafts of one row suit, the others' do not: it is not worth while, but with few rows."""
+    few = Call(lambda row, _: 0.97 * (row == 0), 2, draft=None)
+    assert few.run(new(2, None)) > PLAIN
+    many = Call(lambda row, _: 0.97 * (row == 0), 16)
+    assert many.run(new(16)) > PLAIN
+    assert sum(many.lengths) / len(many.lengths) < 0.5
+
+
+def test_probes_are_rare():
+    call = Call(lambda *_: 0.0, tokens=4000)
+    assert call.run(new(acceptance=0.9)) > 0.98
+    tried = [place for place, k in enumerate(call.lengths) if k and place > 20]
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    # At first the tolerance limits them, then the intervals double.
+    assert min(gaps) > 20 and 100 < gaps[-1] < 200
+    assert 10 < len(tried) < 50
+
+
+def test_drafts_that_are_seldom_there():
+    """Steps for which nothing was found are no steps without drafts by choice, and nothing is learned from them."""
+    call = Call(lambda *_: 0.9, draft=None, found=lambda random: 8 * (random.random() < 0.1), tokens=500)
+    assert call.run(new(draft=None)) > 1.2
+    assert all(k == 0 or k > 2 for k in call.lengths)
+
+
+def test_acceptance_is_handed_on():
+    """What a call has found is where the next one begins."""
+    first = new(acceptance=0.95)
+    Call(lambda *_: 0.0).run(first)
+    assert first.acceptance < 0.3
+    second = Call(lambda *_: 0.0)
+    assert second.run(new(acceptance=first.acceptance)) > 0.98
+    assert second.lengths[0] == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_tables_that_are_wrong(rate):
+    """Verifying takes three times what the table says: times that are observed put it right."""
+
+    def truth(rows: int, k: int) -> float:
+        return seconds(VERIFY, INT8, rows, k) * (3.0 if k else 1.0)
+
+    costs, speeds = Costs(VERIFY, INT8), []
+    for seed in range(6):
+        chooser = DraftLength(costs, 1, 8, acceptance=rate)
+        speeds.append(Call(lambda *_: rate, tokens=300, truth=truth, seed=seed).run(chooser, timed=True))
+    assert speeds[-1] > PLAIN
+    assert sum(speeds) / len(speeds) > 0.95
+
+
+def test_timings_that_vary():
+    """Timings off by a third to either side, and sometimes by a factor of five, and a context that makes all slower."""
+    noise, steps = random.Random(1), [0]
+
+    def truth(rows: int, k: int) -> float:
+        steps[0] += 1
+        return (
+            seconds(VERIFY, INT8, rows, k)
+            * (1 + steps[0] / 200)
+            * noise.uniform(0.7, 1.3)
+            * noise.choice([1] * 30 + [5])
+        )
+
+    call = Call(lambda *_: 0.95, tokens=1000)
+    spent, chooser = 0.0, new()
+    call.truth = truth
+    call.run(chooser, timed=True)
+    # Counted with true times: noise and context are the same for a plain call.
+    spent = sum(seconds(VERIFY, INT8, 1, k) for k in call.lengths)
+    assert 1000 / spent > 1.5
+
+
+def test_plain_steps_are_measured_again():
+    """The context makes plain steps slower, which steps with drafts do not show."""
+    call = Call(lambda *_: 1.0, tokens=3000)
+    call.run(new(acceptance=0.95), timed=True)
+    plain = [place for place, k in enumerate(call.lengths) if k == 0]
+    assert len(call.lengths) / 80 < len(plain) < len(call.lengths) / 50
+    call = Call(lambda *_: 1.0, tokens=3000)
+    call.run(new(acceptance=0.95))
+    assert 0 not in call.lengths[:-1]
+
+
+# ---- the library's schedules
+
+
+def test_schedules():
+    constant, heuristic = Schedule(5), Schedule(5, "heuristic")
+    for schedule in (constant, heuristic):
+        assert schedule.choose([0]) == 5 and schedule.choose([0], most=3) == 3 and schedule.choose([]) == 0
+        assert schedule.choose([0], most=0) == 0 and schedule.choose([0, 1], available=[1, 2]) == 2
+        schedule.observe([0], 5, [5], [5])
+    assert (constant.length, heuristic.length) == (5, 7)
+    heuristic.observe([0], 3, [3], [3])  # less than it might have been: the sequence was nearly full
+    assert heuristic.length == 9
+    heuristic.observe([0, 1], 9, [9, 4], [9, 3])
+    assert heuristic.length == 8
+    heuristic.observe([0, 1], 8, [8, 0], [8, 0])
+    assert heuristic.length == 10
+    heuristic.observe([0], 0, [0], [0])
+    assert heuristic.length == 10
+    for _ in range(20):
+        heuristic.observe([0], 1, [1], [0])
+    assert heuristic.length == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=20),
+    st.sampled_from(["heuristic", "heuristic_transient", "constant"]),
+)
+@settings(max_examples=50)
+def test_schedules_are_the_librarys(steps, name):
+    library = pytest.importorskip("transformers.generation.candidate_generator")
+    from types import SimpleNamespace
+
+    generator = library.AssistedCandidateGenerator.__new__(library.AssistedCandidateGenerator)
+    generator.num_assistant_tokens = 5
+    generator.assistant_generation_config = SimpleNamespace(
+        num_assistant_tokens_schedule=name, assistant_confidence_threshold=None
+    )
+    ours = Schedule(5, name)
+    for drafted, accepted in steps:
+        accepted = min(drafted, accepted)
+        generator.update_candidate_strategy(None, [range(drafted + 1)], accepted)
+        ours.observe([0], drafted, [drafted], [accepted])
+        assert ours.length == generator.num_assistant_tokens

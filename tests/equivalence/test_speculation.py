@@ -1,0 +1,288 @@
+"""Speculative decoding against the original code: the same tokens, whatever drafts, and however much of it is right."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding import layers
+from fastgen.ops import dot_linear, linear
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from tests import near_ties
+from tests.equivalence.models import BY_NAME, EOS, LONG, SHORT
+from tests.equivalence.others import OTHERS
+
+KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
+GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
+DECODERS = ["llama", "gpt2", "bloom", "qwen2", "gemma", "opt", "gpt-neox", "mixtral"]
+WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
+
+
+@pytest.fixture(autouse=True)
+def steps_at_once(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Steps are recorded in the first call, and layers of any size draft in few bits."""
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
+    )
+    graph_cache.drop_all()
+    fastgen.reset_stats()
+    yield
+    fastgen.enable(self_speculation="off")
+    graph_cache.drop_all()
+
+
+@pytest.fixture
+def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds draft different numbers of tokens, none among them, whatever that gains."""
+    lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
+
+    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+        chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
+        if available is not None:
+            return min(length for length in LENGTHS if length >= chosen)
+        return max(length for length in LENGTHS if length <= chosen)
+
+    monkeypatch.setattr(Pace, "choose", choose)
+
+
+def counts() -> dict[str, int]:
+    return {"accelerated": 0, "accepted": 0, "drafted": 0, "checks": 0} | fastgen.stats().get(ENTRY_POINT, {})
+
+
+def assert_speculates(calls: int) -> None:
+    found = counts()
+    assert found["accelerated"] == calls, fastgen.stats()
+    assert not found.get("not used"), found
+
+
+def disturbed(model: Any, spread: float) -> Any:
+    """A model that mostly says the same."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: Any) -> None:
+    """The call gives the tokens of the original code without a draft; near-ties are looked at as elsewhere."""
+
+    def run() -> Any:
+        asked = draft if fastgen.patching.is_active() else {}
+        return model.generate(**copy.deepcopy(inputs), **{**options, **asked})
+
+    near_ties.check(run)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_own_weights(name: str, batch: int, any_lengths: None) -> None:
+    family = KNOWN[name]
+    model = family.build()
+    fastgen.enable(self_speculation="int8")
+    for length in (LONG, SHORT, LONG):
+        same(model, family.make_inputs(batch, length), GREEDY)
+    assert_speculates(3)
+    assert counts()["accepted"] > 0.5 * counts()["drafted"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bart", "t5"])
+def test_own_weights_in_4_bits_chosen_by_what_it_gains(name: str) -> None:
+    family = KNOWN[name]
+    fastgen.enable(self_speculation="int4")
+    for batch in (2, 2, 5):
+        same(family.build(), family.make_inputs(batch), GREEDY)
+    assert_speculates(3)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
+def test_prompt_lookup(name: str, any_lengths: None) -> None:
+    """The library refuses batches."""
+    family = KNOWN[name]
+    for batch, tokens in ((1, 3), (3, 8), (3, 8)):
+        same(family.build(), family.make_inputs(batch, SHORT), GREEDY, prompt_lookup_num_tokens=tokens)
+    assert_speculates(3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "opt"])
+def test_early_exit(name: str, any_lengths: None) -> None:
+    family = KNOWN[name]
+    for batch in (1, 3, 3):
+        same(family.build(), family.make_inputs(batch), GREEDY, assistant_early_exit=1)
+    assert_speculates(3)
+    assert counts()["drafted"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "qwen2", "opt"])
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+def test_assistant(name: str, spread: float, any_lengths: None) -> None:
+    family = KNOWN[name]
+    model = family.build()
+    assistant = disturbed(model, spread)
+    for batch, length in ((1, LONG), (3, SHORT), (3, LONG)):
+        same(model, family.make_inputs(batch, length), GREEDY, assistant_model=assistant)
+    assert_speculates(3)
+    found = counts()
+    # What the same model drafts is right, but for what comes behind the end of a sequence or a row that is behind.
+    assert found["accepted"] > (0.6 if spread == 0.0 and name != "bloom" else 0.1) * found["drafted"] > 0
+
+
+def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
+    family = KNOWN["llama"]
+    model = family.build()
+    inputs = family.make_inputs(3)
+    options = {**GREEDY, "eos_token_id": None}
+    for _ in range(3):
+        same(model, inputs, options, assistant_model=copy.deepcopy(model))
+    assert counts()["accepted"] == counts()["drafted"] > 0
+
+
+@pytest.mark.parametrize("padding", ["left", "right", None])
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_padding(name: str, padding: str | None, any_lengths: None) -> None:
+    family = KNOWN[name]
+    fastgen.enable(self_speculation="int8")
+    for _ in range(2):
+        same(family.build(), family.make_inputs(4, LONG, padding), GREEDY)
+    assert counts()["accelerated"] + len(counts().get("not used", {})) == 2 or padding == "right"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 15},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[7], [9, 11]]},
+        {"suppress_tokens": [5, 6], "begin_suppress_tokens": [8]},
+        {"exponential_decay_length_penalty": (5, 1.2)},
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 80},
+        {"eos_token_id": list(range(2, 30))},
+        {"num_return_sequences": 1, "forced_eos_token_id": EOS},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
+    family = KNOWN[name]
+    fastgen.enable(self_speculation="int8")
+    for _ in range(2):
+        same(family.build(), family.make_inputs(3), {**GREEDY, **options})
+    assert_speculates(2)
+
+
+def test_returned_cache(any_lengths: None) -> None:
+    """With that of several sequences, nothing is drafted: the library stores what follows the end of a sequence."""
+    family = KNOWN["llama"]
+    fastgen.enable(self_speculation="int8")
+    for batch in (1, 1, 3):
+        same(family.build(), family.make_inputs(batch), {**GREEDY, "return_dict_in_generate": True})
+    assert counts()["accelerated"] == 2
+    assert counts()["not used"] == {"a returned cache of several sequences": 1}
+
+
+def test_a_changed_weight_is_drafted_with(any_lengths: None) -> None:
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    fastgen.enable(self_speculation="int8")
+    for _ in range(3):
+        same(model, family.make_inputs(2), GREEDY)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.0)
+    assert counts()["accepted"] > 0.5 * counts()["drafted"] > 0
+
+
+def test_what_is_left_to_others() -> None:
+    """Beams, streamers and scores: the tokens are those of the library all the same."""
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(2)
+    fastgen.enable(self_speculation="int8")
+    same(model, inputs, {**GREEDY, "num_beams": 3})
+    same(model, inputs, {**GREEDY, "output_scores": True, "return_dict_in_generate": True})
+    assert counts()["accelerated"] == 0
+    fastgen.enable(self_speculation="off")
+    one = family.make_inputs(1)
+    for options in ({"output_logits": True, "return_dict_in_generate": True}, {"stop_strings": None, "max_time": 60.0}):
+        same(model, one, {**GREEDY, **options}, prompt_lookup_num_tokens=3)
+    assert counts()["accelerated"] == 0
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 2}
+
+
+def test_random_calls() -> None:
+    """Models, batches, lengths, paddings and drafts drawn at random, several calls of a model in a row."""
+    draw = random.Random(11)
+    for name in ("llama", "bart", "opt", "gpt2"):
+        family = KNOWN[name]
+        for _ in range(5):
+            fastgen.enable(self_speculation=draw.choice(["off", "int8", "int4"]))
+            inputs = family.make_inputs(draw.choice([1, 2, 3, 5]), draw.choice([1, 9, 15, LONG]))
+            options = {**GREEDY, "max_new_tokens": draw.choice([9, 20, 40])}
+            draft = {"prompt_lookup_num_tokens": 4} if draw.random() < 0.3 else {}
+            same(family.build(), inputs, options, **draft)
+
+
+@pytest.mark.parametrize("how", ["own weights", "lookup", "assistant"])
+def test_sampling_has_the_distribution_of_the_model(how: str, any_lengths: None) -> None:
+    """Frequencies of the first tokens against those of the unpatched library (chi-square, p > 0.001)."""
+    family = KNOWN["llama"]
+    model = family.build()
+    inputs = {name: value.expand(40, -1).contiguous() for name, value in family.make_inputs(1, SHORT).items()}
+    options = {"do_sample": True, "top_k": 3, "temperature": 0.9, "max_new_tokens": 9, "eos_token_id": None,
+               "repetition_penalty": 1.1}  # fmt: skip
+    draft: dict[str, Any] = {}
+    if how == "lookup":
+        draft = {"prompt_lookup_num_tokens": 4}
+    elif how == "assistant":
+        draft = {"assistant_model": disturbed(model, 0.05)}
+
+    def sample(calls: int, **asked: Any) -> dict[tuple[int, ...], int]:
+        found: dict[tuple[int, ...], int] = {}
+        for seed in range(calls):
+            torch.manual_seed(seed)
+            for row in model.generate(**inputs, **options, **asked)[:, SHORT : SHORT + 3].tolist():
+                found[tuple(row)] = found.get(tuple(row), 0) + 1
+        return found
+
+    with fastgen.disabled():
+        plain = sample(100)
+    fastgen.enable(self_speculation="int8" if how == "own weights" else "off")
+    drafted = sample(100, **draft)
+    assert counts()["accelerated"] == 100 and counts()["accepted"] > 0
+    assert chi_square(plain, drafted) > 0.001
+
+
+def chi_square(one: dict[Any, int], other: dict[Any, int]) -> float:
+    """The probability that two samples of one distribution differ as much as these, or more."""
+    columns = [(one.get(key, 0), other.get(key, 0)) for key in sorted({*one, *other})]
+    often = [column for column in columns if sum(column) >= 10]
+    rare = [column for column in columns if sum(column) < 10]
+    if rare:
+        often.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
+    assert len(often) > 3
+    table = torch.tensor(often, dtype=torch.float64)
+    expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
+    statistic = ((table - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(often) - 1) / 2.0, dtype=torch.float64), statistic / 2))
+
+
+def test_chi_square_tells_distributions_apart() -> None:
+    one, other = {1: 500, 2: 300, 3: 150, 4: 50}, {1: 400, 2: 350, 3: 180, 4: 70}
+    assert chi_square(one, one) > 0.99 and chi_square(one, other) < 0.001
