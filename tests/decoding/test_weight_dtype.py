@@ -235,20 +235,6 @@ def test_layers_that_are_more_than_their_weight_are_left_alone(precision: str) -
         assert _precisions(model) == [None] * len(strange) + [precision]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_layers_in_half_precision(precision: str, dtype: torch.dtype, packed: list[str]) -> None:
-    _skip_without(precision)
-    if not quantized_linear._is_in_groups(precision):
-        pytest.skip("for matrix registers, which are for float32")
-    fastgen.enable(weight_dtype=precision)
-    model, x = nn.Sequential(nn.Linear(40, 40)).to(dtype), torch.randn(2, 40).to(dtype)
-    plain = model(x)
-    with FastLayers.of(model, KINDS):
-        found = model(x)
-    assert packed == [precision] and found.dtype is dtype and _is_near(found.float(), plain.float())
-
-
 def test_hooks_run(precision: str) -> None:
     model, seen = nn.Sequential(nn.Linear(40, 40)), []
     model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))

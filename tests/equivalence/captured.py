@@ -16,7 +16,8 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import graph_cache, loop
+from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.models import BY_NAME, Family
 from tests.equivalence.others import OTHERS
 from tests.recorded_graph import RecordedGraph

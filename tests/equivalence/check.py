@@ -11,7 +11,8 @@ import torch
 import fastgen
 from fastgen import settings
 from fastgen.decoding.captured import graph
-from fastgen.optimizer.transformers.captured import graph_cache, loop
+from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.captured import graph_cache
 from tests import near_ties
 from tests.near_ties import assert_same  # noqa: F401  (for the tests)
 

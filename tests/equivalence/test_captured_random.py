@@ -15,7 +15,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
-from fastgen.optimizer.transformers.captured import decoding, graph_cache, loop
+from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from tests.equivalence.captured import BY_RELEASE, reasons
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY

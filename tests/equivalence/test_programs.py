@@ -21,7 +21,8 @@ from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import dot_linear, linear, quantized_linear
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import decoding, graph_cache, loop
+from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from tests.equivalence.captured import BEAMS, BY_RELEASE, FAMILIES, GREEDY, KNOWN, build, captures, every, reasons
 from tests.equivalence.check import accelerated, check, run
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED

@@ -31,7 +31,7 @@ def patches() -> list[Patch]:
     scores = "self input_ids scores"
     call = "inputs generation_config streamer assistant_model custom_generate kwargs"
     prefill = "self input_ids generation_config model_kwargs is_first_iteration"
-    loop = ("captured.loop:decode", has("input_ids logits_processor stopping_criteria generation_config"))
+    loop = ("loop:decode", has("input_ids logits_processor stopping_criteria generation_config"))
     return [
         hook(
             "modeling_utils",
