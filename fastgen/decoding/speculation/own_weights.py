@@ -25,7 +25,7 @@ class OwnWeights:
     """Copies of the weights of a model's linear layers in few bits.
 
     Args:
-        model: weights that are not plain parameters in float32, bfloat16 or float16 on the CPU are left out.
+        model: weights that are not plain parameters in float32, bfloat16 or float16 are left out.
         kinds: the classes of linear layers, and whether their weight is stored by inputs.
         precision: "int8" or "int4".
         group_size: inputs that share a scale.
@@ -43,13 +43,13 @@ class OwnWeights:
         packed: dict[int, object] = {}  # tied weights are packed once
         for module in model.modules():
             transposed = kinds.get(type(module))
-            if transposed is None or not is_plain(module, module.weight.dtype):
+            if transposed is None or not is_plain(module, module.weight.dtype, model.device.type):
                 continue
             weight = module._parameters["weight"]
             if (
                 weight is None
                 or weight.numel() < layers.MIN_QUANTISED
-                or weight.dtype not in quantized_linear.types(precision)
+                or weight.dtype not in quantized_linear.types(precision, weight.device)
             ):
                 continue
             if id(weight) not in packed:

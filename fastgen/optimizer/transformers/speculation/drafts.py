@@ -80,8 +80,6 @@ class OwnWeightsDraft(_OwnModelDraft):
     """The model with its own weights in few bits."""
 
     def __init__(self, model: Any, precision: str, group_size: int) -> None:
-        if model.device.type != "cpu":
-            raise CannotBeCaptured("a draft with weights in few bits needs a CPU")
         self._model, self._form = model, (precision, group_size)
         self._weights: OwnWeights | None = None
 
