@@ -54,4 +54,14 @@ def _summary(report: RunReport) -> str:
         f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
         f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
         + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
+        + _drafts(report.fastgen.get("stats", {}).get("transformers.speculation", {}))
     )
+
+
+def _drafts(counts: dict[str, int]) -> str:
+    """What came of drafted tokens, if there were any."""
+    if not counts.get("drafted"):
+        return ""
+    drafted, accepted, checks = (counts[name] for name in ("drafted", "accepted", "checks"))
+    share, each = f"{100 * accepted / drafted:.1f} %", f"{accepted / checks:.2f}"
+    return f"\n{drafted} tokens drafted, {share} of them accepted, {each} in each of {checks} checks"

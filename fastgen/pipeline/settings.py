@@ -255,6 +255,11 @@ class RunOptions(DataOptions):
         free=True,
     )
     seed: int = option(42, "seed for sampling (default: 42)")
+    self_speculation: str = option(
+        lambda: switches.current().self_speculation,
+        "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
+        "kernels are chosen by measurements then",
+    )
 
     reference: str | None = option(
         None, "file of references, a line each", "--reference-path", group="scores", free=True
@@ -284,6 +289,13 @@ class RunOptions(DataOptions):
 
     def written_beside(self) -> dict[str, str | None]:
         return {"the score path": self.score_path} | super().written_beside()
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        drafts = {"self_speculation": self.self_speculation}
+        if self.self_speculation != "off" and "linear_products" not in switches.current().explicit:
+            drafts["linear_products"] = "measured"  # or no step is captured
+        return super().weights | drafts
 
     @property
     def to_text(self) -> bool:
