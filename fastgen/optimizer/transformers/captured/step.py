@@ -153,6 +153,11 @@ class CapturedStep:
         return bool(self._graphs)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be captured, so that what fails may work the next time."""
+        return self.is_captured
+
+    @property
     def nbytes(self) -> int:
         """Of K and V; the rest is small."""
         return sum(kv.nbytes for kv in (*self._own, *self._cross))

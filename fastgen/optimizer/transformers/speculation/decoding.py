@@ -43,6 +43,8 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a returned cache of several sequences")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
+        if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
+            raise CannotBeCaptured("a model whose results depend on what else is in the batch")
 
     def _steps_to_record_for(self) -> int | None:
         return None if self._draft.asked_for else super()._steps_to_record_for()
@@ -63,6 +65,11 @@ class SpeculativeDecoding(Decoding):
     def eos(self) -> tuple[int, ...]:
         """Tokens that end a sequence."""
         return self._eos
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return int(self._prompt.logits.shape[-1])
 
     @property
     def fill(self) -> int:
