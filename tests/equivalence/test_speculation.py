@@ -332,6 +332,7 @@ def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> 
     model = type(family.build())(config).eval()
     enliven(model, family.weights)
     model.generation_config = copy.deepcopy(family.build().generation_config)
+    model.generation_config.eos_token_id = None
     fastgen.enable(self_speculation="int4")
     for _ in range(2):
         same(model, family.make_inputs(5), {**GREEDY, "max_new_tokens": 31, "eos_token_id": None})

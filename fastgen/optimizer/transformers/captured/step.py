@@ -69,7 +69,7 @@ class Key:
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
-    draft: Hashable = None  # what drafts, where a step checks what is drafted; its width is the most that it checks
+    draft: Any = None  # hashable: what drafts, where a step checks what is drafted; its width is the most that it checks
 
     @property
     def rows(self) -> int:

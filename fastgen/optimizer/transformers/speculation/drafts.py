@@ -96,8 +96,9 @@ class OwnWeightsDraft(_OwnModelDraft):
         graph_cache.forget(self._model, self._is_old)
 
     def _is_old(self, key: Any) -> bool:
-        kind = key.draft.kind if key.draft is not None else ()
-        return kind[0] == self.kind[0] and kind[-1] != self.kind[-1] if kind else False
+        kind: Any = key.draft.kind if key.draft is not None else ()
+        own: Any = self.kind
+        return bool(kind) and kind[0] == own[0] and kind[-1] != own[-1]
 
     def _context(self) -> AbstractContextManager[Any]:
         assert self._weights is not None, "begin comes first"
