@@ -69,7 +69,8 @@ class Key:
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
-    draft: Any = None  # hashable: what drafts, where a step checks what is drafted; its width is the most that it checks
+    # Hashable: what drafts, where a step checks what is drafted; its width is the most that it checks.
+    draft: Any = None
 
     @property
     def rows(self) -> int:
