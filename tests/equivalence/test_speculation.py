@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import fastgen
 from fastgen.decoding import layers
+from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.ops import dot_linear, linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from tests import near_ties
-from tests.equivalence.models import BY_NAME, EOS, LONG, SHORT
+from tests.equivalence.models import BY_NAME, EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.others import OTHERS
 
 KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
@@ -286,3 +290,160 @@ def chi_square(one: dict[Any, int], other: dict[Any, int]) -> float:
 def test_chi_square_tells_distributions_apart() -> None:
     one, other = {1: 500, 2: 300, 3: 150, 4: 50}, {1: 400, 2: 350, 3: 180, 4: 70}
     assert chi_square(one, one) > 0.99 and chi_square(one, other) < 0.001
+
+
+@pytest.mark.parametrize("draft", ["own weights", "assistant"])
+def test_a_model_is_freed(draft: str) -> None:
+    """What is recorded keeps neither the model nor its assistant."""
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    assistant = copy.deepcopy(model) if draft == "assistant" else None
+    fastgen.enable(self_speculation="off" if assistant is not None else "int8")
+    for _ in range(3):
+        model.generate(**family.make_inputs(2), **GREEDY, assistant_model=assistant)
+    assert_speculates(3)
+    references = [weakref.ref(each) for each in (model, assistant) if each is not None]
+    del model, assistant
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_steps_with_weights_of_before_are_freed(any_lengths: None) -> None:
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    fastgen.enable(self_speculation="int8")
+    for _ in range(3):
+        model.generate(**family.make_inputs(2), **GREEDY)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.1)
+    assert len(graph_cache._models[model].steps) == 1
+
+
+def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is ahead of others drafts behind its limit, where the model may have no position."""
+
+    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+        return max(length for length in LENGTHS if length <= most)
+
+    monkeypatch.setattr(Pace, "choose", choose)
+    family = KNOWN["whisper"]
+    config = copy.deepcopy(family.build().config)
+    config.max_target_positions = 32
+    model = type(family.build())(config).eval()
+    enliven(model, family.weights)
+    model.generation_config = copy.deepcopy(family.build().generation_config)
+    model.generation_config.eos_token_id = None
+    fastgen.enable(self_speculation="int4")
+    for _ in range(2):
+        same(model, family.make_inputs(5), {**GREEDY, "max_new_tokens": 31, "eos_token_id": None})
+    assert_speculates(2)
+
+
+def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of a check that are left over are behind the limit, too."""
+    monkeypatch.setattr(Pace, "choose", lambda self, step, rows, most, available: 8 if max(available) else 0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=None
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    enliven(model, Weights(1))
+    tokens = torch.tensor([[5, 6, 7, 8, 9] * 8])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    for _ in range(2):
+        same(model, inputs, {**GREEDY, "max_new_tokens": 24}, prompt_lookup_num_tokens=8)
+    assert_speculates(2)
+
+
+def test_drafts_no_longer_than_the_limit() -> None:
+    """A number that is available is rounded up to a length that is recorded, but not behind the limit."""
+    pace = Pace.__new__(Pace)
+    pace._chooser = Schedule(5)
+    assert [pace.choose(None, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 0, 2, 4, 4, 8]
+    assert pace.choose(None, [0], 8, [3]) == 4 and pace.choose(None, [0], 8, [5]) == 8
+
+
+def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then rows that have ended are behind what the assistant lacks, and their prompt is short."""
+    lengths = itertools.cycle([0] * 12 + [4])
+
+    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+        return next(lengths) if most >= 4 else 0
+
+    monkeypatch.setattr(Pace, "choose", choose)
+    family = KNOWN["gpt2"]
+    model = family.build()
+    tokens = torch.tensor([[11], [12]])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    options = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
+    with fastgen.disabled():
+        first, second = model.generate(**inputs, **options).tolist()
+    ends = next(token for token in first[1:5] if token not in second)
+    for _ in range(2):
+        same(model, inputs, {**options, "eos_token_id": ends}, assistant_model=copy.deepcopy(model))
+    assert_speculates(2)
+    assert counts()["accepted"] > 0
+
+
+def test_a_check_that_fails_is_not_tried_again() -> None:
+    """Drafts have been recorded by then. The model takes one token at a time."""
+    family = KNOWN["prophetnet"]
+    model = family.build()
+    fastgen.enable(self_speculation="int8")
+    for _ in range(2):
+        same(model, family.make_inputs(2), GREEDY)
+    assert [key.draft is not None for key in graph_cache._models[model].refused] == [True]
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_lookup_with_rows_that_fill_the_batch_up(name: str, any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(decoding.Decoding, "_batch", lambda self, inputs: 4)
+    family = KNOWN[name]
+    for _ in range(2):
+        same(family.build(), family.make_inputs(3), GREEDY, prompt_lookup_num_tokens=3)
+    assert_speculates(2)
+
+
+def test_tokens_that_only_the_encoder_has(any_lengths: None) -> None:
+    family = KNOWN["fsmt"]
+    config = copy.deepcopy(family.build().config)
+    config.src_vocab_size = VOCABULARY + 200
+    config.tie_word_embeddings = False
+    model = type(family.build())(config).eval()
+    enliven(model, family.weights)
+    model.generation_config = copy.deepcopy(family.build().generation_config)
+    inputs = family.make_inputs(2)
+    with fastgen.disabled():
+        said = model.generate(**inputs, **GREEDY)[:, 1:9]
+    # What the model says is in its source, and then something that it cannot say.
+    for row, tokens in enumerate(said.tolist()):
+        source = torch.tensor([[token, VOCABULARY + 9] for token in tokens]).flatten()
+        inputs["input_ids"][row, : len(source)] = source
+    for _ in range(2):
+        same(model, inputs, GREEDY, prompt_lookup_num_tokens=4)
+    assert_speculates(2)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length", [42, 50])
+def test_frequencies_that_depend_on_the_longest_sequence(kind: str, length: int, any_lengths: None) -> None:
+    """A check of several positions would compute with those of the last one. Trying one leaves the model changed."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 48}
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=48 if kind == "dynamic" else 200, eos_token_id=None, rope_parameters=rope,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    enliven(model, KNOWN["llama"].weights)
+    tokens = torch.randint(4, VOCABULARY, (3, 2), generator=torch.Generator().manual_seed(1)).repeat(1, length // 2)
+    for draft in ({}, {"prompt_lookup_num_tokens": 8}):
+
+        def run(draft: dict[str, Any] = draft) -> Any:
+            asked = draft if fastgen.patching.is_active() else {}
+            # A copy: the library's own next call differs, too.
+            return copy.deepcopy(model).generate(tokens, **{**GREEDY, "max_new_tokens": 12}, **asked)
+
+        near_ties.check(run)
+    assert counts()["accelerated"] == 0

@@ -38,9 +38,12 @@ class RunSearch(RowSearch):
         self._together = together
 
     def following(self, first: Tensor | int, count: int) -> Tensor:
-        """[rows, count]: the tokens of each row from its last one on, of which the `first` are left out."""
+        """[rows, count]: the tokens of each row from its last one on, of which the `first` are left out.
+
+        Negative numbers begin in front of it; in front of the prompt is its first token.
+        """
         at = self.length.view(-1, 1) - 1 + first + self._positions[:count]
-        return self.running_tokens.gather(1, at)
+        return self.running_tokens.gather(1, torch.maximum(at, self.start.view(-1, 1)))
 
     def draft(self, tokens: Tensor, ahead: Tensor) -> None:
         """Writes drafted tokens, [rows], behind the `ahead` ones that are drafted already."""

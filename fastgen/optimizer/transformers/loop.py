@@ -27,7 +27,7 @@ from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import LAST, MASKS, Decoding
 from fastgen.optimizer.transformers.captured.step import POSITIONS
-from fastgen.optimizer.transformers.models import has_captured_steps
+from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 
@@ -98,6 +98,8 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("the model is on several devices")
     if not has_captured_steps(call.model):
         raise CannotBeCaptured("a model that the library does not run with a static cache")
+    if has_growing_frequencies(call.model):
+        raise CannotBeCaptured("frequencies of positions that depend on the longest sequence so far")
     if torch.is_autocast_enabled(call.model.device.type):
         # It keeps copies of weights until its end, which a graph would go on reading.
         raise CannotBeCaptured("autocast")

@@ -120,6 +120,15 @@ def rows_depend_on_each_other(model: Any) -> bool:
     )
 
 
+def has_growing_frequencies(model: Any) -> bool:
+    """Whether a forward pass changes the model: of the longest sequence so far it keeps the frequencies of positions.
+
+    It asks the host how long that is, so no step is captured; but one that is tried leaves them changed.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return any("dynamic" in repr(getattr(config, name, None)) for name in _ROPE - {"rope_type"})
+
+
 @functools.cache
 def _class_has(kind: type, *names: str) -> bool:
     return any(hasattr(kind, name) for name in names)

@@ -176,7 +176,7 @@ class Decoding:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if error is not self._raised and not step.is_captured:
+            if error is not self._raised and not step.is_complete:
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 

@@ -82,6 +82,14 @@ def refuse(model: Any, key: Key, reason: str) -> None:
     _of(model).refused[key] = reason
 
 
+def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
+    """Frees the steps of a model that will not be asked for any more."""
+    cached = _models.get(model)
+    for kept in () if cached is None else (cached.steps, cached.refused, cached.wanted):
+        for key in [key for key in kept if is_old(key)]:
+            del kept[key]
+
+
 def drop(model: Any) -> None:
     """Frees the steps of a model, which hold the weights that they were recorded with."""
     _models.pop(model, None)

@@ -69,7 +69,8 @@ class Key:
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
     windows: tuple[int | None, ...]  # the sliding window of each layer; None for one that sees everything
-    draft: Hashable = None  # what drafts, where a step checks what is drafted; its width is the most that it checks
+    # Hashable: what drafts, where a step checks what is drafted; its width is the most that it checks.
+    draft: Any = None
 
     @property
     def rows(self) -> int:
@@ -151,6 +152,11 @@ class CapturedStep:
     @property
     def is_captured(self) -> bool:
         return bool(self._graphs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be captured, so that what fails may work the next time."""
+        return self.is_captured
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fastgen import settings
 from fastgen.decoding.captured import graph
+from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step, unsupported
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
 
@@ -72,7 +73,7 @@ def _is_served(model: Any, option: Any) -> bool:
 def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
     value = option(name)
     if name == "assistant_model":
-        return _assistant(model, value)
+        return _assistant(model, value, option)
     if type(value) is not int or value < 1:
         return None  # the library says what is wrong with it
     if name == "assistant_early_exit":
@@ -86,7 +87,7 @@ def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Dra
     return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)
 
 
-def _assistant(model: Any, assistant: Any) -> Draft | None:
+def _assistant(model: Any, assistant: Any, option: Any) -> Draft | None:
     """Another model that is decoder-only, as `model` is, and has the same vocabulary."""
     if not isinstance(assistant, PreTrainedModel) or assistant is model or unsupported(assistant) is not None:
         return None
@@ -95,4 +96,14 @@ def _assistant(model: Any, assistant: Any) -> Draft | None:
     alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
     if not (are_decoders and same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
         return None
-    return AssistantDraft(assistant, None)
+    if assistant.generation_config.assistant_confidence_threshold:
+        return None
+    return AssistantDraft(assistant, _schedule(assistant, option))
+
+
+def _schedule(assistant: Any, option: Any) -> Schedule | None:
+    """What the user has said of how many tokens to draft, in the call or, as the library has it, in the assistant."""
+    own = assistant.generation_config
+    count = option("num_assistant_tokens") or own.num_assistant_tokens
+    name = option("num_assistant_tokens_schedule") or own.num_assistant_tokens_schedule
+    return Schedule(count, name or "constant") if type(count) is int and count > 0 else None

@@ -43,6 +43,8 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a returned cache of several sequences")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
+        if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
+            raise CannotBeCaptured("a model whose results depend on what else is in the batch")
 
     def _steps_to_record_for(self) -> int | None:
         return None if self._draft.asked_for else super()._steps_to_record_for()
@@ -52,8 +54,8 @@ class SpeculativeDecoding(Decoding):
 
     def _make_key(self) -> Key:
         key = super()._make_key()
-        names = set(key.tensors)
-        has_own_positions = {"attention_mask", "position_ids"} <= names or "decoder_position_ids" in names
+        # Those that are not given positions count them from the length of the cache, which is one for all rows.
+        has_own_positions = not {"position_ids", "decoder_position_ids"}.isdisjoint(key.tensors)
         draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, together=not has_own_positions)
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
         capacity = key.new_capacity if self._draft.has_buffers else key.capacity
@@ -63,6 +65,11 @@ class SpeculativeDecoding(Decoding):
     def eos(self) -> tuple[int, ...]:
         """Tokens that end a sequence."""
         return self._eos
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return int(self._prompt.logits.shape[-1])
 
     @property
     def fill(self) -> int:

@@ -92,6 +92,13 @@ class OwnWeightsDraft(_OwnModelDraft):
             self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form)
         except ValueError as error:
             raise CannotBeCaptured(str(error)) from error
+        # Steps that drafted with the weights of before would keep those.
+        graph_cache.forget(self._model, self._is_old)
+
+    def _is_old(self, key: Any) -> bool:
+        kind: Any = key.draft.kind if key.draft is not None else ()
+        own: Any = self.kind
+        return bool(kind) and kind[0] == own[0] and kind[-1] != own[-1]
 
     def _context(self) -> AbstractContextManager[Any]:
         assert self._weights is not None, "begin comes first"
@@ -136,14 +143,13 @@ class LookupDraft(Draft):
         self._proposed: dict[int, list[int]] = {}
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
-        rows = step.key.rows
-        self._index = PromptLookup(rows, self._max_ngram, self._most, decoding.eos)
+        self._index = PromptLookup(step.key.rows, self._max_ngram, self._most, decoding.eos)
         self._known = []
-        if self._source is not None:
-            per_input = rows // self._source.shape[0]
-            for row in range(rows):
-                source = self._source[row // per_input].tolist()
-                self._index.append(row, [*(token for token in source if token != self._padding), BOUNDARY])
+        for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
+            # An encoder may have tokens that the decoder lacks.
+            source = [token if token < decoding.vocabulary else BOUNDARY for token in tokens if token != self._padding]
+            for row in range(number * step.key.per_input, (number + 1) * step.key.per_input):
+                self._index.append(row, [*source, BOUNDARY])
 
     def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int]:
         self._proposed = {row: self._index.propose(row, most) for row in rows}
@@ -159,9 +165,11 @@ class LookupDraft(Draft):
     def take(self, step: SpeculativeStep) -> None:
         if not self._known:
             self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
-        ends = step.search.length.flatten().tolist()
-        for row, (tokens, end) in enumerate(zip(step.search.running_tokens.tolist(), ends, strict=True)):
-            self._index.append(row, tokens[self._known[row] : end])
+        first, rows = min(self._known), len(self._known)  # others only fill the batch up
+        ends = step.search.length.flatten()[:rows].tolist()
+        tokens = step.search.running_tokens[:rows, first : max(ends)].tolist()
+        for row, end in enumerate(ends):
+            self._index.append(row, tokens[row][self._known[row] - first : end - first])
             self._known[row] = end
 
 

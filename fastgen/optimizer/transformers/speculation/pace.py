@@ -60,11 +60,11 @@ class Pace:
             chosen = 0 if self._is_known(step) else _AT_FIRST
         else:
             chosen = self._chooser.choose(rows, most, available)
-        chosen = min(chosen, most)
+        lengths = [length for length in LENGTHS if length <= most]
         if available is None:
-            return max((length for length in LENGTHS if length <= chosen), default=0)
+            return max((length for length in lengths if length <= chosen), default=0)
         chosen = min(chosen, max(available, default=0))
-        return min((length for length in LENGTHS if length >= chosen), default=LENGTHS[-1])
+        return min((length for length in lengths if length >= chosen), default=max(lengths, default=0))
 
     def observe(
         self, step: SpeculativeStep, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]

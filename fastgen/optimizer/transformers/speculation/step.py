@@ -37,23 +37,26 @@ _TIMES, _ENOUGH_TIMES = 16, 2
 class _Part:
     """Something that a round does over and over: after a few times it is captured."""
 
-    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
-        self._function = graph.capturable(function)
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._runs = 0
         self.captured: graph.Graph | Program | None = None
 
-    def __call__(self) -> bool:
-        """Runs it; says whether that took as long as it will from now on."""
+    def __call__(self, function: Callable[[], None]) -> bool:
+        """Runs it, as `function` while it is not captured; says whether that took as long as it will from now on.
+
+        The function is not kept: it has the model, which would never be freed then.
+        """
         if self.captured is not None:
             self.captured.replay()
             return True
+        function = graph.capturable(function)
         if self._runs < _WARM_UPS:
             self._runs += 1
-            self._function()
+            function()
         else:
             made = graph.new(self._device)
-            made.capture(self._function)
+            made.capture(function)
             made.replay()
             self.captured = made
         return False
@@ -91,8 +94,8 @@ class SpeculativeStep(CapturedStep):
                             self._bounded(self._seen))
             for width in range(1, key.width + 1)
         }  # fmt: skip
-        vocabulary = prompt.logits.shape[-1]
-        self._draft_probabilities = torch.zeros(rows if key.samples else 0, key.width - 1, vocabulary, device=device)
+        drawn = rows if key.draft.samples else 0, key.width - 1, prompt.logits.shape[-1]
+        self._draft_probabilities = torch.zeros(drawn, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.acceptance: float | None = None  # what the last call has found
@@ -110,6 +113,16 @@ class SpeculativeStep(CapturedStep):
     @property
     def is_captured(self) -> bool:
         return any(part.captured is not None for part in self._made.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._made) and all(part.captured is not None for part in self._made.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Also of what is kept for drafts."""
+        assistant = self.assistant[1].nbytes if self.assistant is not None else 0
+        return super().nbytes + self._draft_probabilities.nbytes + assistant
 
     def take_over(self, other: CapturedStep) -> None:
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
@@ -166,12 +179,12 @@ class SpeculativeStep(CapturedStep):
         for kv in kvs:
             kv.host_may_wait = True
         if positions not in self._made:
-            self._made[positions] = _Part(function, self.device)
+            self._made[positions] = _Part(self.device)
         known = self.times_of(positions)
         # On a GPU the host waits for a part only as long as it measures it.
         is_measured = self.device.type == "cpu" or len(known) < _TIMES
         start = self._now(is_measured)
-        if self._made[positions]() and is_measured:
+        if self._made[positions](function) and is_measured:
             known.append(self._now(True) - start)
         for kv in kvs:
             kv.host_may_wait = False
@@ -237,7 +250,7 @@ class SpeculativeStep(CapturedStep):
         inputs = dict(self._inputs)
         for name in POSITIONS:
             if name in inputs:
-                inputs[name] = inputs[name] + ahead + torch.arange(width, device=self.device)
+                inputs[name] = self._positions_of(inputs[name], ahead, width)
         for name in ("token_type_ids",):
             if name in inputs:
                 inputs[name] = inputs[name].expand(-1, width)
@@ -253,6 +266,16 @@ class SpeculativeStep(CapturedStep):
         )
         with Ranges(), fused(), layers.as_they_are():
             return model(**inputs, return_dict=True).logits[:, -width:]
+
+    def _positions_of(self, last: Tensor, ahead: Tensor | int, width: int) -> Tensor:
+        """[rows, width], from those of the last tokens, [rows, 1]; none that plain decoding would not read.
+
+        What a row drafts behind its limit counts for nothing, but a model may have no position for it; nor for what is
+        in front of a row that has ended long ago.
+        """
+        left = (self.search.limit - self.search.length - 1).view(-1, 1)
+        positions = last + ahead + torch.arange(width, device=self.device)
+        return torch.minimum(positions, last + left).clamp(min=0)
 
     def _processed_at(self, logits: Tensor, ahead: Tensor | int) -> Tensor:
         """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
