@@ -169,7 +169,9 @@ def test_smooth_functions_of_special_numbers(which: str, dtype: torch.dtype, nam
     if which == "gelu":
         expected[special == torch.inf] = torch.inf  # for torch it is no number
     torch.testing.assert_close(found[:9], expected, equal_nan=True)
-    assert torch.equal(found[3:5].signbit(), expected[3:5].signbit())
+    # Of GELU, torch keeps the sign of zero on some processors only.
+    zeros = exact(special[3:5].double()) if which == "gelu" else expected[3:5]
+    assert torch.equal(found[3:5].signbit(), zeros.signbit())
     if dtype is not torch.float32:
         same = found[9:] == exact(x[9:].double()).to(dtype)
         assert same.float().mean() > 0.99

@@ -220,8 +220,9 @@ class LateFlag:
 
     def __del__(self) -> None:
         # A replay copies to this memory without torch's knowing: it must not be given to others before that.
-        with contextlib.suppress(Exception):
-            self._wait()
+        if self._events:
+            with contextlib.suppress(Exception):
+                self._wait()
 
     def _wait(self) -> None:
         for event in self._events[-1:]:

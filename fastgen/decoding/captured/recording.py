@@ -50,6 +50,14 @@ def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
 
 
 _one_capture = threading.Lock()
+_recording: set[int] = set()  # the thread that records, if one does
+
+
+def is_capturing() -> bool:
+    """Whether what this thread does is recorded, or captured in a CUDA graph: it must not look at values."""
+    if threading.get_ident() in _recording:
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
@@ -59,9 +67,11 @@ def _captures() -> Iterator[None]:
     with _one_capture:  # the function is one for all threads
         answer = cuda.is_current_stream_capturing
         cuda.is_current_stream_capturing = lambda: threading.get_ident() == own or (cuda.is_available() and answer())
+        _recording.add(own)
         try:
             yield
         finally:
+            _recording.discard(own)
             cuda.is_current_stream_capturing = answer
 
 

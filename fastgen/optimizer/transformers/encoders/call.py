@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching, settings
+from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.products import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
@@ -82,7 +83,10 @@ def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def is_left_alone() -> bool:
     """Whether a call is none of an encoder for itself, or FastGen is not to change it."""
-    return _inside.get() or torch.compiler.is_compiling() or not patching.is_active() or Call.current() is not None
+    if _inside.get() or not patching.is_active() or Call.current() is not None:
+        return True
+    # What is compiled or captured must not look at values.
+    return torch.compiler.is_compiling() or is_capturing()
 
 
 def known_of(model: Any) -> _Model:
