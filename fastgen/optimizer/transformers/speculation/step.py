@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt
 
 # Times that a part runs as it is before it is captured.
-_WARM_UPS = 2
+_WARM_UPS = 1
 # Timings of each part that are kept.
 _TIMES, _ENOUGH_TIMES = 16, 2
 
