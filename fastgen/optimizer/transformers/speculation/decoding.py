@@ -71,11 +71,6 @@ class SpeculativeDecoding(Decoding):
         """Tokens that there are."""
         return int(self._prompt.logits.shape[-1])
 
-    @property
-    def fill(self) -> int:
-        """What stands behind the end of a sequence."""
-        return self._fill()
-
     def of_assistant(self, call: Call, cache: Any) -> Assistant:
         """The same call of another model, which drafts for this one; `cache` is empty."""
         return Assistant(call, self._arguments, {**self._model_kwargs, "past_key_values": cache})

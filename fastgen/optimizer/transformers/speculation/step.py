@@ -79,7 +79,6 @@ class SpeculativeStep(CapturedStep):
     search: RunSearch
 
     def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
-        self._width = key.width
         super().__init__(key, prompt, processors)
         rows, device = key.rows, self.device
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
@@ -87,8 +86,8 @@ class SpeculativeStep(CapturedStep):
         self._drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this round so far, of each row
         self._ahead = self._state.beside(1)
         self._ahead_seen = torch.zeros_like(self._seen)
-        self._own_ahead = [kv.view(self._ahead) for kv in self._own]
-        self._cache_ahead = cache_of(self._own_ahead, self._cross, self._bounded(self._ahead_seen))
+        own = [kv.view(self._ahead) for kv in self._own]
+        self._cache_ahead = cache_of(own, self._cross, self._bounded(self._ahead_seen))
         self._caches = {
             width: cache_of([kv.view(self._state.of_width(width)) for kv in self._own], self._cross,
                             self._bounded(self._seen))
@@ -305,11 +304,11 @@ class SpeculativeStep(CapturedStep):
 
     def _extend(self, mask: Tensor) -> None:
         """All positions that the next check may store count. What is behind a query, attention leaves out by itself."""
-        columns = torch.arange(self._width, device=self.device)
+        columns = torch.arange(self.key.width, device=self.device)
         at = self.key.stored_capacity + self._state.position.unsqueeze(1) + columns
         mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         buffer = super()._buffer(name, first)
-        more = self._width - 1 if self._grows(name) else 0
+        more = self.key.width - 1 if self._grows(name) else 0
         return buffer.new_zeros(buffer.shape[0], buffer.shape[1] + more)
