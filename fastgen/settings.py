@@ -20,10 +20,13 @@ CHOICES = {
     "weight_group_size": (32, 64, 128),
     "few_bits_inputs": ("int8", "exact"),
     "linear_products": ("measured", "fixed"),
-    "captured_step": ("auto", "never"),
+    "captured_step": ("auto", "always", "never"),
     "padding": ("exact", "zero"),
     "self_speculation": ("off", "int8", "int4"),
 }
+# On the CPU a captured step is recorded once so many steps have been asked for: recording takes as long as twenty. A
+# call that may end at any token counts as no more than the last.
+RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
 # Names that settings had, and their names now.
 RENAMED = {"cpu_weights": "weight_dtype"}
 
@@ -58,7 +61,9 @@ class Settings:
             digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
             instructions alone, so that a row's result depends neither on the other rows nor on the number of threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
-            GPU in a CUDA graph: where it serves, "auto", or "never" (FASTGEN_CAPTURED_STEP).
+            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU once calls
+            like this one have asked for enough steps to pay for recording one. "always": in the first call already,
+            and with linear_products="fixed", too. "never": the library's loop runs.
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
             padding is always left out.

@@ -37,6 +37,10 @@ MEASURED_FROM = 24
 _MARGIN = 0.05
 
 
+# Up to so many rows dot products are the fixed choice: mostly, they are the fastest.
+_DOTS_ROWS = 4
+
+
 class Gain(NamedTuple):
     """What a product gains."""
 
@@ -248,12 +252,16 @@ def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | GroupedP
 def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
     """A product that takes less time than torch's, with the weight as it is, if there is one.
 
-    x is [rows, inputs], the weight [outputs, inputs], the result [rows, outputs]. The shape is measured if need be.
+    x is [rows, inputs], the weight [outputs, inputs], the result [rows, outputs]. The shape is measured if need be,
+    but with `linear_products="fixed"` shape and type alone decide.
     """
     if settings.current().packed_weights == "never":  # which says that products are torch's own
         return None
     if not weight.numel() or (bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous())):
         return None
+    if settings.current().linear_products == "fixed":
+        operator = _fixed(x, weight, bias)
+        return None if operator is None else Product(operator, result, x, weight, bias)
     # Each as a share of the time that torch's takes.
     shares = {
         _DOTS: _share_by_dots(x, weight, bias),
@@ -262,6 +270,14 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
     }
     operator, share = min(shares.items(), key=lambda item: item[1])
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
+
+
+def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """FastGen's product in float32, where its bits depend on no other row and no number of threads."""
+    if not (x.dtype is weight.dtype is torch.float32 and linear.has_vectors() and x.stride(1) == 1):
+        return None
+    is_for_dots = x.shape[0] <= _DOTS_ROWS and dot_linear.serves(x, weight, bias)
+    return _DOTS if is_for_dots else _STREAMED
 
 
 def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen import settings as switches
 from fastgen.pipeline.batches import BatchStage, Computed
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import LoadedModel
@@ -82,6 +83,8 @@ class SequenceScores:
     """
 
     def __init__(self, beams: bool) -> None:
+        self.releases_scores = beams
+        """FastGen need not make what would only be let go."""
         self._beams = beams
         self._chosen: list[Any] = []
         self._usable = True
@@ -121,9 +124,23 @@ class ModelStage(BatchStage[Piece]):
 
     def size(self, rows: Sequence[Prepared]) -> int:
         """The size of a batch as far as memory goes: padded input tokens, and as many again for each row's output."""
+        return len(rows) * (max(len(row.ids) for row in rows) + self._new_tokens)
+
+    @property
+    def _new_tokens(self) -> int:
         generation = self.loaded.generation
-        new_tokens = generation.max_new_tokens or generation.max_length or 20
-        return len(rows) * (max(len(row.ids) for row in rows) + new_tokens)
+        return generation.max_new_tokens or generation.max_length or 20
+
+    def _captured_step(self, batch: Batch) -> dict[str, Any]:
+        """FastGen's setting for a batch, from the plan alone: so a resumed run has the same bits as one without a stop.
+
+        In a run that need not be repeatable, FastGen counts what has run so far instead.
+        """
+        now = switches.current()
+        if now.captured_step != "auto" or now.linear_products != "fixed":
+            return {}
+        steps = batch.alike * min(self._new_tokens, switches.STEPS_OF_A_CALL)
+        return {"captured_step": "always" if steps >= switches.RECORDING_PAYS_FROM else "auto"}
 
     def forward(self, rows: list[Prepared], batch: Batch) -> Piece:
         import torch
@@ -147,12 +164,13 @@ class ModelStage(BatchStage[Piece]):
             torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big"))
         start = time.perf_counter()
         try:
-            output = loaded.model.generate(
-                input_ids=ids.to(loaded.device),
-                attention_mask=mask.to(loaded.device),
-                generation_config=loaded.generation,
-                **options,
-            )
+            with switches.changed(**self._captured_step(batch)):
+                output = loaded.model.generate(
+                    input_ids=ids.to(loaded.device),
+                    attention_mask=mask.to(loaded.device),
+                    generation_config=loaded.generation,
+                    **options,
+                )
             sequences = (output if torch.is_tensor(output) else output.sequences).cpu().numpy()
         finally:
             self.seconds += time.perf_counter() - start

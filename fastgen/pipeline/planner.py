@@ -8,6 +8,7 @@ a seeded run can be repeated, and an interrupted one resumed.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from fastgen.pipeline.records import BadRecord, Record
 WINDOW_BATCHES = 64
 # A window is held in memory, and a streamed output comes window by window: of large batches a window has fewer.
 WINDOW_RECORDS = 8192
+# Lengths are about the same up to a multiple of so many tokens.
+_ABOUT = 128
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Batch:
     window: int
     index: int
     rows: list[Prepared]
+    alike: int = 1
+    """How many batches of its window have as many rows of about its length, itself and those that are done included."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,10 @@ def plan(
         prepared = [row for row in encoded if isinstance(row, Prepared)]
         bad = [record for record in (*chunk, *encoded) if isinstance(record, BadRecord)]
         bad.sort(key=lambda record: record.position)
-        batches = cut([len(row.ids) for row in prepared], rules)
+        lengths = [len(row.ids) for row in prepared]
+        batches = cut(lengths, rules)
+        sizes = [(len(rows), -(-lengths[rows[0]] // _ABOUT)) for rows in batches]
+        alike = Counter(sizes)
         window = Window(index, chunk[0].position, len(chunk), len(batches), bad)
         if known:
             _check_same(known == window)
@@ -163,9 +171,9 @@ def plan(
             yield window
         for record in bad:
             on_bad(record)
-        for number, rows in enumerate(batches):
+        for number, (rows, size) in enumerate(zip(batches, sizes, strict=True)):
             if number not in done:
-                yield Batch(index, number, [prepared[row] for row in rows])
+                yield Batch(index, number, [prepared[row] for row in rows], alike[size])
 
 
 def _check_same(same: bool) -> None:

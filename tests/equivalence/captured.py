@@ -77,7 +77,7 @@ def on_the_cpu():
         mock.patch.object(graph_cache, "PAYS_FROM", 0),
         mock.patch.object(graph, "unavailable", lambda device: None),
         mock.patch.object(graph, "new", lambda device: graph.Graph(device)),
-        mock.patch.object(graph, "waits", lambda device: True),
+        mock.patch.object(graph, "is_recorded", lambda device: False),
         mock.patch.object(graph, "Graph", Graph),
         mock.patch.object(graph, "LateFlag", LateFlag),
     ):

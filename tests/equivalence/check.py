@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,6 @@ import torch
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding.captured import graph
-from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache
 from tests import near_ties
 from tests.near_ties import assert_same  # noqa: F401  (for the tests)
 
@@ -29,25 +27,12 @@ def run(
     return model.generate(**arguments)
 
 
-def _for_a_captured_step(
-    model: Any, options: dict[str, Any] | Callable[[], dict[str, Any]]
-) -> dict[str, Any] | Callable[[], dict[str, Any]]:
-    """The options without the scores of each step, where a captured step may serve: it does not keep them.
-
-    Where tokens are drawn they stay: with a captured step on a GPU, other ones would be drawn.
-    """
-    draws_others = graph.waits(model.device) and not callable(options) and options.get("do_sample")
-    if callable(options) or draws_others or (model.device.type == "cpu" and graph_cache.PAYS_FROM):
-        return options
-    if settings.current().captured_step == "never" or any(options.get(name) for name in loop._RECORDS[1:]):
-        return options
-    return {**options, "output_scores": False}
-
-
 def check(model: Any, inputs: dict[str, Any], options: dict[str, Any] | Callable[[], dict[str, Any]]) -> Any:
     """Asserts that both results are the same, near-ties excepted, and returns that of FastGen."""
-    options = _for_a_captured_step(model, options)
-    return near_ties.check(lambda: run(model, inputs, options))
+    # With a captured step on a GPU, other tokens would be drawn.
+    draws_others = model.device.type != "cpu" and not callable(options) and options.get("do_sample")
+    with settings.changed(captured_step="never") if draws_others else contextlib.nullcontext():
+        return near_ties.check(lambda: run(model, inputs, options))
 
 
 def accelerated() -> int:

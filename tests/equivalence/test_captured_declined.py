@@ -31,7 +31,7 @@ from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, Family
 
 DECLINED = {
-    "output_scores": {"return_dict_in_generate": True, "output_scores": True},
+    "output_attentions": {"return_dict_in_generate": True, "output_attentions": True, "output_scores": True},
     "only a few tokens to generate": {"max_new_tokens": 4},
 }
 
@@ -42,7 +42,7 @@ def test_declined(family: Family, reason: str, options: dict[str, Any], device: 
     """The call goes on as if there were no captured step, and the reason is counted."""
     model, inputs = build(family, device)
     fastgen.enable(strict=True)  # no fallback: the call is accelerated
-    check(model, inputs, lambda: {**BEAMS, **options})  # scores from a function are not left out
+    check(model, inputs, {**BEAMS, **options})
     assert reasons() == {reason: 1} and captures() == 0
 
 

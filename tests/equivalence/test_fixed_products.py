@@ -17,6 +17,8 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import linear, quantized_linear
+from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import check, run
 
@@ -57,7 +59,8 @@ def _measured(costs: linear.Costs | None, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _assert_the_same_bits(one: Any, other: Any) -> None:
     assert torch.equal(one.sequences, other.sequences)
-    assert torch.equal(one.sequences_scores, other.sequences_scores)
+    if "sequences_scores" in one:
+        assert torch.equal(one.sequences_scores, other.sequences_scores)
     assert all(torch.equal(left, right) for left, right in zip(one.scores, other.scores, strict=True))
 
 
@@ -76,6 +79,23 @@ def test_timings_memory_and_earlier_calls_change_no_bit(
     monkeypatch.setattr(layers, "free_host_memory", lambda: 0)  # nothing can be packed
     monkeypatch.setattr(linear, "pack", lambda weight: pytest.fail("packed"))
     _assert_the_same_bits(first, run(model, INPUTS, SCORES))
+
+
+@every
+@pytest.mark.parametrize("options", [SCORES, {**SCORES, "num_beams": 1}, {**SCORES, "num_beams": 1, "do_sample": True}])
+def test_captured_steps_change_no_bit(build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step is recorded in this call or was before, whatever is measured, and with more capacity later."""
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
+    model, options = build(), {**options, "max_new_tokens": 40}
+    fastgen.enable(linear_products="fixed", captured_step="always", strict=True)
+    first = check(model, INPUTS, options)
+    for costs in TIMINGS.values():
+        _measured(costs, monkeypatch)
+        _assert_the_same_bits(first, run(model, INPUTS, options))
+        graph_cache.drop_all()
+        _assert_the_same_bits(first, run(model, INPUTS, options))
+    assert captures() == 1 + 2 * len(TIMINGS), reasons()
 
 
 def test_measured_products_do_depend_on_the_timings(strict: None, monkeypatch: pytest.MonkeyPatch) -> None:

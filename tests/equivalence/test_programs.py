@@ -357,7 +357,7 @@ def test_what_is_left_to_the_librarys_loop() -> None:
     fastgen.enable(linear_products="fixed")
     fastgen.reset_stats()
     check(model, inputs, BEAMS)
-    assert reasons() == {"linear_products is fixed, on the CPU": 1}
+    assert reasons() == {"linear_products is fixed, and captured_step is not always, on the CPU": 1}
 
 
 def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +414,102 @@ def test_calls_in_threads() -> None:
         thread.join()
     assert len(found) == 12 and all(torch.equal(each, wanted) for each in found)
     assert captures() >= 1 and captures() + sum(reasons().values()) == 12
+
+
+def test_a_call_that_always_has_a_captured_step_waits() -> None:
+    """For another thread's call; and while user code runs, others do not wait for it."""
+    model, inputs = build(FAMILIES[0], CPU)
+    wanted = run(model, inputs, BEAMS)
+    fastgen.reset_stats()
+    fastgen.enable(captured_step="always")
+    found: list[torch.Tensor] = []
+    other = threading.Thread(target=lambda: found.append(run(model, inputs, BEAMS)))
+    with graph.taken(CPU):
+        other.start()
+        other.join(timeout=0.5)
+        assert other.is_alive() and not found
+
+    class Calling(Rotated):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            other.join(timeout=600)
+            return scores
+
+    run(model, inputs, {**GREEDY, "logits_processor": LogitsProcessorList([Calling()])})
+    assert not other.is_alive() and torch.equal(found[0], wanted)
+    assert captures() == 2, reasons()
+
+
+RETURNED = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+
+
+class FromScores(StoppingCriteria):
+    """Of the user's: looks at the scores of all steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        self.seen.append(len(scores))
+        best = scores[-1].max(dim=-1).values.sum()
+        return torch.full((len(input_ids),), bool(len(scores) > 9 and best < 1e9))
+
+
+@every
+@pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"output_logits": False},
+        {"output_scores": False, "repetition_penalty": 1.3},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "num_return_sequences": 2},
+        {"eos_token_id": list(range(3, 30))},
+        {"logits_processor": LogitsProcessorList([Rotated()])},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_what_is_returned_of_every_step(family: Any, way: dict[str, Any], options: dict[str, Any]) -> None:
+    """Scores and logits of each step, and scores of the sequences, from the first call and a later one."""
+    model, inputs = build(family, CPU)
+    if way is GREEDY:
+        options = {name: value for name, value in options.items() if name != "num_return_sequences"}
+    for _ in range(2):
+        found = check(model, inputs, lambda: copy.deepcopy({**way, **RETURNED, **options}))
+        for name in ("scores", "logits"):
+            steps = found[name]
+            assert (steps is not None) == options.get(f"output_{name}", True)
+            assert steps is None or len({each.data_ptr() for each in steps}) == len(steps) >= 1
+    assert captures() == 2, reasons()
+
+
+@every
+@pytest.mark.parametrize("way", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_criteria_get_the_scores(family: Any, way: dict[str, Any]) -> None:
+    model, inputs = build(family, CPU)
+    seen = []
+
+    def options() -> dict[str, Any]:
+        criterion = FromScores()
+        seen.append(criterion.seen)
+        return {**way, **RETURNED, "stopping_criteria": StoppingCriteriaList([criterion])}
+
+    check(model, inputs, options)
+    assert seen[0] == seen[1] == list(range(1, 11))
+    assert captures() == 1, reasons()
+
+
+def test_criteria_after_the_capacity_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the larger step is captured without a first token of its own."""
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    model, inputs = build(FAMILIES[0], CPU)
+    for _ in range(2):
+        check(
+            model,
+            inputs,
+            lambda: {**BEAMS, **RETURNED, "stopping_criteria": StoppingCriteriaList([FromScores()])},
+        )
+    assert captures() == 2, reasons()
 
 
 def test_a_call_waits_for_nobody() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastgen
+from fastgen.decoding.captured import graph
 from fastgen.ops import linear
 from fastgen.pipeline import generate_dataset
 from fastgen.pipeline.loading import load
@@ -22,6 +24,8 @@ from fastgen.pipeline.settings import RunOptions
 from tests.pipeline import tiny
 
 KILLS = {"bart": 8, "gpt2": 4}
+# Batches of four, and enough of them for a captured step.
+RECORDS = 100
 # Large enough for the products of linear layers that FastGen chooses between.
 WIDE = {
     "bart": dict(d_model=384, encoder_ffn_dim=1024, decoder_ffn_dim=1024),
@@ -50,6 +54,8 @@ def run_in_child(loaded, source: Path, output: Path, generation: dict, cache: Pa
         options = {"generation": generation, "batch_size": 4, "quiet": True, "workers": 0, "token_ids": True}
         generate_dataset(loaded.model, source, output, tokenizer=loaded.tokenizer, resume=True, **options)
         assert used or not new or not linear.has_vectors(), "no product of FastGen's: the weights are too small"
+        captured = fastgen.stats().get("transformers.captured_step", {}).get("accelerated", 0)
+        assert captured or not new or graph.unavailable(torch.device("cpu")), "no captured step: too few batches"
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -68,7 +74,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(kind: str, tmp_path: Pat
     folder = getattr(tiny, kind)(tmp_path / "model", **WIDE[kind])
     loaded = load(RunOptions(model=str(folder), input="-", output="-", device="cpu", quiet=True))
     source = tmp_path / "in.txt"
-    source.write_text("\n".join(tiny.sentences(60)) + "\n")
+    source.write_text("\n".join(tiny.sentences(RECORDS)) + "\n")
 
     def whole(name: str, cache: Path) -> tuple[bytes, float]:
         start = time.monotonic()
@@ -79,7 +85,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(kind: str, tmp_path: Pat
     expected, seconds = whole("cold.jsonl", warm)
     assert whole("warm.jsonl", warm)[0] == expected
     rows = [json.loads(line) for line in expected.splitlines()]
-    assert len(rows) == 60 and all(isinstance(score, float) for row in rows for score in row["scores"])
+    assert len(rows) == RECORDS and all(isinstance(score, float) for row in rows for score in row["scores"])
 
     moments, kills, ends = random.Random(0), 0, 0
     while kills < KILLS[kind]:

@@ -27,12 +27,12 @@ _turn_on_cpu = threading.RLock()
 
 @contextlib.contextmanager
 def taken(device: torch.device) -> Iterator[None]:
-    """The turn of this thread. On the CPU, where a call can do as well without, none is waited for.
+    """The turn of this thread. On the CPU, where a call can do without, it is waited for only if the user says always.
 
     Raises:
         CannotBeCaptured: on the CPU, another thread has the turn.
     """
-    lock = turn if waits(device) else _turn_on_cpu
+    lock = _turn_of(device)
     if not lock.acquire(blocking=waits(device)):
         raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
     try:
@@ -41,27 +41,38 @@ def taken(device: torch.device) -> Iterator[None]:
         lock.release()
 
 
+def _turn_of(device: torch.device) -> threading.RLock:
+    return _turn_on_cpu if device.type == "cpu" else turn
+
+
 def waits(device: torch.device) -> bool:
-    """Whether a call waits for the turn: on the CPU it can do without."""
-    return device.type != "cpu"
+    """Whether a call waits for the turn: on the CPU it can do without, unless the user says always."""
+    return not is_recorded(device) or settings.current().captured_step == "always"
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether a program stands for the graph."""
+    return device.type == "cpu"
 
 
 @contextlib.contextmanager
 def stepped_aside(device: torch.device) -> Iterator[None]:
     """For code of others, between two graphs of a call: it may wait for a thread that has its turn meanwhile.
 
-    Nothing that the call needs is in the pool between its graphs. Nobody waits for a call on the CPU.
+    Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
+    on the CPU, unless the user says always.
     """
     if not waits(device):
         yield
         return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    turn.release()
+    lock = _turn_of(device)
+    lock.release()
     try:
         yield
     finally:
-        turn.acquire()
+        lock.acquire()
 
 
 # The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.

@@ -345,6 +345,10 @@ class BeamSearch(Search):
         """The row of the beam at each step of what `results` returns, [inputs * count, generated], int32; -1 behind."""
         return self.indices[:inputs, :count, : self._written(inputs, count)].flatten(0, 1).clone()
 
+    def result_scores(self, inputs: int, count: int) -> Tensor:
+        """Of what `results` returns, [inputs * count], float32."""
+        return self.scores[:inputs, :count].flatten().clone()
+
     def _written(self, inputs: int, count: int) -> int:
         return int((self.indices[:inputs, :count] >= 0).sum(dim=2).max())
 

@@ -39,8 +39,8 @@ MIN_STEPS = 8
 # Beyond so many rows tier 1 saves more than a program if the rows times the size of the weights exceed the last: there
 # weights are packed, and finished inputs leave the batch. The first are those of weights that are not worth packing.
 _ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
-# What may be returned of every step.
-_RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# What is not kept of every step.
+_NOT_KEPT = ("output_attentions", "output_hidden_states")
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +107,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured(f"a model in {call.model.dtype}")
     if arguments.get("streamer") is not None:
         raise CannotBeCaptured("a streamer")
-    for name in _RECORDS if config.return_dict_in_generate else ():
+    for name in _NOT_KEPT if config.return_dict_in_generate else ():
         if getattr(config, name):
             raise CannotBeCaptured(name)
     if call.cache_is_the_users:
@@ -143,9 +143,9 @@ def _check_weights(model: Any) -> None:
 
 def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     """Raises `CannotBeCaptured` where the library's loop is faster on the CPU, or where a run must be repeatable."""
-    if settings.current().linear_products == "fixed":
+    if settings.current().linear_products == "fixed" and settings.current().captured_step == "auto":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
-        raise CannotBeCaptured("linear_products is fixed, on the CPU")
+        raise CannotBeCaptured("linear_products is fixed, and captured_step is not always, on the CPU")
     rows, most = tokens.shape[0], _most_rows(model)
     if rows > most and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
         raise CannotBeCaptured(f"more than {most} sequences in a model with large weights, on the CPU")

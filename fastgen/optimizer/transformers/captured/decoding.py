@@ -20,6 +20,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
@@ -38,12 +39,12 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
-# A call that may end at any token is taken to make no more steps than these.
-_STEPS_OF_A_CALL = 64
 
 # Inputs of the model with a row per sequence: masks, and what the next step gets of them as it is.
 MASKS = ("attention_mask", "decoder_attention_mask")
 LAST = ("token_type_ids",)
+# What may be returned of every step.
+RECORDS = ("scores", "logits")
 # By whether beams are searched, and whether the model has an encoder.
 _OUTPUTS = {
     (False, False): GenerateDecoderOnlyOutput,
@@ -72,9 +73,15 @@ class Decoding:
         own = (EosTokenCriteria, MaxLengthCriteria)
         limit = self._config.max_length
         self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
+        # What the call returns of every step, by name.
+        names = RECORDS if self._config.return_dict_in_generate else ()
+        self._records: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
+        if self._criteria and all(getattr(x, "releases_scores", False) for x in self._criteria):
+            self._criteria = []  # they only let go what is not kept then
+            self._records.pop("scores", None)
         # The name of the mask of the sequences themselves.
         self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
-        self._host = Host(self._process, self._stops)
+        self._host = Host(self._process, self._stops, self._keep)
         self._prompt = self._make_prompt()
         self._key = self._make_key()
 
@@ -108,9 +115,9 @@ class Decoding:
 
     def _steps_to_record_for(self) -> int | None:
         """Steps that the call is likely to make, where recording one must pay first; None where it need not."""
-        if self._model.device.type != "cpu":
+        if self._model.device.type != "cpu" or settings.current().captured_step == "always":
             return None
-        return min(self._prompt.new_tokens, _STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+        return min(self._prompt.new_tokens, settings.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
 
     def _result(self, step: CapturedStep) -> Any:
         config, search = self._config, step.search
@@ -122,9 +129,16 @@ class Decoding:
             return sequences
         store = self._call.store
         store.hold(*step.stored())
-        indices = {"beam_indices": search.result_indices(*count)} if isinstance(search, BeamSearch) else {}
-        output = _OUTPUTS[bool(indices), self._model.config.is_encoder_decoder]
-        return output(sequences=sequences, past_key_values=store.cache, **indices)
+        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._records.items()}
+        if isinstance(search, BeamSearch):
+            found["beam_indices"] = search.result_indices(*count)
+            found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
+        output = _OUTPUTS[isinstance(search, BeamSearch), self._model.config.is_encoder_decoder]
+        return output(sequences=sequences, past_key_values=store.cache, **found)
+
+    def _keep(self, made: dict[str, Tensor]) -> None:
+        for name, tensor in made.items():
+            self._records[name].append(tensor)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         with self._users():
@@ -138,9 +152,10 @@ class Decoding:
 
     def _stops(self, tokens: Tensor) -> Tensor:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        scores = tuple(self._records["scores"]) if "scores" in self._records else None
         with self._users():
             for criterion in self._criteria:
-                done = done | criterion(tokens, None)
+                done = done | criterion(tokens, scores)
         return done
 
     @contextlib.contextmanager
@@ -280,7 +295,7 @@ class Decoding:
 
     def _batch(self, inputs: int) -> int:
         """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
-        if not graph.waits(self._model.device):
+        if graph.is_recorded(self._model.device):
             return inputs
         return next((n for n in _BATCHES if n >= inputs), processors.round_up(inputs, 16))
 
@@ -315,6 +330,7 @@ class Decoding:
             eos=self._eos,
             processors=None if None in captured else tuple(captured),
             has_criteria=bool(self._criteria),
+            kept=tuple(self._records),
             tensors=tuple(sorted(prompt.tensors)),
             constants=tuple(
                 sorted(

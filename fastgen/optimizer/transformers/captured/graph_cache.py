@@ -21,8 +21,7 @@ from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 # GPU's memory, or of what is free on the CPU. What is kept is missing elsewhere.
 MOST = 8
 MOST_OF_MEMORY = 0.25
-# Recording a step on the CPU takes as long as twenty of them, so it must have been wanted for so many.
-PAYS_FROM = 256
+PAYS_FROM = settings.RECORDING_PAYS_FROM
 _MOST_WANTED = 1000
 
 
@@ -124,7 +123,8 @@ def state_of(model: Any) -> Hashable:
     modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
     tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
     now = settings.current()
-    chosen = now.packed_weights == "never", now.weight_dtype, now.weight_group_size, now.few_bits_inputs
+    products = now.packed_weights == "never", now.linear_products
+    chosen = *products, now.weight_dtype, now.weight_group_size, now.few_bits_inputs
     return modules, tensors, _settings(model.config), chosen
 
 

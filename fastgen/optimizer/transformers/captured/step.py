@@ -20,6 +20,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.search import BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
+from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
@@ -34,10 +35,11 @@ POSITIONS = ("position_ids", "decoder_position_ids")
 
 
 class Host(NamedTuple):
-    """What of a step the host does: the processors and the stopping criteria."""
+    """What of a step the host does: the processors, the stopping criteria, and what is returned of every step."""
 
     process: Callable[[Tensor, Tensor], Tensor]  # (tokens [rows, length], scores [rows, vocabulary]) -> scores
     stops: Callable[[Tensor], Tensor]  # tokens [continuations, length] -> [continuations], bool
+    keep: Callable[[dict[str, Tensor]], None]  # what the call returns of a step, by name: [rows, vocabulary] each
 
 
 # What a search chooses from, and whether it has to be normalised: the arguments of its `propose`.
@@ -65,6 +67,7 @@ class Key:
     eos: tuple[int, ...]
     processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
     has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
+    kept: tuple[str, ...]  # what the call returns of every step: scores, logits
     tensors: tuple[str, ...]  # names of the model's inputs that are in buffers
     constants: tuple[tuple[str, Hashable], ...]  # the others, by name
     kv: Hashable  # shapes and dtypes of K and V of each layer
@@ -133,9 +136,11 @@ class CapturedStep:
         # What the host's processors and criteria get and give.
         scores_of_host = (key.rows, prompt.logits.shape[-1]) if processors is None else (0,)
         self._scores = torch.zeros(scores_of_host, dtype=torch.float32, device=device)
+        sizes_of_kept = key.rows, prompt.logits.shape[-1]
+        self._kept = {name: torch.zeros(sizes_of_kept, dtype=torch.float32, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
-        waits = processors is None or key.has_criteria
+        waits = processors is None or key.has_criteria or key.kept
         self._flag = graph.LateFlag(device, 0 if waits else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
@@ -230,7 +235,10 @@ class CapturedStep:
         return self._flag.is_set()
 
     def start(self, model: Any, done: int, host: Host) -> None:
-        """Starts the step for the token after `done` of them. The first ones run as they are; then one is captured.
+        """Starts the step for the token after `done` of them.
+
+        On a GPU the first ones run as they are; then one is captured. On the CPU the first one is, so that the result
+        does not depend on when a step was recorded.
 
         Raises:
             CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
@@ -238,7 +246,9 @@ class CapturedStep:
         """
         if not self.is_captured:
             parts = self._parts(lambda: self._logits(model), self._advance)
-            if self._warm_ups < _WARM_UPS:
+            if graph.is_recorded(self.device):
+                self._rehearse(model)
+            elif self._warm_ups < _WARM_UPS:
                 self._warm_up(parts, done, host)
                 return
             graphs = [(self._capture(part), on_host) for part, on_host in parts]
@@ -249,15 +259,28 @@ class CapturedStep:
         self._graphs = graphs  # one that cannot be replayed is none
 
     def _warm_up(self, parts: list[Part], done: int, host: Host) -> None:
-        """A step that is not captured. In the first one the host looks at what may not be looked at later."""
-        is_first = self._warm_ups == 0
+        """A step that is not captured."""
+        run = partial(self._run, parts, done, host)
+        if self._warm_ups == 0:
+            self._watched(run)
+        else:
+            run()
         self._warm_ups += 1
+
+    def _rehearse(self, model: Any) -> None:
+        """Runs the model for a step to come, which will store the same keys and values once more."""
+        random_state = RandomState(self.device)
+        self._watched(graph.capturable(lambda: self._logits(model)))
+        random_state.restore()
+
+    def _watched(self, run: Callable[[], object]) -> None:
+        """Runs what is not captured while the host looks at what it may not look at later."""
         for kv in (*self._own, *self._cross):
-            kv.host_may_wait = is_first
-        self._run(parts, done, host)
+            kv.host_may_wait = True
+        run()
         for kv in (*self._own, *self._cross):
             kv.host_may_wait = False
-        if is_first and bool(self._logits_seen[: self._present * self.key.per_input].isnan().any()):
+        if bool(self._logits_seen[: self._present * self.key.per_input].isnan().any()):
             raise CannotBeCaptured("the model reads the encoder's output besides the stored keys and values")
 
     def _parts(self, logits: Callable[[], Tensor], end: Callable[[], None]) -> list[Part]:
@@ -265,14 +288,14 @@ class CapturedStep:
         parts: list[Part] = []
         scores = partial(self._processed, logits)
         if self.processors is None:
-            parts.append((lambda: self._scores.copy_(self._normalised(logits())), CapturedStep._process_on_host))
+            parts.append((partial(self._put_scores, logits), CapturedStep._process_on_host))
         if self.key.has_criteria:
             parts += [
                 (partial(self._put_proposal, scores), CapturedStep._stop_on_host),
                 (partial(self._take, end), None),
             ]
         else:
-            parts.append((partial(self._choose, scores, end), None))
+            parts.append((partial(self._choose, scores, end), CapturedStep._keep_on_host if self._kept else None))
         return [(graph.capturable(part), on_host) for part, on_host in parts]
 
     def _run(self, parts: list[Part], done: int, host: Host) -> None:
@@ -287,7 +310,12 @@ class CapturedStep:
         # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
         self._scores[:rows] = host.process(sequences.clone(), self._scores[:rows].clone())
 
+    def _keep_on_host(self, host: Host, done: int) -> None:
+        rows = self._present * self.key.per_input
+        host.keep({name: buffer[:rows].clone() for name, buffer in self._kept.items()})
+
     def _stop_on_host(self, host: Host, done: int) -> None:
+        self._keep_on_host(host, done)
         end = self.search.prompt_capacity + done
         stops = host.stops(self.search.proposed(self._proposal, self._present, self._start, end))
         self._stops[: stops.shape[0]] = stops
@@ -324,6 +352,8 @@ class CapturedStep:
             if self._grows(name):
                 self._extend(buffer)
         self.search.take_over(other.search)
+        if not self._proposal and other._proposal:
+            self._make_proposal(other._proposal)
         self._flag.reset()
 
     # ---- what is captured
@@ -377,16 +407,31 @@ class CapturedStep:
     def _processed(self, logits: Callable[[], Tensor]) -> Scores:
         """What the search chooses from, after the processors."""
         if self.processors is None:  # the host has run them
+            self._keep("scores", self._scores)
             return self._scores, False
-        if not self.processors:
-            return logits(), True
+        found = logits()
+        self._keep("logits", found)
+        if not self.processors and "scores" not in self._kept:
+            return found, True
         search = self.search
-        scores = self._normalised(logits())
+        scores = self._normalised(found)
         start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
         tokens = StepTokens(search.running_tokens, start, length, search.prompt, limit - start)
         for processor in self.processors:
             scores = processor(scores, tokens)
+        self._keep("scores", scores)
         return scores, False
+
+    def _put_scores(self, logits: Callable[[], Tensor]) -> None:
+        """What the host's processors get."""
+        found = logits()
+        self._keep("logits", found)
+        self._scores.copy_(self._normalised(found))
+
+    def _keep(self, name: str, made: Tensor) -> None:
+        """For the host, if the call returns it."""
+        if name in self._kept:
+            self._kept[name].copy_(made)
 
     def _choose(self, scores: Callable[[], Scores], end: Callable[[], None]) -> None:
         self.search.choose(*scores())
@@ -394,11 +439,14 @@ class CapturedStep:
 
     def _put_proposal(self, scores: Callable[[], Scores]) -> None:
         proposal = self.search.propose(*scores())
-        if not self._proposal:  # for the first token, or in a warm-up: neither is captured
-            self._proposal = tuple(torch.empty_like(part) for part in proposal)
-            self._stops = torch.zeros(proposal[0].numel(), dtype=torch.bool, device=self.device)
+        if not self._proposal:  # for the first token, which is not captured
+            self._make_proposal(proposal)
         for buffer, part in zip(self._proposal, proposal, strict=True):
             buffer.copy_(part)
+
+    def _make_proposal(self, like: tuple[Tensor, ...]) -> None:
+        self._proposal = tuple(torch.empty_like(part) for part in like)
+        self._stops = torch.zeros(like[0].numel(), dtype=torch.bool, device=self.device)
 
     def _take(self, end: Callable[[], None]) -> None:
         self.search.take(self._proposal, self._stops)

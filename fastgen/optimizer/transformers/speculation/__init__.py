@@ -15,5 +15,8 @@ def draft_for(call: Call, config: Any) -> Draft | None:
         return None
     if call.draft is not None:
         return call.draft
-    chosen = settings.current().self_speculation
-    return None if chosen == "off" else OwnWeightsDraft(call.model, chosen, settings.current().weight_group_size)
+    now = settings.current()
+    # How much is drafted is a matter of measured times, and with it the last digits of what is stored.
+    if now.self_speculation == "off" or now.linear_products == "fixed":
+        return None
+    return OwnWeightsDraft(call.model, now.self_speculation, now.weight_group_size)

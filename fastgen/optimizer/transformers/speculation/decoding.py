@@ -38,6 +38,8 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("stopping criteria that run on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
+        if self._key.kept:
+            raise CannotBeCaptured("scores or logits of every step")
         if self._config.return_dict_in_generate and len(self._input_ids) > 1:
             # Rows that are finished go on in the library, and the cache has what they store then.
             raise CannotBeCaptured("a returned cache of several sequences")
