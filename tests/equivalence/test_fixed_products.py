@@ -17,6 +17,7 @@ import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import linear, quantized_linear
+from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
@@ -85,6 +86,7 @@ def test_timings_memory_and_earlier_calls_change_no_bit(
 @pytest.mark.parametrize("options", [SCORES, {**SCORES, "num_beams": 1}, {**SCORES, "num_beams": 1, "do_sample": True}])
 def test_captured_steps_change_no_bit(build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a step is recorded in this call or was before, whatever is measured, and with more capacity later."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
     monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
     model, options = build(), {**options, "max_new_tokens": 40}

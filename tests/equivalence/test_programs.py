@@ -476,7 +476,7 @@ def test_what_is_returned_of_every_step(family: Any, way: dict[str, Any], option
     for _ in range(2):
         found = check(model, inputs, lambda: copy.deepcopy({**way, **RETURNED, **options}))
         for name in ("scores", "logits"):
-            steps = found[name]
+            steps = getattr(found, name)
             assert (steps is not None) == options.get(f"output_{name}", True)
             assert steps is None or len({each.data_ptr() for each in steps}) == len(steps) >= 1
     assert captures() == 2, reasons()

@@ -18,6 +18,7 @@ import torch
 import fastgen
 from fastgen.decoding.captured import graph
 from fastgen.ops import linear
+from fastgen.ops import triton as operators
 from fastgen.pipeline import generate_dataset
 from fastgen.pipeline.loading import load
 from fastgen.pipeline.settings import RunOptions
@@ -69,7 +70,10 @@ def finished(child: int) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("kind", KILLS)
-def test_killed_at_any_moment_it_ends_in_the_same_bytes(kind: str, tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_in_the_same_bytes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     torch.set_num_threads(1)  # the threads of a parent are not those of its child
     folder = getattr(tiny, kind)(tmp_path / "model", **WIDE[kind])
     loaded = load(RunOptions(model=str(folder), input="-", output="-", device="cpu", quiet=True))
