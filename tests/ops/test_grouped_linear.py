@@ -216,6 +216,26 @@ def test_rounding_to_the_nearest(
     assert ((result - weight.double()).abs() <= most * step[:, :inputs] + 1e-9).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes_for_the_compiler(bits: int) -> None:
+    """What torch.compile and torch.export ask for, without computing it."""
+    weight, x, which = torch.randn(70, 100), torch.randn(3, 100), torch.tensor([1, 69])
+
+    def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        scales = torch.full((70, 2), 0.1)
+        numbers = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64)
+        panels = torch.nn.functional.pad(scales, (0, 0, 0, 26)).view(3, 32, 2).transpose(1, 2).contiguous()
+        y = torch.ops.fastgen.grouped_linear(x, numbers, panels, None, None, None, None, 70, bits, 64)
+        out = torch.zeros(3, 70)
+        torch.ops.fastgen.grouped_linear_out(out, x, numbers, panels, None, None, None, None, bits, 64)
+        rows = torch.ops.fastgen.grouped_rows(x, which, numbers, panels, None, None, 70, 100, bits, 64)
+        return numbers, y, out, rows
+
+    expected = use(weight, x, which)
+    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")(weight, x, which)
+    assert all(map(torch.equal, compiled, expected))
+
+
 def test_weights_of_nothing_and_of_no_numbers() -> None:
     weight = torch.randn(40, 64)
     weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
