@@ -117,7 +117,9 @@ def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset
     used = sum(choice.numbers * (4 + choice.share) for choice in choices)
     budget = bits_per_weight * numbers
     if used > budget:
-        raise ValueError(f"4 bits with their scales are {used / numbers:.2f} bits per weight, of {bits_per_weight} asked for")
+        raise ValueError(
+            f"4 bits with their scales are {used / numbers:.2f} bits per weight, of {bits_per_weight} asked for"
+        )
     chosen: list[str] = []
     for choice in sorted(choices, key=lambda choice: -choice.gain / choice.numbers):
         if choice.gain > 0 and used + 4 * choice.numbers <= budget:

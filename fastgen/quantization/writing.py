@@ -1,7 +1,9 @@
 """Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
 
-Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format of
-GPTQ instead (`gptq_format.py`), version 1. A layer of `pack-quantized` with [outputs, inputs] has these tensors in place of its weight:
+Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
+of GPTQ instead (`gptq_format.py`), version 1.
+
+A layer of `pack-quantized` with [outputs, inputs] has these tensors in place of its weight:
 
 - `weight_packed`: int32 [outputs, inputs * bits / 32], the numbers of a row next to each other, the first in the lowest
   bits; a last word that is not full ends in zeros;
@@ -95,7 +97,7 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any
 
 
 def gptq_config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any]:
-    """The same for a model in the format of GPTQ. Layers of an unusual kind are under `dynamic`, as GPTQModel has it."""
+    """The same for the format of GPTQ. Layers of an unusual kind are under `dynamic`, as GPTQModel has it."""
     usual, _ = collections.Counter(layers.values()).most_common(1)[0]
     others: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_out}
     for name, kind in layers.items():

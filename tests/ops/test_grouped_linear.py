@@ -199,7 +199,14 @@ def test_several_products_with_one_input() -> None:
     seed=st.integers(0, 2**30),
 )
 def test_rounding_to_the_nearest(
-    vectors: str | None, inputs: int, outputs: int, bits: int, group_size: int, dtype: torch.dtype, layout: str, seed: int
+    vectors: str | None,
+    inputs: int,
+    outputs: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    layout: str,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = (outputs, inputs) if layout == "rows" else (inputs, outputs)
