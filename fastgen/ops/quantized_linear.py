@@ -1,7 +1,7 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
 `int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor
-has matrix registers (AMX), `int8` of float32 holds each output's weights as multiples of a 127th of the largest instead.
+has matrix registers (AMX), `int8` of float32 holds each output's weights as multiples of a 127th of the largest.
 Inputs become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact
 (Bhandare et al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16`
 rounds both to 8 significant bits; products are summed in float32.
