@@ -32,7 +32,7 @@ def load_model(options: QuantizeOptions, name: str | Path | None = None) -> Load
         settings = dataclasses.replace(settings, model=str(name))
     loaded = load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
     if name is None:
-        from fastgen.optimizer.transformers.quantized.replacing import conv1d_as_linear
+        from fastgen.pipeline.quantizing.conv1d import conv1d_as_linear
 
         conv1d_as_linear(loaded.model)
     return loaded
@@ -62,7 +62,7 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     import torch
     from transformers import AutoTokenizer
 
-    from fastgen.optimizer.transformers.quantized.replacing import linear_as_conv1d, stands_for_conv1d
+    from fastgen.pipeline.quantizing.conv1d import linear_as_conv1d, stands_for_conv1d
     from fastgen.quantization.rtn import Kind
     from fastgen.quantization.writing import PackedLinear, config, gptq_config, load_block
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
-
-_Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -51,7 +49,7 @@ def pack(layers: Mapping[str, QuantizedWeight]) -> None:
             raise ValueError(f"{name}: {error}") from None
 
 
-def _mark(layer: _Layer) -> _Layer:
+def _mark(layer: QuantizedLinear) -> QuantizedLinear:
     """Notes that this layer stands for a Conv1D, whose weight is [inputs, outputs]."""
     vars(layer)["stands_for"] = Conv1D
     return layer
@@ -64,31 +62,9 @@ def dequantize(model: Any, dtype: torch.dtype | str) -> None:
     for name, layer in quantized_layers(model).items():
         assert isinstance(layer, (QuantizedLinear, QuantizedEmbedding))
         plain: nn.Module = layer.to(dtype).dequantize()
-        if stands_for_conv1d(layer):
+        if "stands_for" in vars(layer):
             plain = _as_conv1d(plain)
         model.set_submodule(name, plain)
-
-
-def conv1d_as_linear(model: nn.Module) -> None:
-    """Puts a linear layer with the same weight in place of each Conv1D, whose weight is [inputs, outputs]."""
-    for name, module in list(model.named_modules()):
-        if type(module) is Conv1D:
-            layer = nn.Linear(module.nx, module.nf, device="meta")
-            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
-            layer.bias = module.bias
-            model.set_submodule(name, _mark(layer.train(module.training)))
-
-
-def linear_as_conv1d(model: nn.Module) -> None:
-    """The inverse of `conv1d_as_linear`, for the layers that are still there."""
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and stands_for_conv1d(module):
-            model.set_submodule(name, _as_conv1d(module))
-
-
-def stands_for_conv1d(layer: nn.Module) -> bool:
-    """Whether this layer is in the place of a Conv1D."""
-    return "stands_for" in vars(layer)
 
 
 def _as_conv1d(plain: Any) -> nn.Module:
