@@ -424,7 +424,9 @@ class FastLayers:
         if weight.numel() < least:
             return None
         if precision != "fp32":
-            return self._quantized(module, transposed, precision)
+            quantized = self._quantized(module, transposed, precision)
+            if quantized is not None or weight.dtype not in HALF:
+                return quantized
         if weight.dtype in HALF and not transposed and is_plain(module, weight.dtype):
             return _HalfLinear(module, self._half(weight)) if settings.current().linear_products == "measured" else None
         if not is_plain(module):

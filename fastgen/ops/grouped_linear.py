@@ -14,7 +14,7 @@ rows and the number of threads.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -239,19 +239,47 @@ def unavailable() -> str | None:
     return None
 
 
+def _fake_panels(weight: Tensor, scales: Tensor, bits: int, group_size: int) -> Tensor:
+    panels, lines = -(-weight.shape[0] // _PANEL), scales.shape[1] * group_size * bits // 32
+    return weight.new_empty(panels, lines, _PANEL, 4, dtype=torch.uint8)
+
+
+def _fake_rows(like: Tensor, which: Tensor, *rest: Any) -> Tensor:
+    inputs = rest[-3]
+    return like.new_empty(which.shape[0], inputs)
+
+
+def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
+    outputs = rest[-3]
+    return x.new_empty(x.shape[0], outputs)
+
+
+def _fake_nothing(*arguments: Any) -> None:
+    """What writes into its arguments returns nothing."""
+
+
 _PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
-_library.define("round_to_panels(Tensor weight, Tensor scales, int bits, int group_size) -> Tensor")
+_library.define(
+    "round_to_panels(Tensor weight, Tensor scales, int bits, int group_size) -> Tensor",
+    fake=_fake_panels,
+)
 _library.define(
     "grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, Tensor? zeros, Tensor? minimums, "
-    "int outputs, int inputs, int bits, int group_size) -> Tensor"
+    "int outputs, int inputs, int bits, int group_size) -> Tensor",
+    fake=_fake_rows,
 )
-_library.define(f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size) -> Tensor")
+_library.define(
+    f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size) -> Tensor",
+    fake=_fake_linear,
+)
 _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size) -> ()",
+    fake=_fake_nothing,
 )
 # Several of them with the same x.
 _library.define(
     "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
-    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size) -> ()"
+    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size) -> ()",
+    fake=_fake_nothing,
 )
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")

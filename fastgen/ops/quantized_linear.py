@@ -1,7 +1,7 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
 `int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor
-has matrix registers (AMX), `int8` holds each output's weights as multiples of a 127th of the largest of them instead.
+has matrix registers (AMX), `int8` of float32 holds each output's weights as multiples of a 127th of the largest.
 Inputs become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact
 (Bhandare et al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16`
 rounds both to 8 significant bits; products are summed in float32.
@@ -14,7 +14,8 @@ On a GPU, `int8` and `int4` are rounded in the same way, and inputs are not (`fa
 
 from __future__ import annotations
 
-import timeit
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ PRECISIONS = ("int8", "int4", "bf16")
 _BITS = {"int8": 8, "int4": 4}
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "quantized linear 3"
+_KERNEL = "quantized linear 4"
 # What is measured, in rows, inputs and outputs: a decoding step and a prompt.
 _MEASURED = ((16, 768, 768), (256, 768, 768))
 _ROUNDS = 20
@@ -52,21 +53,21 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
     """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
 
     Args:
-        group_size: inputs that share a scale; not for `bf16`, nor where `int8` is for matrix registers.
+        group_size: inputs that share a scale; not for `bf16`, nor for float32 in `int8` with matrix registers.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
     if lines.is_for(weight.device):
         return lines.rounded(weight, _BITS[precision], group_size)
-    if _is_in_groups(precision):
+    if _is_in_groups(precision, weight.dtype):
         return grouped_linear.rounded(weight, _BITS[precision], group_size)
     return pack_tiles(weight.detach().float(), precision)
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """Of the inputs that are multiplied with weights in this precision, on this device."""
-    is_any = lines.is_for(device) or _is_in_groups(precision)
+    is_any = lines.is_for(device) or precision in _BITS
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 
 
@@ -133,8 +134,9 @@ def _missing(precision: str) -> str | None:
     return None if _has_tiles(precision) else "this processor does not have AVX-512 BF16, or may not use it"
 
 
-def _is_in_groups(precision: str) -> bool:
-    return precision in _BITS and not (precision == "int8" and _has_tiles(precision))
+def _is_in_groups(precision: str, dtype: torch.dtype) -> bool:
+    """Tiles of 8 bits take inputs in float32 alone."""
+    return precision in _BITS and not (precision == "int8" and dtype is torch.float32 and _has_tiles(precision))
 
 
 def _has_tiles(precision: str) -> bool:
@@ -159,20 +161,35 @@ def backend() -> str:
 
 @torch.no_grad()
 def _measure(precision: str) -> tuple[float, float]:
-    """Seconds of the measured products, in float32 and in `precision`; the shorter of many turns."""
-    plain = quantized = 0.0
+    """Seconds of the measured products, in float32 and in `precision`; the shortest of many turns.
+
+    They take turns: so whatever else the machine does meanwhile slows both of them.
+    """
+    seconds = {}
     for rows, inputs, outputs in _MEASURED:
         x = torch.full((rows, inputs), 0.5, dtype=torch.float32, device="cpu")
         weight = torch.full((outputs, inputs), 0.25, dtype=torch.float32, device="cpu")
         packed = pack(weight, precision)
-        plain += min(timeit.repeat(partial(F.linear, x, weight), number=1, repeat=_ROUNDS))
-        quantized += min(timeit.repeat(partial(quantized_linear, x, packed, None), number=1, repeat=_ROUNDS))
+        products = partial(F.linear, x, weight), partial(quantized_linear, x, packed, None)
+        turns = [[_seconds(product) for product in products] for _ in range(_ROUNDS)]
+        seconds[rows] = [min(times) for times in zip(*turns, strict=True)]
+    plain, quantized = (sum(times) for times in zip(*seconds.values(), strict=True))
     return plain, quantized
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    product()
+    return time.perf_counter() - start
 
 
 _library.define("pack_int8_linear(Tensor weight) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, Tensor? bias, int outputs) -> Tensor"
+    "int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, Tensor? bias, int outputs) -> Tensor",
+    fake=lambda x, packed, scales, totals, bias, outputs: x.new_empty(x.shape[0], outputs),
 )
 _library.define("pack_bf16_linear(Tensor weight) -> Tensor")
-_library.define("bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_library.define(
+    "bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor",
+    fake=lambda x, packed, bias, outputs: x.new_empty(x.shape[0], outputs),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ class Recipe(NamedTuple):
     damping: float = DAMPING
     max_error: float | None = None
     """Layers whose relative output error is larger get 8 bits. Layers that share their input are treated alike."""
+    eight: frozenset[str] = frozenset()
+    """Layers that get 8 bits, whatever their errors."""
 
 
 class Quantised(NamedTuple):
@@ -33,6 +35,15 @@ class Quantised(NamedTuple):
 
     weight: GroupedWeight
     error: float  # relative output error on the calibration inputs
+
+
+class Choice(NamedTuple):
+    """Layers with the same input, which have 4 or 8 bits together."""
+
+    names: tuple[str, ...]
+    gain: float  # what 8 bits take off the sum of their relative output errors
+    numbers: int  # how many weights
+    share: float  # bits of a weight's share of a scale
 
 
 class _Inputs:
@@ -67,7 +78,8 @@ def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callabl
         shared = {name: layers[name].weight for name in inputs.names}
         # Made once for all of them: most of the time goes into it.
         rounding = plan(inputs.hessian, recipe.damping) if recipe.method == "gptq" else None
-        quantised = {name: quantise(weight, inputs.hessian, recipe, rounding) for name, weight in shared.items()}
+        kind = recipe._replace(bits=8) if recipe.eight.intersection(shared) else recipe
+        quantised = {name: quantise(weight, inputs.hessian, kind, rounding) for name, weight in shared.items()}
         if recipe.max_error is not None and any(layer.error > recipe.max_error for layer in quantised.values()):
             more = recipe._replace(bits=8)
             quantised = {name: quantise(weight, inputs.hessian, more, rounding) for name, weight in shared.items()}
@@ -75,6 +87,45 @@ def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callabl
         for _ in quantised:
             step()
     return {name: found[name] for name in layers}
+
+
+def choices_of(block: Block, carried: Carried, recipe: Recipe) -> list[Choice]:
+    """What 8 bits would do for the layers of a block, rounded to the nearest; those that share their input together."""
+    layers = {name: layer for name, layer in block.linears.items() if group_size_of(layer.in_features, recipe)}
+    found = []
+    for inputs in _collect(block, carried, layers):
+        weights = [layers[name].weight for name in inputs.names]
+        errors = {
+            bits: sum(quantise(weight, inputs.hessian, nearest).error for weight in weights)
+            for bits in (4, 8)
+            for nearest in [recipe._replace(method="rtn", bits=bits)]
+        }
+        size = group_size_of(weights[0].shape[1], recipe) or recipe.group_size
+        share = weights[0].element_size() * 8 / size  # of a scale, which has the type of the weight
+        numbers = sum(weight.numel() for weight in weights)
+        found.append(Choice(tuple(inputs.names), errors[4] - errors[8], numbers, share))
+    return found
+
+
+def most_gaining(choices: Sequence[Choice], bits_per_weight: float) -> frozenset[str]:
+    """The layers that get 8 bits: those that gain most per byte, as long as the average is not above the budget.
+
+    Raises:
+        ValueError: 4 bits with their scales are above it already.
+    """
+    numbers = sum(choice.numbers for choice in choices)
+    used = sum(choice.numbers * (4 + choice.share) for choice in choices)
+    budget = bits_per_weight * numbers
+    if used > budget:
+        raise ValueError(
+            f"4 bits with their scales are {used / numbers:.2f} bits per weight, of {bits_per_weight} asked for"
+        )
+    chosen: list[str] = []
+    for choice in sorted(choices, key=lambda choice: -choice.gain / choice.numbers):
+        if choice.gain > 0 and used + 4 * choice.numbers <= budget:
+            used += 4 * choice.numbers
+            chosen += choice.names
+    return frozenset(chosen)
 
 
 @torch.no_grad()

@@ -1,6 +1,9 @@
 """Quantised layers in the format `pack-quantized` of the library compressed-tensors, and as the work kept of a run.
 
-A layer of [outputs, inputs] has these tensors in place of its weight:
+Models with layers of the class Conv1D, such as GPT-2, which compressed-tensors does not know, are written in the format
+of GPTQ instead (`gptq_format.py`), version 1.
+
+A layer of `pack-quantized` with [outputs, inputs] has these tensors in place of its weight:
 
 - `weight_packed`: int32 [outputs, inputs * bits / 32], the numbers of a row next to each other, the first in the lowest
   bits; a last word that is not full ends in zeros;
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 from fastgen.quantization.calibration import Quantised
 from fastgen.quantization.compressed_tensors import PackQuantized
+from fastgen.quantization.gptq_format import GPTQ
 from fastgen.quantization.grouped import GroupedWeight, check
 from fastgen.quantization.rtn import Kind
 
@@ -48,9 +53,9 @@ def tensors(weight: GroupedWeight) -> dict[str, Tensor]:
 class PackedLinear(nn.Module):
     """Holds the tensors of a quantised linear layer under the names that they are saved by. It cannot be called."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, as_gptq: bool = False) -> None:
         super().__init__()
-        for name, tensor in tensors(weight).items():
+        for name, tensor in (GPTQ().write(weight) if as_gptq else tensors(weight)).items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
 
@@ -88,6 +93,26 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any
         # Transformers then unpacks the weights while it loads them: what it does otherwise, at the first forward pass,
         # fails for zero points and for T5. But this takes all layers to be of one kind.
         "dequantize": len(groups) == 1,
+    }
+
+
+def gptq_config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any]:
+    """The same for the format of GPTQ. Layers of an unusual kind are under `dynamic`, as GPTQModel has it."""
+    usual, _ = collections.Counter(layers.values()).most_common(1)[0]
+    others: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_out}
+    for name, kind in layers.items():
+        if kind != usual:
+            others[f"+:^{re.escape(name)}$"] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.symmetric}
+    return {
+        "quant_method": "gptq",
+        "bits": usual.bits,
+        "group_size": usual.group_size,
+        "sym": usual.symmetric,
+        "desc_act": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+        "dynamic": others,
     }
 
 

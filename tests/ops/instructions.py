@@ -14,18 +14,22 @@ from fastgen.ops import _library
 
 @contextlib.contextmanager
 def instruction_set(name: str | None) -> Iterator[None]:
-    """Inside, the kernels use these vectors at the most: "default", "avx2" or "avx512"; None: what they always use."""
+    """Inside, the kernels use these vectors at the most: "default", "avx2" or "avx512"; None: what they always use.
+
+    "avx2" is without AVX-VNNI, "avx-vnni" with it, where the processor has it.
+    """
     try:
         with pytest.MonkeyPatch.context() as patch:
             if name is not None:
-                patch.setenv("ATEN_CPU_CAPABILITY", name)
-            _forget()
+                patch.setenv("ATEN_CPU_CAPABILITY", "avx2" if name == "avx-vnni" else name)
+            _choose(name != "avx2")
             yield
     finally:
-        _forget()
+        _choose(True)
 
 
-def _forget() -> None:
+def _choose(with_avx_vnni: bool) -> None:
     if not _library.load("CPU"):
-        library = Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")
-        ctypes.CDLL(str(library)).fastgen_forget_instruction_set()
+        library = ctypes.CDLL(str(Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")))
+        library.fastgen_forget_instruction_set()
+        library.fastgen_allow_avx_vnni(with_avx_vnni)

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(not grouped_linear.is_available(), reason="no ke
 FORMS = ("middle", "zeros", "minimums")
 
 
-@pytest.fixture(params=["avx512", "avx2", "default"], scope="session")
-def vectors(request: pytest.FixtureRequest) -> str:
+# None: with the matrix registers, where the processor has them.
+@pytest.fixture(params=[None, "avx512", "avx-vnni", "avx2", "default"], scope="session")
+def vectors(request: pytest.FixtureRequest) -> str | None:
     return request.param
 
 
@@ -58,18 +59,18 @@ def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
 
 
 @given(
-    rows=st.integers(0, 20),
+    rows=st.integers(0, 50),
     inputs=st.integers(1, 300),
     outputs=st.integers(1, 100),
     bits=st.sampled_from([4, 8]),
-    group_size=st.sampled_from([8, 32, 64, 128]),
+    group_size=st.sampled_from([8, 32, 64, 96, 128]),
     form=st.sampled_from(FORMS),
     ordered=st.booleans(),
     biased=st.booleans(),
     seed=st.integers(0, 2**30),
 )
 def test_is_a_linear_layer(
-    vectors: str,
+    vectors: str | None,
     rows: int,
     inputs: int,
     outputs: int,
@@ -84,8 +85,9 @@ def test_is_a_linear_layer(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator) if biased else None
+    y = torch.full((rows, outputs), torch.nan)
     with instruction_set(vectors):
-        y = grouped_linear.grouped_linear(x, packed, bias)
+        torch.ops.fastgen.grouped_linear_out.default(y, x, *packed[:5], bias, bits, group_size)
     assert y.shape == (rows, outputs) and y.dtype is torch.float32
     exact = _rounded(x, group_size, packed.order) @ meant.t() + (0.0 if bias is None else bias.double())
     # A number in the middle of two may be rounded to either; sums of groups are rounded to float32.
@@ -146,19 +148,35 @@ def test_scales_that_float16_cannot_hold(bits: int) -> None:
     torch.testing.assert_close(grouped_linear.grouped_linear(x, packed).double(), exact, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_depends_on_nothing_else(vectors: str, bits: int) -> None:
-    packed, _ = _weight(333, 192, bits, 64, "zeros", 5)
-    x, before = torch.randn(23, 192), torch.get_num_threads()
+def test_a_row_depends_on_nothing_else(vectors: str | None, bits: int, group_size: int) -> None:
+    packed, _ = _weight(333, 192, bits, group_size, "zeros", 5)
+    x, before = torch.randn(55, 192), torch.get_num_threads()
     with instruction_set(vectors):
         whole = grouped_linear.grouped_linear(x, packed)
         try:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                for row in (0, 7, 22):
+                assert torch.equal(grouped_linear.grouped_linear(x[:35], packed), whole[:35])
+                for row in (0, 7, 54):
                     assert torch.equal(grouped_linear.grouped_linear(x[row : row + 1], packed)[0], whole[row])
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_matrix_registers_give_the_same_bits(bits: int, form: str) -> None:
+    """Whichever of the two multiplies, by the number of rows."""
+    for group_size in (32, 64, 96, 128):
+        packed, _ = _weight(77, 300, bits, group_size, form, group_size, ordered=form == "middle")
+        x = torch.randn(41, 300)
+        x[3, 5], x[4] = torch.inf, 0.0
+        y = grouped_linear.grouped_linear(x, packed)
+        with instruction_set("avx512"):
+            assert torch.equal(grouped_linear.grouped_linear(x, packed).nan_to_num(), y.nan_to_num())
+        assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
 
 
 def test_several_products_with_one_input() -> None:
@@ -181,7 +199,14 @@ def test_several_products_with_one_input() -> None:
     seed=st.integers(0, 2**30),
 )
 def test_rounding_to_the_nearest(
-    vectors: str, inputs: int, outputs: int, bits: int, group_size: int, dtype: torch.dtype, layout: str, seed: int
+    vectors: str | None,
+    inputs: int,
+    outputs: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    layout: str,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = (outputs, inputs) if layout == "rows" else (inputs, outputs)
@@ -198,6 +223,26 @@ def test_rounding_to_the_nearest(
     assert ((result - weight.double()).abs() <= most * step[:, :inputs] + 1e-9).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes_for_the_compiler(bits: int) -> None:
+    """What torch.compile and torch.export ask for, without computing it."""
+    weight, x, which = torch.randn(70, 100), torch.randn(3, 100), torch.tensor([1, 69])
+
+    def use(weight: Tensor, x: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        scales = torch.full((70, 2), 0.1)
+        numbers = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64)
+        panels = torch.nn.functional.pad(scales, (0, 0, 0, 26)).view(3, 32, 2).transpose(1, 2).contiguous()
+        y = torch.ops.fastgen.grouped_linear(x, numbers, panels, None, None, None, None, 70, bits, 64)
+        out = torch.zeros(3, 70)
+        torch.ops.fastgen.grouped_linear_out(out, x, numbers, panels, None, None, None, None, bits, 64)
+        rows = torch.ops.fastgen.grouped_rows(x, which, numbers, panels, None, None, 70, 100, bits, 64)
+        return numbers, y, out, rows
+
+    expected = use(weight, x, which)
+    compiled = torch.compile(use, fullgraph=True, backend="aot_eager")(weight, x, which)
+    assert all(map(torch.equal, compiled, expected))
+
+
 def test_weights_of_nothing_and_of_no_numbers() -> None:
     weight = torch.randn(40, 64)
     weight[3], weight[5, 40], weight[7, 3] = 0.0, torch.inf, torch.nan
@@ -207,7 +252,7 @@ def test_weights_of_nothing_and_of_no_numbers() -> None:
     assert y[:, [0, 1, 2, 4, 6, 8]].isfinite().all()
 
 
-def test_inputs_of_nothing_and_of_no_numbers(vectors: str) -> None:
+def test_inputs_of_nothing_and_of_no_numbers(vectors: str | None) -> None:
     packed, _ = _weight(40, 96, 8, 32, "zeros", 2)
     x = torch.randn(5, 96)
     x[0], x[1, 40], x[2, 3], x[3] = 0.0, torch.inf, torch.nan, 1e-38

@@ -35,6 +35,15 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokens = tiny.tokenizer(encoder_decoder=False)
+    families.gpt2(vocab_size=len(tokens)).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
@@ -73,7 +82,7 @@ def kept(monkeypatch):
 
     def save(loaded, *args):
         models.append({name: tensor.clone() for name, tensor in loaded.model.state_dict().items()})
-        saving.save(loaded, *args)
+        return saving.save(loaded, *args)
 
     monkeypatch.setattr(running, "save", save)
     return models
@@ -327,9 +336,7 @@ def test_columns_and_references(llama, bart, tmp_path):
         run(bart, tmp_path / "out", tmp_path / "sources.txt", evaluate=str(tmp_path / "sources.txt"))
 
 
-def test_models_that_cannot_be_quantised(gpt2, llama, text, tmp_path):
-    with pytest.raises(SetupError, match="no list of blocks with linear layers"):
-        run(gpt2, tmp_path / "out", text)
+def test_models_that_cannot_be_quantised(llama, text, tmp_path):
     run(llama, tmp_path / "small", text)
     pytest.importorskip("compressed_tensors")
     with pytest.raises(SetupError, match="is quantised already"):
@@ -349,3 +356,54 @@ def test_weights_that_were_stored_in_half_precision_stay_so(llama, text, tmp_pat
     for model, dtype in ((tmp_path / "halved", torch.float16), (llama, torch.float32)):
         run(model, tmp_path / "out", text, overwrite=True)
         assert load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("changes", [{}, {"asymmetric": True}, {"max_error": 0.08, "group_size": 64}, {"bits": 8}])
+def test_layers_of_gpt2(gpt2, text, tmp_path, kept, changes):
+    """Their weights are [inputs, outputs]. OUT is in the format of GPTQ, and has what the run has measured."""
+    from transformers import GPT2LMHeadModel
+
+    report = run(gpt2, tmp_path / "out", text, **changes)
+    assert len(report.layers) == 8 and report.left_out == ["lm_head"]
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "gptq" and "-:^lm_head$" in stored["dynamic"]
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+    assert {name: module.bits for name, module in layers.items()} == {each.name: each.bits for each in report.layers}
+    for name, layer in layers.items():
+        torch.testing.assert_close(layer.dequantized(), kept[0][f"{name}.weight"], atol=1e-6, rtol=1e-4)
+    model.dequantize()
+    plain = GPT2LMHeadModel.from_pretrained(gpt2).eval()
+    tokens = torch.randint(3, 20, (2, 9))
+    with torch.no_grad():
+        change = (model(tokens).logits - plain(tokens).logits).norm() / plain(tokens).logits.norm()
+    assert 0 < float(change) < 0.5
+
+
+def test_a_budget_of_bits(llama, text, tmp_path):
+    """8 bits go to the layers that gain most per byte, and never beyond the budget."""
+    sizes = {name: weight.numel() for name, weight in load_file(llama / "model.safetensors").items()}
+    means = {}
+    for budget in (6.0, 7.0, 9.9):  # scales in float32 and groups of 16: 2 bits of each weight
+        report = run(llama, tmp_path / "out", text, method="rtn", bits_per_weight=budget, overwrite=True)
+        bits = {layer.name: layer.bits for layer in report.layers}
+        numbers = {name: sizes[f"{name}.weight"] for name in bits}
+        used = sum(numbers[name] * (bits[name] + 2) for name in bits) / sum(numbers.values())
+        assert used <= budget and set(bits.values()) == ({4} if budget == 6.0 else {4, 8})
+        assert used > budget - 1.0
+        means[budget] = sum(layer.error for layer in report.layers)
+        inner = [name for name in bits if name.endswith(("q_proj", "k_proj", "v_proj"))]
+        assert all(bits[name] == bits[name.rpartition(".")[0] + ".q_proj"] for name in inner)  # one input, one choice
+    assert means[6.0] > means[7.0] > means[9.9]
+    with pytest.raises(PipelineError, match="bits-per-weight is too small: 4 bits with their scales are 6.00"):
+        run(llama, tmp_path / "small", text, bits_per_weight=5.9)
+
+
+def test_the_choice_is_greedy():
+    choice = calibration.Choice
+    given = [choice(("a",), 1.0, 100, 0.25), choice(("b", "c"), 3.0, 200, 0.25), choice(("d",), 0.5, 10, 0.25)]
+    assert calibration.most_gaining(given, 8.25) == {"a", "b", "c", "d"}
+    assert calibration.most_gaining(given, 4.25) == frozenset()
+    assert calibration.most_gaining(given, 4.4) == {"d"}
+    assert calibration.most_gaining(given, 7.0) == {"d", "b", "c"}
+    assert calibration.most_gaining(given, 6.0) == {"d", "a"}  # what does not fit is passed over

@@ -17,6 +17,13 @@ def llama(**changes):
     return made(LlamaForCausalLM, LlamaConfig(**(shape | changes)))
 
 
+def gpt2(**changes):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    return made(GPT2LMHeadModel, GPT2Config(**(shape | changes)))
+
+
 def gemma3():
     """Its blocks are given different masks and positions."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig

@@ -4,10 +4,11 @@
 // eight, four bits each: so the instructions that multiply bytes (AVX-512 VNNI and the like) add up as many outputs as a
 // vector has lanes, and nothing is added across lanes. Inputs are rounded to 8 bits row by row and group by group, so the
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
-// are added in float32, in their order.
+// are added in float32, in their order. Many rows are multiplied in the matrix registers of AMX, with the same result.
 #include "bfloat16.h"
 #include "float16.h"
 #include "instruction_set.h"
+#include "matrix_registers.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -40,6 +42,8 @@ constexpr int64_t kAhead = 1024;
 // Numbers that are rounded before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 15;
 constexpr int64_t kMaxGroup = 256;
+// Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
+constexpr int64_t kLeastRows = 16;
 // A sum with this has no fraction: it is rounded to the nearest, of two as near to the even one.
 constexpr float kRounding = 12582912.0f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -110,6 +114,22 @@ __attribute__((target("avx2"), always_inline)) inline __m256i dot(__m256i sums, 
 #include "grouped_linear/kernels.h"
 }  // namespace avx2
 
+// In 256 bits, for processors without AVX-512: gcc 11, clang 12.
+#if __has_include(<avxvnniintrin.h>)
+#define FASTGEN_AVX_VNNI 1
+namespace avxvnni {
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define FASTGEN_WIDTH 8
+#define FASTGEN_VECTORS 2
+#define FASTGEN_ROWS 3
+#define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
+#define FASTGEN_DOT(sums, bytes, x) \
+  (sums) = (Ints)_mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(bytes), _mm256_set1_epi32(four(x)))
+#define FASTGEN_SMALL_DOT FASTGEN_DOT
+#include "grouped_linear/kernels.h"
+}  // namespace avxvnni
+#endif
+
 namespace avx512vnni {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")))
 #define FASTGEN_WIDTH 16
@@ -120,21 +140,40 @@ namespace avx512vnni {
   (sums) = (Ints)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(bytes), _mm512_set1_epi32(four(x)))
 #define FASTGEN_SMALL_DOT FASTGEN_DOT
 #include "grouped_linear/kernels.h"
+#ifdef FASTGEN_MATRICES
+#include "grouped_linear/matrices.h"
+#endif
 }  // namespace avx512vnni
 
 #endif
 
+enum class Kernels { kPortable, kAvx2, kAvxVnni, kAvx512Vnni };
+
+Kernels kernels() {
+#ifdef FASTGEN_X86
+  const fastgen::InstructionSet set = fastgen::instruction_set();
+  if (set == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni")) return Kernels::kAvx512Vnni;
+#ifdef FASTGEN_AVX_VNNI
+  if (set != fastgen::InstructionSet::kPortable && fastgen::has_avx_vnni()) return Kernels::kAvxVnni;
+#endif
+  if (set != fastgen::InstructionSet::kPortable) return Kernels::kAvx2;
+#endif
+  return Kernels::kPortable;
+}
+
 // `finish(sums, row, some)` takes the results of a panel, kPanel of each of some rows.
 template <class Finish>
 void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t number, const Finish& finish) {
+  switch (kernels()) {
 #ifdef FASTGEN_X86
-  const fastgen::InstructionSet set = fastgen::instruction_set();
-  if (set == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni")) {
-    return avx512vnni::panel(weight, inputs, rows, number, finish);
-  }
-  if (set != fastgen::InstructionSet::kPortable) return avx2::panel(weight, inputs, rows, number, finish);
+    case Kernels::kAvx512Vnni: return avx512vnni::panel(weight, inputs, rows, number, finish);
+#ifdef FASTGEN_AVX_VNNI
+    case Kernels::kAvxVnni: return avxvnni::panel(weight, inputs, rows, number, finish);
 #endif
-  portable::panel(weight, inputs, rows, number, finish);
+    case Kernels::kAvx2: return avx2::panel(weight, inputs, rows, number, finish);
+#endif
+    default: return portable::panel(weight, inputs, rows, number, finish);
+  }
 }
 
 struct Rounding {
@@ -143,15 +182,61 @@ struct Rounding {
 };
 
 Rounding rounding() {
+  switch (kernels()) {
 #ifdef FASTGEN_X86
-  const fastgen::InstructionSet set = fastgen::instruction_set();
-  if (set == fastgen::InstructionSet::kAvx512 && __builtin_cpu_supports("avx512vnni")) {
-    return {&avx512vnni::quantize, &avx512vnni::round_line};
-  }
-  if (set != fastgen::InstructionSet::kPortable) return {&avx2::quantize, &avx2::round_line};
+    case Kernels::kAvx512Vnni: return {&avx512vnni::quantize, &avx512vnni::round_line};
+    case Kernels::kAvxVnni:
+    case Kernels::kAvx2: return {&avx2::quantize, &avx2::round_line};
 #endif
-  return {&portable::quantize, &portable::round_line};
+    default: return {&portable::quantize, &portable::round_line};
+  }
 }
+
+// Whether so many rows with groups of this size are multiplied in the matrix registers.
+bool are_in_matrices(int64_t rows, int64_t group_size) {
+#ifdef FASTGEN_MATRICES
+  const int64_t depth = avx512vnni::matrix_depth(group_size);
+  if (depth == 0 || rows < (depth == fastgen::kMatrixBytes ? kLeastRows : 2 * kLeastRows)) return false;
+  return kernels() == Kernels::kAvx512Vnni && fastgen::has_matrix_registers();
+#else
+  return false;
+#endif
+}
+
+// A thread's use of the kernels. In matrix registers it sets these up, and has memory for a panel.
+class Worker {
+ public:
+  Worker(const Weight& any, bool in_matrices) : in_matrices_(in_matrices) {
+#ifdef FASTGEN_MATRICES
+    if (!in_matrices_) return;
+    avx512vnni::set_up(avx512vnni::matrix_depth(any.group_size));
+    memory_.reset(new uint8_t[any.groups * any.group_size * kPanel + kLine]);
+    const auto odd = reinterpret_cast<uintptr_t>(memory_.get()) % kLine;
+    numbers_ = memory_.get() + (kLine - odd) % kLine;
+#endif
+  }
+  ~Worker() {
+#ifdef FASTGEN_MATRICES
+    if (in_matrices_) fastgen::release_matrices();
+#endif
+  }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  template <class Finish>
+  void multiply(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t number, const Finish& finish) {
+#ifdef FASTGEN_MATRICES
+    if (in_matrices_) return avx512vnni::panel_in_matrices(weight, inputs, rows, number, numbers_, finish);
+#endif
+    panel(weight, inputs, rows, number, finish);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;  // what loads are aligned to
+  bool in_matrices_;
+  std::unique_ptr<uint8_t[]> memory_;
+  uint8_t* numbers_ = nullptr;
+};
 
 bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
@@ -237,8 +322,10 @@ struct RoundedRows {
     const int64_t rows = x.size(0), inputs = x.size(1), count = (inputs + group_size - 1) / group_size;
     const ScalarType type = x.scalar_type();
     stride = count * group_size;
-    numbers.resize(rows * stride);
-    groups.resize(rows * count);
+    // Whole matrix registers of them.
+    const int64_t whole = (rows + fastgen::kMatrixRows - 1) / fastgen::kMatrixRows * fastgen::kMatrixRows;
+    numbers.resize(whole * stride);
+    groups.resize(whole * count);
     const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
     const bool is_as_it_is = from == nullptr && type == ScalarType::Float;
     const auto kernel = rounding().quantize;
@@ -287,6 +374,13 @@ void store(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, co
   float added[kPanel] = {};
   for (int64_t i = 0; bias && i < count; ++i) added[i] = read(bias->const_data_ptr(), first + i, bias->scalar_type());
   void* to = y.mutable_data_ptr();
+  if (type == ScalarType::Float) {
+    float* line = static_cast<float*>(to) + row * outputs + first;
+    for (int64_t r = 0; r < some; ++r, line += outputs, sums += kPanel) {
+      for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
+    }
+    return;
+  }
   for (int64_t r = 0; r < some; ++r) {
     for (int64_t i = 0; i < count; ++i) {
       write(to, (row + r) * outputs + first + i, type, sums[r * kPanel + i] + added[i]);
@@ -319,13 +413,15 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
   const Inputs inputs{rounded.numbers.data(), rounded.groups.data(), rounded.stride};
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   const int64_t piece = (panels + threads - 1) / threads;
+  const bool in_matrices = are_in_matrices(rows, group_size);
   torch::stable::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     size_t product = 0;
+    Worker worker(weights[0], in_matrices);
     for (int64_t number = begin * piece; number < std::min(end * piece, panels); ++number) {
       while (number >= ends[product]) ++product;
       const Weight& weight = weights[product];
       const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);
-      panel(weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
+      worker.multiply(weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
         store(results[product], biases[product], own * kPanel, sums, row, some);
       });
     }

@@ -11,6 +11,7 @@ using fastgen::InstructionSet;
 
 constexpr int kUnknown = -1, kGiven = 4;  // kGiven is added to the instruction set
 std::atomic<int> choice{kUnknown};
+std::atomic<bool> avx_vnni_is_allowed{true};
 
 InstructionSet widest() {
 #ifdef FASTGEN_X86
@@ -46,13 +47,32 @@ InstructionSet instruction_set() { return static_cast<InstructionSet>(chosen() &
 
 bool instruction_set_is_given() { return (chosen() & kGiven) != 0; }
 
+bool has_avx_vnni() {
+#ifdef FASTGEN_X86
+  static const bool there = [] {
+    unsigned int a = 0, b = 0, c = 0, d = 0;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+    if (a < 1) return false;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
+    return (a & 1u << 4) != 0 && widest() != InstructionSet::kPortable;
+  }();
+  return there && avx_vnni_is_allowed.load(std::memory_order_relaxed);
+#else
+  return false;
+#endif
+}
+
 }  // namespace fastgen
 
-// For tests, which run every kernel in one process: the next product looks at the environment again.
-extern "C"
 #ifdef _WIN32
-    __declspec(dllexport)
+#define FASTGEN_FOR_TESTS extern "C" __declspec(dllexport)
+#else
+#define FASTGEN_FOR_TESTS extern "C"
 #endif
-    void fastgen_forget_instruction_set() {
-  choice.store(kUnknown, std::memory_order_relaxed);
+
+// For tests, which run every kernel in one process: the next product looks at the environment again.
+FASTGEN_FOR_TESTS void fastgen_forget_instruction_set() { choice.store(kUnknown, std::memory_order_relaxed); }
+
+FASTGEN_FOR_TESTS void fastgen_allow_avx_vnni(bool allowed) {
+  avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }

@@ -17,4 +17,7 @@ InstructionSet instruction_set();
 // Whether that variable names any of these.
 bool instruction_set_is_given();
 
+// Whether the machine multiplies bytes in vectors of 256 bits (AVX-VNNI): a thing of its own, beside AVX-512.
+bool has_avx_vnni();
+
 }  // namespace fastgen

@@ -7,6 +7,7 @@
 // tiles wide. Inputs get their type row by row, so that a row's result does not depend on what else is in the batch; the
 // sums in bfloat16 are rounded in another order with more than 16 rows than with fewer.
 #include "instruction_set.h"
+#include "matrix_registers.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -25,15 +26,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#if defined(FASTGEN_X86) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
-#define FASTGEN_QUANTIZED 1
-#include <immintrin.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
 
 namespace {
 
@@ -57,7 +49,7 @@ constexpr int64_t kGrain = 1 << 16;
 constexpr int64_t kMaxInputs = 1 << 16;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-#ifdef FASTGEN_QUANTIZED
+#ifdef FASTGEN_MATRICES
 
 #define FASTGEN_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 
@@ -70,24 +62,11 @@ namespace vectors16 {
 }  // namespace vectors16
 
 // The registers of this thread, for so many rows (see matrices.h).
-__attribute__((target("amx-tile"))) inline void configure(int64_t count) {
+inline void configure(int64_t count) {
   const int64_t upper = std::min(count, kTileRows), lower = count > kTileRows ? count - kTileRows : count;
-  struct alignas(kLine) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } configuration;
-  const int64_t rows[8] = {upper, upper, lower, lower, upper, lower, kTileRows, kTileRows};
-  for (int i = 0; i < 8; ++i) {
-    configuration.bytes[i] = kLine;
-    configuration.rows[i] = static_cast<uint8_t>(rows[i]);
-  }
-  // The intrinsic does not tell the compiler of all that it reads.
-  __asm__ volatile("" : : "r"(&configuration) : "memory");
-  _tile_loadconfig(&configuration);
+  fastgen::set_up_matrices({upper, upper, lower, lower, upper, lower, kTileRows, kTileRows},
+                           {kLine, kLine, kLine, kLine, kLine, kLine, kLine, kLine});
 }
-
-__attribute__((target("amx-tile"))) inline void release() { _tile_release(); }
 
 namespace matrices8 {
 #define FASTGEN_TARGET __attribute__((target("amx-tile,amx-int8,avx512f")))
@@ -103,24 +82,6 @@ namespace matrices16 {
 #include "quantized_linear/matrices.h"
 }  // namespace matrices16
 
-// Whether the processor and the system let this process use the matrix registers. ATEN_CPU_CAPABILITY, which names the
-// widest vectors to use, rules them out.
-bool has_matrices() {
-#ifdef __linux__
-  static const bool allowed = [] {
-    constexpr long kRequest = 0x1023, kRegisters = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    constexpr unsigned int kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-    const bool there = (d & kBf16) != 0 && (d & kTile) != 0 && (d & kInt8) != 0;
-    return there && syscall(SYS_arch_prctl, kRequest, kRegisters) == 0;
-  }();
-  return allowed && !fastgen::instruction_set_is_given();
-#else
-  return false;
-#endif
-}
-
 // x[rows, depth bytes] times a panel, into sums[rows, kPanel].
 using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, void*);
 
@@ -131,7 +92,7 @@ struct Kernel {
 
 Kernel kernel8() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
-  STD_TORCH_CHECK(wide && has_matrices(), "int8_linear: this processor does not have AMX");
+  STD_TORCH_CHECK(wide && fastgen::has_matrix_registers(), "int8_linear: this processor does not have AMX");
   return {&matrices8::multiply, true};
 }
 
@@ -139,7 +100,7 @@ Kernel kernel16() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
   STD_TORCH_CHECK(wide && __builtin_cpu_supports("avx512bf16"),
                   "bf16_linear: this processor does not have AVX-512 BF16");
-  return has_matrices() ? Kernel{&matrices16::multiply, true} : Kernel{&vectors16::multiply, false};
+  return fastgen::has_matrix_registers() ? Kernel{&matrices16::multiply, true} : Kernel{&vectors16::multiply, false};
 }
 
 // A mask of the first `count` of 16 elements.
@@ -341,7 +302,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
         }
       }
     }
-    if (kernel.matrices) release();
+    if (kernel.matrices) fastgen::release_matrices();
   });
   return y;
 }
@@ -409,7 +370,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
 
 }  // namespace
 
-#ifdef FASTGEN_QUANTIZED
+#ifdef FASTGEN_MATRICES
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_int8_linear", TORCH_BOX(&pack_int8_linear));
   library.impl("int8_linear", TORCH_BOX(&int8_linear));

@@ -36,6 +36,9 @@ class QuantizeOptions:
     max_error: float | None = option(
         None, "keep 8 bits for layers whose output would change by more than this part, such as 0.05"
     )
+    bits_per_weight: float | None = option(
+        None, "give 8 bits to the layers that gain most by them, up to this average, such as 5; scales count"
+    )
     output_layer: bool = option(False, "quantise the output layer too")
 
     calibration: str = option(
@@ -79,13 +82,17 @@ class QuantizeOptions:
         for name in ("samples", "sample_length"):
             if getattr(self, name) < 1:
                 raise SetupError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        for name, value in (("damping", self.damping), ("max-error", self.max_error)):
+        numbers = {"damping": self.damping, "max-error": self.max_error, "bits-per-weight": self.bits_per_weight}
+        for name, value in numbers.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise SetupError(f"{name} is {value}: it must be more than 0")
-        if self.max_error is not None and self.bits == 8:
-            raise SetupError("max-error gives layers 8 bits, which they have already: use it with 4 bits")
-        if self.max_error is not None and self.asymmetric:
-            raise SetupError("max-error needs symmetric weights: Transformers cannot load a mixture of asymmetric ones")
+        mixed = next((name for name in ("max-error", "bits-per-weight") if numbers[name] is not None), None)
+        if mixed and self.bits == 8:
+            raise SetupError(f"{mixed} gives layers 8 bits, which they have already: use it with 4 bits")
+        if mixed and self.asymmetric:
+            raise SetupError(f"{mixed} needs symmetric weights: Transformers cannot load a mixture of asymmetric ones")
+        if self.max_error is not None and self.bits_per_weight is not None:
+            raise SetupError("max-error and bits-per-weight both say which layers have 8 bits: give one of them")
         if not self.calibration:
             raise SetupError("give a file of calibration text: --calibration FILE")
         if STANDARD_STREAM in (self.calibration, self.evaluate, self.output):

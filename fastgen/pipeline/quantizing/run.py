@@ -24,7 +24,8 @@ from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_
 from fastgen.pipeline.running import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
-    from fastgen.quantization.blocks import Block, Forward
+    from fastgen.quantization.blocks import Block, Carried, Forward
+    from fastgen.quantization.calibration import Recipe
     from fastgen.quantization.report import Layer, Report
 
 PICTURE = "report.png"
@@ -66,8 +67,7 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
         with explained(f"model {options.model} cannot be measured"):
             quality = evaluation.quality(loaded, texts) if texts else None
         before["bytes"] = weight_bytes(options.model, loaded.model)  # saving takes the weights out of the layers
-        save(loaded, blocks, work, options)
-        left_out = loaded.model.config.quantization_config["ignore"]
+        left_out = save(loaded, blocks, work, options)
         # The memory of the model is needed for the one that was saved.
         loaded.model = None
         del forward, blocks
@@ -130,6 +130,8 @@ def _quantise(
     recipe = calibration.Recipe(
         options.method, options.bits, options.group_size, not options.asymmetric, options.damping, options.max_error
     )
+    if options.bits_per_weight is not None:
+        recipe = recipe._replace(eight=_of_8_bits(blocks, Carried(forward, count), recipe, work, options))
     carried = Carried(forward, count)
     layers: list[Layer] = []
     with _progress(sum(len(block.linears) for block in blocks), options.quiet) as step:
@@ -150,6 +152,26 @@ def _quantise(
     if not layers:
         raise PipelineError(f"no layer of {options.model} can be quantised in groups of {options.group_size}")
     return layers
+
+
+def _of_8_bits(
+    blocks: Sequence[Block], carried: Carried, recipe: Recipe, work: Work, options: QuantizeOptions
+) -> frozenset[str]:
+    """The layers that `--bits-per-weight` gives 8 bits. A run that is resumed knows them."""
+    from fastgen.quantization import calibration
+
+    assert options.bits_per_weight is not None
+    if "eight" not in work.measured:
+        choices = []
+        with explained("the errors of the layers cannot be measured"):
+            for number, block in enumerate(blocks):
+                choices += calibration.choices_of(block, carried, recipe)
+                if number + 1 < len(blocks):
+                    carried.finish(block)
+        with explained("bits-per-weight is too small"):
+            chosen = calibration.most_gaining(choices, options.bits_per_weight)
+        work.keep({**work.measured, "eight": sorted(chosen)})
+    return frozenset(work.measured["eight"])
 
 
 @contextmanager

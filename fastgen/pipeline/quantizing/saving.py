@@ -23,12 +23,19 @@ _GENERATION = "generation_config.json"
 def load_model(options: QuantizeOptions, name: str | Path | None = None) -> LoadedModel:
     """The model that the options name, or another one, in the dtype that they ask for.
 
+    The one that they name has linear layers in place of Conv1D.
+
     Raises `SetupError` where it cannot be loaded, or is quantised already although it is the one to quantise.
     """
     settings = options.reading(options.calibration, None)
     if name is not None:
         settings = dataclasses.replace(settings, model=str(name))
-    return load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
+    loaded = load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
+    if name is None:
+        from fastgen.pipeline.quantizing.conv1d import conv1d_as_linear
+
+        conv1d_as_linear(loaded.model)
+    return loaded
 
 
 def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
@@ -44,27 +51,33 @@ def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
     return names.get(str(getattr(config, "dtype", None)).removeprefix("torch."), "fp32")
 
 
-def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: QuantizeOptions) -> None:
+def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: QuantizeOptions) -> list[str]:
     """Saves model, tokenizer and generation config in the directory that becomes OUT. The model is of no use any more.
 
     Layer by layer the quantised weights, which the work directory has, take the place of the others.
+
+    Returns:
+        The names of the linear layers that stay as they are.
     """
     import torch
     from transformers import AutoTokenizer
 
+    from fastgen.pipeline.quantizing.conv1d import linear_as_conv1d, stands_for_conv1d
     from fastgen.quantization.rtn import Kind
-    from fastgen.quantization.writing import PackedLinear, config, load_block
+    from fastgen.quantization.writing import PackedLinear, config, gptq_config, load_block
 
     model: Any = loaded.model
+    as_gptq = any(stands_for_conv1d(layer) for block in blocks for layer in block.linears.values())
     kinds = {}
     for number, block in enumerate(blocks):
         for name, (weight, _) in load_block(work.block(number)).items():
             parent, _, own = name.rpartition(".")
             bias = block.linears.pop(name).bias
-            setattr(model.get_submodule(parent), own, PackedLinear(weight, bias))
+            setattr(model.get_submodule(parent), own, PackedLinear(weight, bias, as_gptq))
             kinds[name] = Kind(weight.bits, weight.group_size, not options.asymmetric)
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    model.config.quantization_config = config(kinds, linear)
+    model.config.quantization_config = (gptq_config if as_gptq else config)(kinds, linear)
+    linear_as_conv1d(model)
     shutil.rmtree(work.model, ignore_errors=True)
     with saving(work.model):
         model.save_pretrained(work.model, state_dict=_as_stored(model.state_dict()))
@@ -74,6 +87,7 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
         own_generation = file_of(options.model, _GENERATION)
         if own_generation:
             shutil.copyfile(own_generation, work.model / _GENERATION)
+    return linear
 
 
 def _as_stored(state: dict[str, Any]) -> dict[str, Any]:

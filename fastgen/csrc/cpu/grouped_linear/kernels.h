@@ -24,6 +24,28 @@ FASTGEN_INLINE void load_factors(Floats& to, const void* from, int64_t at, bool 
   }
 }
 
+// What the numbers of a group are multiplied with, for a vector of outputs.
+struct Factors {
+  Floats scale, middle = {}, least = {};
+};
+
+FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
+  load_factors(to.scale, weight.scales, at, weight.are_half);
+  if (weight.zeros != nullptr) {
+    to.middle = __builtin_convertvector(*reinterpret_cast<const FewBytes*>(weight.zeros + at), Floats);
+  }
+  if (weight.minimums != nullptr) load_factors(to.least, weight.minimums, at, weight.are_half);
+}
+
+// Adds a group's sum of products. Whatever `has_middle` takes away from it is exact.
+FASTGEN_INLINE void add_group(Floats& total, const Ints& sum, const Factors& factors, const Group& of, bool has_middle,
+                              bool has_least) {
+  Floats whole = __builtin_convertvector(sum, Floats);
+  if (has_middle) whole -= factors.middle * static_cast<float>(of.sum);
+  total += whole * (factors.scale * of.scale);
+  if (has_least) total += factors.least * (of.scale * static_cast<float>(of.sum));
+}
+
 // The sums over all inputs, in float32, of kRows rows and the outputs from `first` on in a panel.
 template <int kBits, int kRows>
 FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t panel, int64_t first,
@@ -70,20 +92,12 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      Floats scale, middle = {}, least = {};
-      load_factors(scale, weight.scales, at + v * FASTGEN_WIDTH, weight.are_half);
-      if (weight.zeros != nullptr) {
-        const FewBytes zeros = *reinterpret_cast<const FewBytes*>(weight.zeros + at + v * FASTGEN_WIDTH);
-        middle = __builtin_convertvector(zeros, Floats);
-      }
-      if (weight.minimums != nullptr) load_factors(least, weight.minimums, at + v * FASTGEN_WIDTH, weight.are_half);
+      Factors factors;
+      load_group(factors, weight, at + v * FASTGEN_WIDTH);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const Group& of = inputs.groups[(row + r) * weight.groups + group];
-        Floats whole = __builtin_convertvector(sum[r][v], Floats);
-        if (weight.zeros != nullptr) whole -= middle * static_cast<float>(of.sum);
-        total[r][v] += whole * (scale * of.scale);
-        if (weight.minimums != nullptr) total[r][v] += least * (of.scale * static_cast<float>(of.sum));
+        add_group(total[r][v], sum[r][v], factors, of, weight.zeros != nullptr, weight.minimums != nullptr);
       }
     }
   }
@@ -105,6 +119,8 @@ FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int
       case 6: tile<kBits, 6>(weight, inputs, row, panel, first, sums); break;
       case 5: tile<kBits, 5>(weight, inputs, row, panel, first, sums); break;
       case 4: tile<kBits, 4>(weight, inputs, row, panel, first, sums); break;
+#endif
+#if FASTGEN_ROWS >= 3
       case 3: tile<kBits, 3>(weight, inputs, row, panel, first, sums); break;
 #endif
       case 2: tile<kBits, 2>(weight, inputs, row, panel, first, sums); break;
