@@ -115,7 +115,7 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     With the kernels, which round x to 8 bits on the CPU, where `Settings.few_bits_inputs` allows it; or with the weight
     in floating point, a part of it at a time.
     """
-    if _kernels_serve(x, packed):
+    if _kernels_serve(x, packed, bias):
         if packed.sizes.layout == "lines":
             return lines.grouped_linear(x, _in_lines(packed), bias)
         return grouped_linear.grouped_linear(x, _in_panels(packed), bias)
@@ -129,13 +129,14 @@ def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _kernels_serve(x: Tensor, packed: PackedWeight) -> bool:
+def _kernels_serve(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> bool:
+    needs_gradient = x.requires_grad or (bias is not None and bias.requires_grad)
     return (
         (packed.sizes.layout == "lines" or _panels_serve(x, packed))
         and patching.is_active()
         and x.device == packed.numbers.device
         and x.dtype in _TYPES
-        and not (torch.is_grad_enabled() and x.requires_grad)
+        and not (torch.is_grad_enabled() and needs_gradient)
         and not torch.is_autocast_enabled(x.device.type)
     )
 

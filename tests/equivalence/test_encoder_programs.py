@@ -151,3 +151,22 @@ def test_so_many_are_kept(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fastgen.disable()
     fastgen.enable()
     assert not programs._models
+
+
+def test_code_of_others_runs_each_time(model: Any) -> None:
+    """In a head of the user's, and in a layer of theirs: with what they do besides computing."""
+    seen = []
+
+    class Head(type(model)):  # type: ignore[misc]
+        def forward(self, **given: Any) -> Any:
+            seen.append(1)
+            return super().forward(**given)
+
+    with_head = Head(model.config).eval()
+    model.classifier.forward = lambda x: (seen.append(1), type(model.classifier).forward(model.classifier, x))[1]
+    for one in (model, with_head):
+        seen.clear()
+        with torch.inference_mode():
+            for _ in range(5):
+                one(**inputs([9]))
+        assert len(seen) == 5 and not _recorded()

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastgen
 from fastgen import settings
 from fastgen.ops import grouped_linear
+from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization import products
 from fastgen.quantization.grouped import GroupedWeight, dequantized
 from tests.quantization.definitions import random_weight
@@ -87,8 +88,17 @@ def test_where_inputs_stay_as_they_are(rounded: list[Tensor]) -> None:
     with settings.changed(few_bits_inputs="exact"):
         torch.testing.assert_close(products.multiply(x, packed, None), exact)
     torch.testing.assert_close(products.multiply(x.requires_grad_(), packed, None), exact)
-    torch.testing.assert_close(products.multiply(x.detach().double(), packed, None), exact.double())
+    torch.testing.assert_close(products.multiply(x.detach().double(), packed, None).float(), exact)
     assert not rounded
     with torch.no_grad():
         products.multiply(x, packed, None)
     assert len(rounded) == 1
+
+
+@pytest.mark.parametrize("layout", ["panels", "lines"])
+def test_gradients_of_the_bias_alone(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "is_for", lambda device: layout == "lines")
+    bias = torch.zeros(24, requires_grad=True)
+    with settings.changed(few_bits_inputs="int8"):
+        products.multiply(torch.randn(3, 32), products.pack(random_weight(24, 32)), bias).sum().backward()
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full((24,), 3.0))

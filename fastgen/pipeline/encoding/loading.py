@@ -84,12 +84,20 @@ def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules
     if model.config.is_encoder_decoder and hasattr(model, "decoder"):
         model = model.get_encoder()
     longest = _longest(model, tokenizer, settings.max_length, modules.max_length)
-    loaded = LoadedEmbedder(model, tokenizer, longest, modules.prompt, 0, modules.lower_case, modules)
-    if modules.prompt and not modules.include_prompt:
-        ids = tokenizer(modules.prompt)["input_ids"]
+    prompt = lowered(modules.prompt) if modules.lower_case else modules.prompt
+    loaded = LoadedEmbedder(model, tokenizer, longest, prompt, 0, modules.lower_case, modules)
+    if prompt and not modules.include_prompt:
+        ids = tokenizer(prompt)["input_ids"]
         # The last of them may be what ends a text.
         loaded.prompt_length = len(ids) - (bool(ids) and ids[-1] in tokenizer.all_special_ids)
     return loaded
+
+
+def lowered(text: str) -> str:
+    """The text in lower case, as a tokenizer would have it."""
+    from tokenizers.normalizers import Lowercase
+
+    return str(Lowercase().normalize_str(text))
 
 
 def load_classifier(settings: ClassifyOptions) -> LoadedClassifier:

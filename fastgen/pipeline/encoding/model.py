@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.pipeline.batches import BatchStage, Computed
-from fastgen.pipeline.encoding.loading import LoadedClassifier, LoadedEmbedder, LoadedEncoder
+from fastgen.pipeline.encoding.loading import LoadedClassifier, LoadedEmbedder, LoadedEncoder, lowered
 from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.planner import Batch, Prepared
 from fastgen.pipeline.records import BadRecord, Problem, Record, Result
@@ -23,11 +23,7 @@ class Tokens:
     def __init__(self, loaded: LoadedEncoder) -> None:
         self._loaded = loaded
         self._cut = {} if loaded.longest is None else {"truncation": True, "max_length": loaded.longest}
-        self._lower: Callable[[str], str] = lambda text: text
-        if loaded.lower_case:
-            from tokenizers.normalizers import Lowercase
-
-            self._lower = Lowercase().normalize_str
+        self._lower = lowered if loaded.lower_case else str
 
     def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
         try:

@@ -57,8 +57,7 @@ def search(model, prompt, choose, late=0, **options):
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 1.7])
-@pytest.mark.parametrize(("eos", "beams"), [([EOS], 4), ([EOS, SECOND_EOS], 3), ([], 2)])
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(("eos", "beams", "spare"), [([EOS], 4, 0), ([EOS, SECOND_EOS], 3, 3), ([], 2, 3)])
 def test_equals_transformers(model, device, eos, beams, length_penalty, early_stopping, spare):
     prompt = torch.randint(6, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(1)).to(device)
     options = {"length_penalty": length_penalty, "early_stopping": early_stopping}

@@ -184,7 +184,7 @@ def probability_of(model, draft, method, length, k, seed=1, rows=DRAWS) -> float
 
 @pytest.mark.parametrize("method", ["sampled", "greedy", "lookup", "coupled"])
 @pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize(("vocabulary", "length", "k"), [(5, 2, 1), (3, 3, 2), (4, 3, 4)])
+@pytest.mark.parametrize(("vocabulary", "length", "k"), [(5, 2, 1), (4, 3, 4)])
 def test_distribution(method, warp, vocabulary, length, k):
     model, draft = models(warp, vocabulary)
     assert probability_of(model, draft, method, length, k) > SIGNIFICANT

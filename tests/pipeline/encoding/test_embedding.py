@@ -151,7 +151,7 @@ def test_long_texts_are_cut_and_counted(bert, tmp_path):
 def test_what_the_files_of_the_model_say(fresh, inputs, tmp_path):
     tiny.sentence_files(
         fresh, ("Pooling", {"pooling_mode": "cls", "include_prompt": True}), ("Normalize", {}),
-        settings={"max_seq_length": 8, "do_lower_case": True}, prompts={"prompts": {"q": "said "}},
+        settings={"max_seq_length": 8, "do_lower_case": True}, prompts={"prompts": {"q": "SAID "}},
     )  # fmt: skip
     report = run(fresh, inputs, tmp_path / "out.npy", prompt_name="q")
     states = [states_of(fresh, "said " + text.lower(), longest=8)[0] for text in inputs.read_text().splitlines()]

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching, settings
-from fastgen.decoding.captured.recording import is_capturing
+from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import programs
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
-from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
+from fastgen.optimizer.transformers.encoders.stacks import PACKED, code_of_others, way_of
 
 ENTRY_POINT = "transformers.encoder"
 # Padding is left out when it is so large a part of the positions.
@@ -85,8 +85,8 @@ def is_left_alone() -> bool:
     """Whether a call is none of an encoder for itself, or FastGen is not to change it."""
     if _inside.get() or not patching.is_active() or Call.current() is not None:
         return True
-    # What is compiled or captured must not look at values.
-    return torch.compiler.is_compiling() or is_capturing()
+    # What is compiled, traced or captured must not look at values.
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing()
 
 
 def known_of(model: Any) -> _Model:
@@ -109,7 +109,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return forward()
         key = _key(given, mask, padding)
         reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
-        reason = reason or _unsupported(model, known, given, mask)
+        reason = reason or _unsupported(model, known, given, mask) or _foreign(model, known.stack, padding)
         if reason is not None:
             counters.count_not_used(ENTRY_POINT, reason)
             return forward()
@@ -122,9 +122,12 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             if padding != "unseen":
                 result = _result(result, given["attention_mask"], padding == "zero")
         except Declined as declined:
-            known.reading[key] = str(declined)
             counters.count_not_used(ENTRY_POINT, str(declined))
-            return forward()
+            result = forward()
+            # Where the library's result has NaN, too, that says nothing about padding.
+            if not any(bool(each.isnan().any()) for each in tensors_in(result)):
+                known.reading[key] = str(declined)
+            return result
         except Exception as failure:
             result = forward()  # raises where the call itself is at fault
             counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
@@ -208,13 +211,26 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor)
         return f"attention implementation {config._attn_implementation}"
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "feed-forward layers in chunks of positions"
+    tensors = (*tensors_in(given), *model.parameters())
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "gradients are enabled (torch.no_grad, torch.inference_mode)"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if models.rows_depend_on_each_other(model):
         return "rows of the batch depend on each other"
     return models.modules_unsupported(model)
+
+
+def _foreign(model: Any, stack: Any, padding: str) -> str | None:
+    """Why code that is not the library's keeps padding from being left out; None if it does not.
+
+    In the stack it may look at other tokens than attention does. Behind it, it may look at padding without NaN in its
+    result: by a comparison, say. Only with padding="zero" the user has said that it does not.
+    """
+    found = code_of_others(model if padding != "zero" else stack)
+    return found and f"code that is not the library's ({found})"
 
 
 def _is_contiguous(mask: Tensor) -> bool:

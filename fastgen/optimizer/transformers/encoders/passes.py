@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen.decoding import length_buckets
@@ -57,7 +58,25 @@ class Passes:
         bound = inspect.signature(forward).bind(*args, **kwargs)
         given = dict(bound.arguments)
         given |= given.pop("kwargs", {})
+        if not self._leaves_out_padding(given.get("attention_mask")):
+            raise Declined("the layers get another mask than the model")
         return self._packed(forward, given) if self._way == PACKED else self._grouped(forward, given)
+
+    def _leaves_out_padding(self, seen: Any) -> bool:
+        """Whether this mask of the layers hides padding from the tokens, and nothing else.
+
+        [texts, longest], 0 for padding; or [texts, 1, longest or 1, longest], bool or what is added to the scores.
+        """
+        if not isinstance(seen, Tensor):
+            return False
+        mask = self._mask
+        if seen.dim() == 2:
+            return seen.shape == mask.shape and torch.equal(seen.bool(), mask)
+        if seen.dim() != 4 or seen.shape[0] != mask.shape[0] or seen.shape[3] != mask.shape[1]:
+            return False
+        is_seen = seen if seen.dtype is torch.bool else seen == 0
+        # What padding itself sees does not matter.
+        return bool(((is_seen == mask[:, None, None]) | ~mask[:, None, :, None]).all())
 
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         packing = Packing(self._mask)
@@ -114,8 +133,9 @@ class Passes:
         if in_front and (self._way == COUNTING or not bool(self._mask[:, -1].all())):
             raise Declined("padding in front of the tokens")
         groups = length_buckets.groups(self._mask, in_front, cost=PASS)
-        if not groups:
-            raise Declined("too little padding")
+        if not groups:  # all run together, as long as the longest of them
+            longest = int(self._mask.sum(dim=1).max())
+            groups = [(torch.arange(len(self._mask)), slice(-longest, None) if in_front else slice(longest))]
         parts = []
         for rows, columns in groups:
             part = {name: self._part(name, value, rows, columns) for name, value in given.items()}

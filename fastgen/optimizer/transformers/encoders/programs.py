@@ -22,6 +22,7 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.encoders.stacks import code_of_others
 
 ENTRY_POINT = "transformers.encoder, recorded"
 # Tokens of a batch: with more, the products take nearly all of the time.
@@ -109,12 +110,14 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
             return None
     if graph.unavailable(model.device) is not None or models.modules_unsupported(model) is not None:
         return None
-    state = graph_cache.state_of(model)
-    if of.state != state:
-        of.passes.clear()
-        of.state = state
     try:
         with graph.taken(model.device):
+            state = graph_cache.state_of(model)
+            if of.state != state:
+                of.passes.clear()
+                of.state = state
+            if key not in of.passes and code_of_others(model) is not None:
+                return None  # a recording would leave out what it does besides computing
             return _run(original, forward, of, key, inputs, flags)
     except CannotBeCaptured:  # another thread has the memory of programs: this call does without
         return None

@@ -40,12 +40,19 @@ def _pools(model: Any) -> bool:
     modules = list(model.children())
     kinds = [type(module).__name__ for module in modules]
     return (
-        all(type(module).__module__.startswith(_OF_LIBRARY) for module in modules)
+        all(type(module).__module__.startswith(_OF_LIBRARY) for module in (model, *modules))
         and kinds[:2] == ["Transformer", "Pooling"]
+        and not _reads_padding(modules[0], modules[1])
         and set(kinds[2:]) <= set(_OF_VECTORS)
         and all(getattr(each, "module_input_name", _VECTOR) == _VECTOR for each in modules[2:])
         and not any(module._forward_hooks or module._forward_pre_hooks for module in (model, *modules))
     )
+
+
+def _reads_padding(transformer: Any, pooling: Any) -> bool:
+    """Whether the first column, which releases before 6 take as the first token, may be padding."""
+    takes_first = getattr(pooling, "pooling_mode_cls_token", False) or "cls" in getattr(pooling, "pooling_mode", ())
+    return takes_first and getattr(getattr(transformer, "tokenizer", None), "padding_side", None) != "right"
 
 
 def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

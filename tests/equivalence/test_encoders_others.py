@@ -1,0 +1,148 @@
+"""Models that only encode: code of the user's in them, and calls that only look as if padding could be left out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fastgen
+from tests.equivalence.encoder_models import build, inputs
+from tests.equivalence.test_encoders import LENGTHS, _accelerated, _check, _fast, _plain, _reasons, _with
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    fastgen.enable(strict=True)
+    yield
+    fastgen.enable(padding="exact")
+
+
+@pytest.fixture
+def classifier() -> Any:
+    return build("Bert", "SequenceClassification")
+
+
+class _Head(transformers.BertPreTrainedModel):
+    """A head of the user's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.post_init()
+
+    def states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.bert(ids, attention_mask=mask)[0]
+
+
+class _Counting(_Head):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return (self.states(input_ids, attention_mask) > 0).float().sum(dim=1)
+
+
+class _Choosing(_Head):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.states(input_ids, attention_mask).argmax(dim=-1)
+
+
+class _Hiding(_Head):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.clone()
+        mask[:, 1:3] = 0
+        return self.states(input_ids, mask)[:, 0]
+
+
+class _Twice(_Head):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        whole = self.states(input_ids, torch.ones_like(attention_mask))[:, 0]
+        return whole - self.states(input_ids, attention_mask)[:, 0]
+
+
+def _with_head(kind: type[_Head]) -> Any:
+    model = kind(build("Bert").config).eval()
+    model.bert.load_state_dict(build("Bert").state_dict())
+    return model
+
+
+@pytest.mark.parametrize("kind", [_Counting, _Choosing, _Hiding, _Twice])
+def test_heads_of_the_users_without_nan_in_their_results(kind: type[_Head]) -> None:
+    """A comparison hides the NaN of padding; and the layers may get another mask than the model."""
+    _check(_with_head(kind), inputs(LENGTHS))
+    assert not _accelerated()
+
+
+@pytest.mark.parametrize("kind", [_Hiding, _Twice])
+def test_layers_that_get_another_mask_than_the_model(kind: type[_Head]) -> None:
+    """Also where heads of the user's are accelerated."""
+    _check(_with_head(kind), inputs(LENGTHS), "zero")
+    assert not _accelerated() and _reasons() == ["the layers get another mask than the model"]
+
+
+class _Neighbours(torch.nn.Module):
+    def __init__(self, dense: torch.nn.Module) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.dense(states) + states.roll(1, dims=1)[..., :32]
+
+
+@pytest.mark.parametrize("way", ["a module", "a method", "a compiled layer"])
+def test_layers_that_are_not_the_librarys(way: str) -> None:
+    model = copy.deepcopy(build("Bert", "SequenceClassification"))
+    output = model.bert.encoder.layer[0].output
+    if way == "a module":
+        output.dense = _Neighbours(output.dense).eval()
+    elif way == "a method":
+        output.dense.forward = _Neighbours(copy.copy(output.dense)).forward
+    else:
+        model.bert.encoder.layer[0].compile(backend="eager")
+    for padding in ("exact", "zero"):
+        _check(model, inputs(LENGTHS), padding)
+        assert not _accelerated() and "not the library's" in _reasons()[0]
+
+
+def test_gradients_of_embeddings_alone(classifier: Any) -> None:
+    model = copy.deepcopy(classifier).requires_grad_(False)
+    given = _with("embeddings")
+    given["inputs_embeds"].requires_grad_()
+    assert model(**given).logits.requires_grad and not _accelerated()
+
+
+def test_a_model_that_is_traced(classifier: Any) -> None:
+    """What is traced serves texts of other lengths."""
+    given, others = inputs(LENGTHS), inputs([3, 40, 9, 9, 2, 30, 11])
+    with torch.no_grad():
+        traced = torch.jit.trace(classifier, tuple(given.values()), strict=False, check_trace=False)
+        assert not _accelerated()
+        torch.testing.assert_close(traced(*others.values())["logits"], _plain(classifier, others).logits)
+
+
+def test_feed_forward_layers_in_chunks() -> None:
+    config = copy.deepcopy(build("Bert", "SequenceClassification").config)
+    config.chunk_size_feed_forward = 4
+    _check(transformers.BertForSequenceClassification(config).eval(), inputs(LENGTHS))
+    assert not _accelerated() and "chunks" in _reasons()[0]
+
+
+@pytest.mark.parametrize("architecture", ["Bert", "DebertaV2", "ModernBert"])
+def test_one_batch_says_nothing_of_others(architecture: str) -> None:
+    """Lengths that are not worth groups, and results that are NaN anyway, do not keep later batches back."""
+    model = copy.deepcopy(build(architecture, "SequenceClassification"))
+    spoilt = copy.deepcopy(model)
+    next(p for p in spoilt.parameters() if p.dim() == 2).data[7] = torch.nan
+    batches = [[40, 33, 36, 35, 33], [5, 5], [9], LENGTHS]
+    for lengths in batches:
+        _check(model, inputs(lengths, longest=40))
+        assert _accelerated() == 1, (lengths, _reasons())
+    given = inputs(LENGTHS)
+    given["input_ids"][0, 1] = 7
+    assert _fast(spoilt, given).logits[0].isnan().any() and not _accelerated()
+    given["input_ids"] = torch.where(given["input_ids"] == 7, 8, given["input_ids"])
+    _check(spoilt, given)
+    assert _accelerated() == 1, _reasons()
