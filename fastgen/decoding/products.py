@@ -261,8 +261,8 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
         _WIDENED: _share_widened(x, weight, bias),
     }
     operator, share = min(shares.items(), key=lambda item: item[1])
-    # One that takes as long is better: several of them can be one call, and weights that come from farther away than those
-    # that are measured are read faster.
+    # One that takes as long is better: several of them can be one call, and weights that come from farther away than
+    # those that are measured are read faster.
     return Product(operator, result, x, weight, bias) if share < 1 + _MARGIN else None
 
 
