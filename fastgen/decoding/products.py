@@ -273,7 +273,7 @@ def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     # As long as torch's is better in float32: several of them can be one call, and weights that come from farther away
     # than those that are measured are read faster.
     share = costs.dots / costs.plain
-    return share / (1 + _MARGIN) if x.dtype is torch.float32 else share
+    return min(share, 1 - 1e-6) if x.dtype is torch.float32 and share < 1 + _MARGIN else share
 
 
 def _share_streamed(x: Tensor, weight: Tensor) -> float:
