@@ -2,9 +2,10 @@
 // schema is defined in fastgen/ops/dot_linear.py.
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
-// weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
-// been multiplied with them. What comes next is asked for meanwhile, a share of it with every four rows, so that memory
-// and the multiplications are busy at the same time. Sums are in float32, in one order whatever the number of rows.
+// weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
+// cache until all rows have been multiplied with them. What comes next is asked for meanwhile, a share of it with every
+// four rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
+// the number of rows.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"

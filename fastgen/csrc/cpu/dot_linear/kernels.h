@@ -103,25 +103,33 @@ FASTGEN_TARGET void prepare(const uint16_t* x, int64_t inputs, float* to) {
   for (int64_t k = whole; k < inputs; ++k) to[k] = Type::widen(x[k]);
 }
 
+// A vector of fewer floats.
+template <int kLanes>
+struct Lanes {
+  typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
+};
+
 // Halves are added until one is left.
-FASTGEN_INLINE float total(const Vector& sums) {
-  float lanes[FASTGEN_WIDTH];
-  std::memcpy(lanes, &sums, sizeof(lanes));
-#pragma GCC unroll 8
-  for (int step = FASTGEN_WIDTH / 2; step > 0; step /= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+template <int kLanes>
+FASTGEN_INLINE float total(const typename Lanes<kLanes>::Vector& sums) {
+  if constexpr (kLanes == 4) {
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  } else {
+    typename Lanes<kLanes / 2>::Vector halves[2];
+    std::memcpy(halves, &sums, sizeof(sums));
+    return total<kLanes / 2>(halves[0] + halves[1]);
   }
-  return lanes[0];
 }
 
-// What the kernels multiply: `x` and `y` are of some rows, `weight` and `bias` of some outputs.
+// What the kernels multiply: `x` and `y` are of some rows, `weight` and `bias` of some outputs. Outputs that are summed up
+// at the same time are `apart`: each has lines of its own, which follow one another. So the machine sees as many streams,
+// each in other pages, and what it reads ahead by itself is what comes next. Lines side by side are read more slowly.
 template <class Type>
 struct Product {
   const typename Type::Input* x;
   const typename Type::Number *weight, *bias;
   typename Type::Number* y;
-  int64_t x_stride, weight_stride, y_stride, inputs;
+  int64_t x_stride, weight_stride, y_stride, inputs, apart;
 };
 
 // The inputs that are multiplied before the next ones: their part of the lines stays in the first-level cache.
@@ -136,25 +144,24 @@ FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t 
                              const typename Type::Number* next, int64_t turn, int64_t turns) {
   const typename Type::Input* x = product.x + row * product.x_stride;
   const typename Type::Number* weight = product.weight + output * product.weight_stride;
+  const int64_t apart = product.apart * product.weight_stride;
   Vector kept[kOutputs * kRows];
 #pragma GCC unroll 32
   for (int i = 0; i < kOutputs * kRows; ++i) kept[i] = part.begin == 0 ? Vector{} : sums[i];
   for (int64_t k = part.begin; k < part.end; k += Type::kStep) {
-    const typename Type::Number* asked = next + turn * product.weight_stride + k - part.begin;
+    const typename Type::Number* asked = next + turn * apart + k - part.begin;
     if (turns == 1) {
 #pragma GCC unroll 8
-      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(asked + o * product.weight_stride, 0, 3);
+      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(asked + o * apart, 0, 3);
     } else {
-      for (int64_t o = turn; o < kOutputs; o += turns, asked += turns * product.weight_stride) {
-        __builtin_prefetch(asked, 0, 3);
-      }
+      for (int64_t o = turn; o < kOutputs; o += turns, asked += turns * apart) __builtin_prefetch(asked, 0, 3);
     }
     typename Type::Values values[kRows], w;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) Type::load(values[r], x + r * product.x_stride + k);
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; ++o) {
-      Type::load_weight(w, weight + o * product.weight_stride + k);
+      Type::load_weight(w, weight + o * apart + k);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) Type::add(kept[o * kRows + r], values[r], w);
     }
@@ -169,16 +176,17 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
                            const Vector* sums) {
   const typename Type::Input* x = product.x + row * product.x_stride;
 #pragma GCC unroll 8
-  for (int o = 0; o < kOutputs; ++o) {
-    const typename Type::Number* line = product.weight + (output + o) * product.weight_stride;
+  for (int64_t o = 0; o < kOutputs; ++o) {
+    const int64_t place = output + o * product.apart;
+    const typename Type::Number* line = product.weight + place * product.weight_stride;
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      float sum = whole == 0 ? 0.0f : total(sums[o * kRows + r]);
+      float sum = whole == 0 ? 0.0f : total<FASTGEN_WIDTH>(sums[o * kRows + r]);
       for (int64_t k = whole; k < product.inputs; ++k) {
         sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
       }
-      if (product.bias != nullptr) sum += Type::widen(product.bias[output + o]);
-      product.y[(row + r) * product.y_stride + output + o] = Type::narrow(sum);
+      if (product.bias != nullptr) sum += Type::widen(product.bias[place]);
+      product.y[(row + r) * product.y_stride + place] = Type::narrow(sum);
     }
   }
 }
@@ -211,21 +219,20 @@ struct Rows {
 constexpr int64_t kRowsAtOnce = 16;
 constexpr int64_t kPartBytes = 3072;
 
-// All rows times kOutputs outputs.
+// All rows times kOutputs outputs. The following lines come next.
 template <class Type, int kOutputs>
-FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output, bool is_last) {
+FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output) {
   const int64_t steps = product.inputs / Type::kStep, whole = steps * Type::kStep;
   const int64_t bytes = whole * static_cast<int64_t>(sizeof(typename Type::Number));
   const int64_t parts = std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
   const int64_t depth = (steps + parts - 1) / parts * Type::kStep;
   const typename Type::Number* lines = product.weight + output * product.weight_stride;
-  const typename Type::Number* following = is_last ? lines : lines + kOutputs * product.weight_stride;
   Vector sums[kRowsAtOnce / 4][4 * kOutputs];
   for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
     const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + 3) / 4;
     for (int64_t begin = 0; begin < whole; begin += depth) {
       const Part part{begin, std::min(begin + depth, whole)};
-      const typename Type::Number* next = part.end < whole ? lines + part.end : following;
+      const typename Type::Number* next = part.end < whole ? lines + part.end : lines + product.weight_stride;
       for (int64_t turn = 0; turn < turns; ++turn) {
         const int64_t row = first + 4 * turn, some = std::min<int64_t>(last - row, 4);
         Rows<Type, kOutputs>::add(product, row, some, output, part, sums[turn], next, turn, turns);
@@ -241,29 +248,31 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
 template <class Type>
 FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some) {
   using Number = typename Type::Number;
-  const Product<Type> product{static_cast<const typename Type::Input*>(given.x),
-                              static_cast<const Number*>(given.weight) + first * given.weight_stride,
-                              given.bias == nullptr ? nullptr : static_cast<const Number*>(given.bias) + first,
-                              static_cast<Number*>(given.y) + first,
-                              given.x_stride,
-                              given.weight_stride,
-                              given.outputs,
-                              given.inputs};
-  constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
-  int64_t output = 0;
+  Product<Type> product{static_cast<const typename Type::Input*>(given.x),
+                        static_cast<const Number*>(given.weight) + first * given.weight_stride,
+                        given.bias == nullptr ? nullptr : static_cast<const Number*>(given.bias) + first,
+                        static_cast<Number*>(given.y) + first,
+                        given.x_stride,
+                        given.weight_stride,
+                        given.outputs,
+                        given.inputs,
+                        0};
+  constexpr int64_t kSingle = 8, kOutputs = FASTGEN_OUTPUTS;
   if (given.rows == 1) {  // there are registers for more outputs, and each line is read once
     const int64_t whole = product.inputs / Type::kStep * Type::kStep;
-    for (; output + 8 <= some; output += 8) {
-      Vector sums[8];
-      const Number* next = product.weight + (output + 8) * given.weight_stride;
-      add_part<Type, 1, 8>(product, 0, output, {0, whole}, sums, next, 0, 1);
-      finish<Type, 1, 8>(product, 0, output, whole, sums);
+    product.apart = some / kSingle;
+    for (int64_t output = 0; output < product.apart; ++output) {
+      Vector sums[kSingle];
+      const Number* next = product.weight + (output + 1) * given.weight_stride;
+      add_part<Type, 1, kSingle>(product, 0, output, {0, whole}, sums, next, 0, 1);
+      finish<Type, 1, kSingle>(product, 0, output, whole, sums);
     }
+  } else {
+    product.apart = some / kOutputs;
+    for (int64_t output = 0; output < product.apart; ++output) group<Type, kOutputs>(product, given.rows, output);
   }
-  for (; output + kOutputs <= some; output += kOutputs) {
-    group<Type, kOutputs>(product, given.rows, output, output + 2 * kOutputs > some);
-  }
-  for (; output < some; ++output) group<Type, 1>(product, given.rows, output, true);
+  const int64_t done = product.apart * (given.rows == 1 ? kSingle : kOutputs);
+  for (int64_t output = done; output < some; ++output) group<Type, 1>(product, given.rows, output);
 }
 
 // The same in float32 for a weight of which the outputs are next to each other: multiples of its lines, kLines at a

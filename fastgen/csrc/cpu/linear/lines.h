@@ -100,59 +100,76 @@ constexpr std::array<AddLines, sizeof...(kVectors)> make_add_lines(std::index_se
 constexpr auto kAddLines = make_add_lines<FASTGEN_OUTPUTS>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
 constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
 
-// What kWidth outputs of all rows add up to: of each tile, [kWidth, rows of the tile].
+// What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
 struct Sums {
-  explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.vectors * kWidth * kWidth) {}
+  explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.vectors * kWidth * kOutputs * kWidth) {}
   int64_t width(int64_t tile) const { return tiles.end(tile) - tiles.begin(tile); }
-  float* of(int64_t tile, int64_t output) const {
-    return numbers.data() + tiles.begin(tile) * kWidth + output * width(tile);
+  int64_t stride(int64_t tile) const { return kOutputs * width(tile); }  // from a group to the next one
+  float* of(int64_t tile, int64_t group) const {
+    return numbers.data() + tiles.begin(tile) * kOutputs * kWidth + group * stride(tile);
   }
   const RowTiles tiles;
   const Aligned numbers;
 };
 
-// All rows times the lines of some outputs from `output` on, `kLines` or one, added to the sums from number `n` on. The
-// lines, kDepth inputs at a time, stay in the first-level cache until all rows have been multiplied with them. What is
-// used kDepth inputs later is asked for meanwhile, from the lines of the `next` outputs on in the end: so all of the
-// weight is asked for once, whatever the number of rows, in the order of its use.
-inline void add_outputs(const LineProduct& product, int64_t output, int64_t lines, int64_t next, const Sums& sums,
-                        int64_t n) {
-  const auto& add = lines == kOutputs ? kAddLines : kAddLine;
-  const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs);
-  const int64_t to_next = (next - output) * product.stride - inputs;
+// Outputs that are summed up at the same time: so many, `apart`, from `first` on.
+struct Group {
+  int64_t first, count, apart;
+};
+
+// All rows times the lines of a group, of kOutputs or one, as group `n` of the sums. The lines, kDepth inputs at a time,
+// stay in the first-level cache until all rows have been multiplied with them. What is used kDepth inputs later is asked
+// for meanwhile, from the lines that follow in the end: so all of the weight is asked for once, whatever the number of
+// rows, in the order of its use.
+inline void add_group(const LineProduct& product, const Group& group, const Sums& sums, int64_t n) {
+  const auto& add = group.count == kOutputs ? kAddLines : kAddLine;
+  const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs), to_next = product.stride - inputs;
   for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
-    for (int64_t i = 0; i < lines; ++i) {
-      std::fill_n(sums.of(tile, n + i), sums.width(tile), product.bias == nullptr ? 0.0f : product.bias[output + i]);
+    const int64_t width = sums.width(tile);
+    for (int64_t i = 0; i < group.count; ++i) {
+      const float start = product.bias == nullptr ? 0.0f : product.bias[group.first + i * group.apart];
+      std::fill_n(sums.of(tile, n) + i * width, width, start);
     }
   }
   for (int64_t k = 0; k < inputs; k += kDepth) {
-    const float* weight = product.weight + output * product.stride + k;
+    const float* weight = product.weight + group.first * product.stride + k;
     Ahead ahead{weight + distance, weight + distance + to_next, inputs - distance - k};
     for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
       const int64_t width = sums.width(tile);
       const float* x = product.x + sums.tiles.begin(tile) * inputs + k * width;
-      add[width / kWidth - 1](x, weight, product.stride, std::min(kDepth, inputs - k), sums.of(tile, n), ahead);
+      const int64_t depth = std::min(kDepth, inputs - k);
+      add[width / kWidth - 1](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
       ahead.here = nullptr;
     }
   }
 }
 
-// All rows times the outputs from `begin` to `end`.
-FASTGEN_TARGET inline void multiply_lines(const LineProduct& product, int64_t begin, int64_t end) {
-  const Sums sums(product.rows);
-  for (int64_t output = begin; output < end; output += kWidth) {
-    const int64_t valid = std::min(kWidth, end - output);
-    for (int64_t n = 0, lines = 0; n < valid; n += lines) {
-      lines = n + kOutputs <= valid ? kOutputs : 1;
-      const int64_t first = output + n, next = first + 2 * lines <= end ? first + lines : first;
-      add_outputs(product, first, lines, next, sums, n);
-    }
-    for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
-      const int64_t last = std::min(sums.tiles.end(tile), product.rows);
-      for (int64_t row = sums.tiles.begin(tile); row < last; row += kWidth) {
-        transpose(sums.of(tile, 0) + row - sums.tiles.begin(tile), sums.width(tile), valid, std::min(kWidth, last - row),
-                  product.y + row * product.y_stride + output, product.y_stride, valid);
+// The sums of `some` groups, of which the first is this, to where they belong.
+inline void put_sums(const LineProduct& product, const Group& group, int64_t some, const Sums& sums) {
+  for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
+    const int64_t begin = sums.tiles.begin(tile), last = std::min(sums.tiles.end(tile), product.rows);
+    for (int64_t i = 0; i < group.count; ++i) {
+      for (int64_t row = begin; row < last; row += kWidth) {
+        transpose(sums.of(tile, 0) + i * sums.width(tile) + row - begin, sums.stride(tile), some,
+                  std::min(kWidth, last - row), product.y + row * product.y_stride + group.first + i * group.apart,
+                  product.y_stride, some);
       }
     }
   }
+}
+
+// All rows times the outputs from `begin` to `end`. Those that are summed up at the same time are far from each other, so
+// that the lines of each are a stream that the machine reads ahead by itself: lines side by side are read more slowly.
+FASTGEN_TARGET inline void multiply_lines(const LineProduct& product, int64_t begin, int64_t end) {
+  const Sums sums(product.rows);
+  const int64_t apart = (end - begin) / kOutputs;
+  const auto multiply = [&](int64_t first, int64_t count, int64_t groups) {
+    for (int64_t done = 0; done < groups; done += kWidth) {
+      const int64_t some = std::min(kWidth, groups - done);
+      for (int64_t n = 0; n < some; ++n) add_group(product, {first + done + n, count, apart}, sums, n);
+      put_sums(product, {first + done, count, apart}, some, sums);
+    }
+  };
+  multiply(begin, kOutputs, apart);
+  multiply(begin + kOutputs * apart, 1, end - begin - kOutputs * apart);
 }
