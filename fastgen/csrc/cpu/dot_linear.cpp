@@ -3,7 +3,7 @@
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as one stream, and the lines of a few outputs stay in the cache until all rows have
-// been multiplied with them. What comes next is asked for meanwhile, a share of it with every four rows, so that memory
+// been multiplied with them. What comes next is asked for meanwhile, a share of it with every few rows, so that memory
 // and the multiplications are busy at the same time. Sums are in float32, in one order whatever the number of rows.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
@@ -46,6 +46,7 @@ namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace portable
@@ -55,6 +56,7 @@ namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
 #define FASTGEN_WIDTH 8
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx2
@@ -63,6 +65,7 @@ namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROWS 6
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx512
@@ -73,6 +76,7 @@ namespace avx512bf16 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROWS 6
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #define FASTGEN_ADD_PAIRS(sums, x, weight) \
   (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))

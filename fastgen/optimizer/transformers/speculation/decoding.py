@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,16 +10,19 @@ from typing import Any
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.pace import GAINS_BELOW, LENGTHS, Pace
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
+# Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
+_PARTS = 2
 
 
 class SpeculativeDecoding(Decoding):
@@ -47,7 +51,9 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
 
     def _steps_to_record_for(self) -> int | None:
-        return None if self._draft.asked_for else super()._steps_to_record_for()
+        steps = None if self._draft.asked_for else super()._steps_to_record_for()
+        # There are several parts to be recorded: it takes more steps until they have paid.
+        return None if steps is None else -(-steps // _PARTS)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
         return SpeculativeStep(self._key, self._prompt, made)
@@ -77,12 +83,16 @@ class SpeculativeDecoding(Decoding):
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
+        if self._draft.schedule is None and step.pauses.pauses():
+            graph_cache.give_back(self._model, step)
+            raise CannotBeCaptured("drafts have gained nothing in the calls before")
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
         self._draft.begin(step, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._draft.take(step)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
+        begun, parts = time.perf_counter(), step.captured_parts
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
             if longest > step.key.capacity:
@@ -90,8 +100,16 @@ class SpeculativeDecoding(Decoding):
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
             self._round(step, pace)
+        self._judge(step, time.perf_counter() - begun, is_settled=step.captured_parts == parts)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         return step
+
+    def _judge(self, step: SpeculativeStep, seconds: float, is_settled: bool) -> None:
+        """Whether the rounds of the call have taken less time than plain steps; not said of one that has recorded some."""
+        plain = step.seconds(1)
+        if is_settled and plain is not None:
+            steps = int(step.search.length.max()) - step.search.prompt_capacity - 1
+            step.pauses.observe(seconds < GAINS_BELOW * steps * plain)
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""

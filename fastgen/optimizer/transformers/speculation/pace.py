@@ -13,6 +13,9 @@ LENGTHS = (0, 2, 4, 8)
 _AT_FIRST = 4
 # Accepted at first, of a draft that nothing is known about.
 _ACCEPTANCE = 0.7
+# A call has gained something if it took less than this part of its rounds without drafts, which take a little longer than
+# the steps of a plain call.
+GAINS_BELOW = 0.93
 
 
 class _StepCosts(Costs):
@@ -42,6 +45,7 @@ class Pace:
     ) -> None:
         self._rows, self._tokens, self._has_model = rows, tokens, has_model
         self._chooser: DraftLength | Schedule | None = schedule
+        self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._set_up(step)
 
     def choose(
@@ -71,6 +75,7 @@ class Pace:
     ) -> None:
         """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
         if self._chooser is None:
+            self._early.append((rows, length, drafted, accepted))
             return
         # Not what this round took: something else may have run on the machine meanwhile.
         check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
@@ -92,4 +97,6 @@ class Pace:
         draft = step.seconds(0) if self._has_model else 0.0
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
         costs = _StepCosts(rows, verify, draft or 0.0)
-        self._chooser = DraftLength(costs, self._rows, LENGTHS[-1], acceptance, horizon=self._tokens)
+        self._chooser = DraftLength(costs, self._rows, LENGTHS, acceptance, horizon=self._tokens)
+        for early in self._early:
+            self._chooser.observe(*early)
