@@ -20,7 +20,7 @@ from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
 _KERNEL = "dot linear 4"
 # Of more rows nothing is measured: the lines of a weight are read from the cache once for every few of them.
 MAX_ROWS = 16
-# Up to here each number of rows is measured for itself: these are the checks of speculative decoding, and small batches.
+# Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
 _EXACT_ROWS = 9
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -48,25 +48,28 @@ class TiledWeight(NamedTuple):
     outputs: int  # rows of the weight
 
 
-def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight | LinedWeight:
+def pack(
+    weight: Tensor, precision: str, group_size: int = 64, few_rows: bool = False
+) -> PackedWeight | TiledWeight | LinedWeight:
     """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
 
     Args:
         group_size: inputs that share a scale; not for `bf16`, nor where `int8` is for matrix registers.
+        few_rows: are multiplied with it. Then `int8` is in groups, too: that rounds less, and reading takes the time.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
     if lines.is_for(weight.device):
         return lines.rounded(weight, _BITS[precision], group_size)
-    if _is_in_groups(precision):
+    if _is_in_groups(precision, few_rows):
         return grouped_linear.rounded(weight, _BITS[precision], group_size)
     return pack_tiles(weight.detach().float(), precision)
 
 
-def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
+def types(precision: str, device: torch.device, few_rows: bool = False) -> tuple[torch.dtype, ...]:
     """Of the inputs that are multiplied with weights in this precision, on this device."""
-    is_any = lines.is_for(device) or _is_in_groups(precision)
+    is_any = lines.is_for(device) or _is_in_groups(precision, few_rows)
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
 
 
@@ -133,8 +136,8 @@ def _missing(precision: str) -> str | None:
     return None if _has_tiles(precision) else "this processor does not have AVX-512 BF16, or may not use it"
 
 
-def _is_in_groups(precision: str) -> bool:
-    return precision in _BITS and not (precision == "int8" and _has_tiles(precision))
+def _is_in_groups(precision: str, few_rows: bool) -> bool:
+    return precision in _BITS and (few_rows or not (precision == "int8" and _has_tiles(precision)))
 
 
 def _has_tiles(precision: str) -> bool:

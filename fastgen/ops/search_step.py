@@ -11,13 +11,13 @@ with the same results number by number: equal scores come in the order of torch.
 `best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
 `take_run_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64, and what is drafted in the
 running sequences, behind their ends; counts [rows], int64: how many of these tokens count. Then `accepted`, [rows],
-int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted` says
-how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken of
-which near, [rows, width], bool, says so.
-`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` and `ancestry` are those of
-`StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions, int64 [rows,
-1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get ones for the
-next `width` positions.
+int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted`
+says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
+of which near, [rows, width], bool, says so.
+`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` and `ancestry` are
+those of `StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions,
+int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get
+ones for the next `width` positions.
 
 All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
 """

@@ -68,7 +68,11 @@ def test_recorded():
 
 def test_what_does_not_fit():
     tokens, is_near, scores = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 9)
-    for wrong in ((tokens[:1], is_near, scores), (tokens, tokens, scores), (tokens, is_near, scores.double()),
-                  (tokens, is_near, scores[0]), (tokens, is_near, scores[:, :0]), (tokens, is_near, scores.t())):  # fmt: skip
+    wrong_scores = (scores.double(), scores[0], scores[:, :0], scores.t())
+    for wrong in (
+        (tokens[:1], is_near, scores),
+        (tokens, tokens, scores),
+        *((tokens, is_near, each) for each in wrong_scores),
+    ):
         with pytest.raises(RuntimeError, match="best_two"):
             torch.ops.fastgen.best_two_out(*wrong, 1e8, 0.1)

@@ -22,8 +22,8 @@ _PLAIN_INTERVAL = 64
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
 
-# Calls after one that has gained nothing in which nothing is drafted: once one more than before, twice as many and so on.
-_MOST_PAUSES = 63
+# Calls without drafts after those that have gained nothing: 1, 3, 7 and so on, up to this.
+MOST_PAUSES = 63
 
 
 class Costs:
@@ -123,6 +123,12 @@ class DraftLength:
     def acceptance(self) -> float:
         """Of the last steps and all rows: the probability that a drafted token is accepted if those before are."""
         return self._all.rate
+
+    @property
+    def gain(self) -> float:
+        """The seconds that drafts have gained so far, as a part of what the tokens would have taken without them."""
+        costs = self._costs.steps(len(self._rows), 0)
+        return self._ahead / (costs[0] * max(self._slowest, 1))
 
     def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
         """How many tokens to draft for each of these rows, the unfinished ones.
@@ -268,8 +274,8 @@ class Schedule:
 class Pauses:
     """Which calls draft nothing at all, because those before have gained nothing: they are plain calls.
 
-    Within a call, `DraftLength` sees to it that little is lost. But the rounds of a small model take a little longer than its
-    plain steps even where nothing is drafted.
+    Within a call, `DraftLength` sees to it that little is lost. But the rounds of a small model take a little longer
+    than its plain steps even where nothing is drafted.
     """
 
     def __init__(self) -> None:
@@ -282,7 +288,7 @@ class Pauses:
 
     def observe(self, gains: bool) -> None:
         """What came of a call that was none."""
-        self._length = 0 if gains else min(2 * self._length + 1, _MOST_PAUSES)
+        self._length = 0 if gains else min(2 * self._length + 1, MOST_PAUSES)
         self._left = self._length
 
 

@@ -21,10 +21,10 @@ _SAFETY = 4.0
 def best_tokens(scores: Tensor, products: int) -> tuple[Tensor, Tensor]:
     """The best token, and where its score is nearer to another one than rounding.
 
-    The bound is 4 * epsilon * sqrt(products) * magnitude, where magnitude is the largest score in absolute terms, masked
-    ones left out. Each product on the way to the logits adds an error of about the spacing of their type, relative to
-    what passes through. Errors of either sign add up like the root of their number. This is an estimate, not the worst
-    case. Scores that are equal are near-ties as well.
+    The bound is 4 * epsilon * sqrt(products) * magnitude, where magnitude is the largest score in absolute terms,
+    masked ones left out. Each product on the way to the logits adds an error of about the spacing of their type,
+    relative to what passes through. Errors of either sign add up like the root of their number. This is an estimate,
+    not the worst case. Scores that are equal are near-ties as well.
 
     Args:
         scores: [..., vocabulary], floating point: what the token is chosen by.

@@ -49,13 +49,13 @@ class OwnWeights:
             if (
                 weight is None
                 or weight.numel() < layers.MIN_QUANTISED
-                or weight.dtype not in quantized_linear.types(precision, weight.device)
+                or weight.dtype not in quantized_linear.types(precision, weight.device, few_rows=True)
             ):
                 continue
             if id(weight) not in packed:
                 rows = weight.t() if transposed else weight
                 with torch.no_grad():
-                    packed[id(weight)] = quantized_linear.pack(rows, precision, group_size)
+                    packed[id(weight)] = quantized_linear.pack(rows, precision, group_size, few_rows=True)
             self._products[module] = partial(_multiply, packed[id(weight)], module)
         if not self._products:
             raise ValueError("the model has no weights to draft with in few bits")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
+from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Pauses, Schedule
 
 # What FastGen takes for SmolLM2 on a CPU, relative to a plain step: the rows of a product, and a step in 8 bits.
 VERIFY = {1: 1.0, 2: 1.08, 5: 1.2, 8: 1.45, 16: 1.9, 32: 3.2, 64: 6.0}
@@ -188,6 +188,44 @@ def test_one_row_of_many():
     many = Call(lambda row, _: 0.97 * (row == 0), 16)
     assert many.run(new(16)) > PLAIN
     assert sum(many.lengths) / len(many.lengths) < 0.5
+
+
+def test_only_lengths_that_there_are():
+    """The best of them, though one that there is not would be better, and of what is available no more than serves."""
+    chooser = DraftLength(Costs(VERIFY, INT8), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
+    assert [chooser.choose([0], most) for most in (0, 1, 2, 3, 4, 7, 12)] == [0, 0, 2, 2, 4, 4, 4]
+    free = DraftLength(Costs(VERIFY), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
+    assert [free.choose([0], 8, [there]) for there in (0, 2, 3, 4, 5, 9)] == [0, 2, 4, 4, 8, 8]
+    # Where drafting a single token would be best, and two are still better than none.
+    costs = Costs({1: 1.0, 2: 1.2, 3: 1.9, 5: 4.0, 9: 8.0})
+    assert DraftLength(costs, 1, range(9), acceptance=0.6, horizon=1000).choose([0]) == 1
+    assert DraftLength(costs, 1, (0, 2, 4, 8), acceptance=0.6, horizon=1000).choose([0]) == 2
+
+
+def test_gain():
+    """As a part of what plain steps would have taken."""
+    chooser = DraftLength(Costs({1: 1.0, 5: 1.5}), 1, (0, 4))
+    chooser.observe([0], 4, [4], [4])
+    assert chooser.gain == pytest.approx(3.5 / 5)
+    chooser.observe([0], 0, [0], [0])
+    assert chooser.gain == pytest.approx(3.5 / 6)
+
+
+def test_pauses():
+    """Twice as many and one after each call without a gain, and none after one with a gain."""
+    pauses, said = Pauses(), []
+    for _ in range(20):
+        said.append(pauses.pauses())
+        if not said[-1]:
+            pauses.observe(gains=False)
+    assert "".join("-p"[said] for said in said) == "-p-ppp-ppppppp-ppppp"
+    while pauses.pauses():
+        pass
+    pauses.observe(gains=True)
+    assert not pauses.pauses()
+    for _ in range(20):
+        pauses.observe(gains=False)
+    assert sum(pauses.pauses() for _ in range(100)) == 63
 
 
 def test_probes_are_rare():

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.optimizer.transformers.call import Call
-from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import GAINS_BELOW, LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
+
+_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], Pauses]] = weakref.WeakKeyDictionary()
+
+
+def _pauses_of(model: Any, draft: Draft, rows: int) -> Pauses:
+    """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
+    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), Pauses())
 
 
 class SpeculativeDecoding(Decoding):
@@ -35,6 +42,9 @@ class SpeculativeDecoding(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._arguments = arguments
+        self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
+        if draft.schedule is None and self._pauses.pauses():
+            raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
             raise CannotBeCaptured("a logits processor that runs on the host")
@@ -83,16 +93,12 @@ class SpeculativeDecoding(Decoding):
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
-        if self._draft.schedule is None and step.pauses.pauses():
-            graph_cache.give_back(self._model, step)
-            raise CannotBeCaptured("drafts have gained nothing in the calls before")
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
         self._draft.begin(step, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._draft.take(step)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
-        begun, parts = time.perf_counter(), step.captured_parts
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
             if longest > step.key.capacity:
@@ -100,16 +106,11 @@ class SpeculativeDecoding(Decoding):
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
             self._round(step, pace)
-        self._judge(step, time.perf_counter() - begun, is_settled=step.captured_parts == parts)
+        gains = pace.gains()
+        if gains is not None:
+            self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         return step
-
-    def _judge(self, step: SpeculativeStep, seconds: float, is_settled: bool) -> None:
-        """Whether the rounds of the call have taken less time than plain steps; not said of one that has recorded some."""
-        plain = step.seconds(1)
-        if is_settled and plain is not None:
-            steps = int(step.search.length.max()) - step.search.prompt_capacity - 1
-            step.pauses.observe(seconds < GAINS_BELOW * steps * plain)
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""

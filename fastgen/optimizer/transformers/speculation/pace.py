@@ -13,9 +13,9 @@ LENGTHS = (0, 2, 4, 8)
 _AT_FIRST = 4
 # Accepted at first, of a draft that nothing is known about.
 _ACCEPTANCE = 0.7
-# A call has gained something if it took less than this part of its rounds without drafts, which take a little longer than
-# the steps of a plain call.
-GAINS_BELOW = 0.93
+# A call gains something if it takes less than rounds without drafts by this part: these take a little longer than the
+# steps of a plain call.
+_LEAST_GAIN = 0.07
 
 
 class _StepCosts(Costs):
@@ -83,6 +83,10 @@ class Pace:
         self._chooser.observe(rows, length, drafted, accepted, seconds)
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
+
+    def gains(self) -> bool | None:
+        """Whether the call has taken less time than a plain one; None if nobody knows."""
+        return self._chooser.gain >= _LEAST_GAIN if isinstance(self._chooser, DraftLength) else None
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""

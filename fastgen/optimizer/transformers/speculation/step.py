@@ -22,7 +22,6 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
-from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.ops import search_step
@@ -100,7 +99,6 @@ class SpeculativeStep(CapturedStep):
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.acceptance: float | None = None  # what the last call has found
-        self.pauses = Pauses()
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
@@ -117,10 +115,6 @@ class SpeculativeStep(CapturedStep):
         return any(part.captured is not None for part in self._made.values())
 
     @property
-    def captured_parts(self) -> int:
-        return sum(part.captured is not None for part in self._made.values())
-
-    @property
     def is_complete(self) -> bool:
         return bool(self._made) and all(part.captured is not None for part in self._made.values())
 
@@ -134,7 +128,7 @@ class SpeculativeStep(CapturedStep):
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
         super().take_over(other)
         self.near_ties.copy_(other.near_ties)
-        self.times, self.acceptance, self.pauses = other.times, other.acceptance, other.pauses
+        self.times, self.acceptance = other.times, other.acceptance
 
     def times_of(self, positions: int) -> deque[float]:
         return self.times.setdefault(positions, deque(maxlen=_TIMES))
