@@ -22,7 +22,7 @@ _PLAIN_INTERVAL = 64
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
 
-# Calls without drafts after those that have gained nothing: 1, 3, 7 and so on, up to this.
+# Calls without drafts after those that have gained nothing: none after the first, then 1, 3, 7 and so on, up to this.
 MOST_PAUSES = 63
 
 
@@ -279,7 +279,7 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        self._left = self._length = 0
+        self._left, self._length = 0, -1
 
     def pauses(self) -> bool:
         """Whether the call that begins is one of them."""
@@ -288,8 +288,9 @@ class Pauses:
 
     def observe(self, gains: bool) -> None:
         """What came of a call that was none."""
-        self._length = 0 if gains else min(2 * self._length + 1, MOST_PAUSES)
-        self._left = self._length
+        # The first one may have been disturbed.
+        self._length = -1 if gains else min(2 * self._length + 1, MOST_PAUSES) if self._length >= 0 else 0
+        self._left = max(self._length, 0)
 
 
 def _interpolated(table: list[tuple[int, float]], at: int) -> float:

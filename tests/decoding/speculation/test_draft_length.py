@@ -212,13 +212,13 @@ def test_gain():
 
 
 def test_pauses():
-    """Twice as many and one after each call without a gain, and none after one with a gain."""
+    """Twice as many and one after each call without a gain, but the first of them; none after one with a gain."""
     pauses, said = Pauses(), []
     for _ in range(20):
         said.append(pauses.pauses())
         if not said[-1]:
             pauses.observe(gains=False)
-    assert "".join("-p"[said] for said in said) == "-p-ppp-ppppppp-ppppp"
+    assert "".join("-p"[said] for said in said) == "--p-ppp-ppppppp-pppp"
     while pauses.pauses():
         pass
     pauses.observe(gains=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -114,7 +115,7 @@ class SpeculativeDecoding(Decoding):
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""
-        search = step.search
+        search, begun = step.search, time.perf_counter()
         unfinished = search.unfinished.flatten().tolist()
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
         lengths = search.length.flatten().tolist()
@@ -123,13 +124,16 @@ class SpeculativeDecoding(Decoding):
         available = self._draft.available(step, rows, most)
         drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
+        before = time.perf_counter()
         if drafted:
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
+        begun += time.perf_counter() - before
         self._draft.take(step)
         counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
+        step.host_times.append(time.perf_counter() - begun)
 
 
 class Assistant(Decoding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
@@ -80,13 +81,17 @@ class Pace:
         # Not what this round took: something else may have run on the machine meanwhile.
         check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
         seconds = None if check is None or draft is None else check + length * draft
+        if seconds is not None and length and step.host_times:
+            # A plain call has no such rounds: what drafts gain is compared with its steps.
+            seconds += statistics.median(step.host_times)
         self._chooser.observe(rows, length, drafted, accepted, seconds)
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
 
     def gains(self) -> bool | None:
-        """Whether the call has taken less time than a plain one; None if nobody knows."""
-        return self._chooser.gain >= _LEAST_GAIN if isinstance(self._chooser, DraftLength) else None
+        """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
+        is_known = isinstance(self._chooser, DraftLength) and not self._early
+        return self._chooser.gain >= _LEAST_GAIN if is_known else None
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""

@@ -6,6 +6,7 @@ the model itself (`fastgen.decoding.speculation`). What a draft stores in the K/
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class SpeculativeStep(CapturedStep):
         accepted: [rows], int64: how many of them were kept in the last round.
         times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
             draft. Those of parts that have been captured.
+        host_times: seconds of the last rounds besides those of their parts.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
     """
 
@@ -98,6 +100,7 @@ class SpeculativeStep(CapturedStep):
         self._draft_probabilities = torch.zeros(drawn, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
+        self.host_times: deque[float] = deque(maxlen=_TIMES)
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
@@ -128,15 +131,15 @@ class SpeculativeStep(CapturedStep):
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
         super().take_over(other)
         self.near_ties.copy_(other.near_ties)
-        self.times, self.acceptance = other.times, other.acceptance
+        self.times, self.host_times, self.acceptance = other.times, other.host_times, other.acceptance
 
     def times_of(self, positions: int) -> deque[float]:
         return self.times.setdefault(positions, deque(maxlen=_TIMES))
 
     def seconds(self, positions: int) -> float | None:
         """The median of a part's `times`; None as long as there are too few."""
-        known = sorted(self.times.get(positions, ()))
-        return known[len(known) // 2] if len(known) >= _ENOUGH_TIMES else None
+        known = self.times.get(positions, ())
+        return statistics.median_high(known) if len(known) >= _ENOUGH_TIMES else None
 
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
