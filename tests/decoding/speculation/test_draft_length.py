@@ -195,7 +195,7 @@ def test_only_lengths_that_there_are():
     chooser = DraftLength(Costs(VERIFY, INT8), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
     assert [chooser.choose([0], most) for most in (0, 1, 2, 3, 4, 7, 12)] == [0, 0, 2, 2, 4, 4, 4]
     free = DraftLength(Costs(VERIFY), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
-    assert [free.choose([0], 8, [there]) for there in (0, 2, 3, 4, 5, 9)] == [0, 2, 4, 4, 8, 8]
+    assert [free.choose([0], 8, [there]) for there in (0, 2, 3, 4, 5, 9)] == [0, 2, 4, 4, 4, 8]
     # Where drafting a single token would be best, and two are still better than none.
     costs = Costs({1: 1.0, 2: 1.2, 3: 1.9, 5: 4.0, 9: 8.0})
     assert DraftLength(costs, 1, range(9), acceptance=0.6, horizon=1000).choose([0]) == 1
