@@ -14,6 +14,7 @@ from importlib import import_module
 OPERATORS = (
     "attention",
     "best_candidates",
+    "best_two",
     "dot_linear",
     "elementwise",
     "grouped_linear",

@@ -17,9 +17,11 @@ from fastgen.ops import _library, _timings
 from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 4"
-# Of more rows nothing is measured: the lines of a weight are read from the cache once for every four of them.
+_KERNEL = "dot linear 5"
+# Of more rows nothing is measured: the lines of a weight are read from the cache once for every few of them.
 MAX_ROWS = 16
+# Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
+_EXACT_ROWS = 9
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -77,7 +79,7 @@ def costs(
     Args:
         transposed: the weight is stored as [inputs, outputs], as GPT-2's.
     """
-    bucket = rows if rows <= 4 else -(-rows // 4) * 4  # the lines of the weight are gone through for every four
+    bucket = rows if rows <= _EXACT_ROWS else -(-rows // 4) * 4
     key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
     measuring = (lambda: _measure(bucket, inputs, outputs, dtype, transposed)) if measure else None
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)

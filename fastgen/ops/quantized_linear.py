@@ -49,18 +49,21 @@ class TiledWeight(NamedTuple):
     outputs: int  # rows of the weight
 
 
-def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight | LinedWeight:
+def pack(
+    weight: Tensor, precision: str, group_size: int = 64, few_rows: bool = False
+) -> PackedWeight | TiledWeight | LinedWeight:
     """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
 
     Args:
         group_size: inputs that share a scale; not for `bf16`, nor for float32 in `int8` with matrix registers.
+        few_rows: are multiplied with it. Then `int8` is in groups, too: that rounds less, and reading takes the time.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
     if lines.is_for(weight.device):
         return lines.rounded(weight, _BITS[precision], group_size)
-    if _is_in_groups(precision, weight.dtype):
+    if _is_in_groups(precision, weight.dtype, few_rows):
         return grouped_linear.rounded(weight, _BITS[precision], group_size)
     return pack_tiles(weight.detach().float(), precision)
 
@@ -134,9 +137,10 @@ def _missing(precision: str) -> str | None:
     return None if _has_tiles(precision) else "this processor does not have AVX-512 BF16, or may not use it"
 
 
-def _is_in_groups(precision: str, dtype: torch.dtype) -> bool:
-    """Tiles of 8 bits take inputs in float32 alone."""
-    return precision in _BITS and not (precision == "int8" and dtype is torch.float32 and _has_tiles(precision))
+def _is_in_groups(precision: str, dtype: torch.dtype, few_rows: bool) -> bool:
+    """Tiles of 8 bits take inputs in float32 alone, and are for many rows."""
+    has_tiles = precision == "int8" and dtype is torch.float32 and _has_tiles(precision)
+    return precision in _BITS and (few_rows or not has_tiles)
 
 
 def _has_tiles(precision: str) -> bool:

@@ -9,10 +9,15 @@ with the same results number by number: equal scores come in the order of torch.
 `take_rows_(tokens, stops, ...)`: tokens [rows], int64, and stops [rows], bool, or None.
 `take_beams_(candidate_scores, candidate_beams, candidate_tokens, stops, ...)`: [batch, candidates] each, as
 `best_continuations` gives them; stops [batch * candidates], bool, or None; early_stopping: one of `EARLY_STOPPING`.
-`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks)`: `numbers` and `ancestry` are those of
-`StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions, int64 [rows,
-1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get a one for the
-next position.
+`take_run_(chosen, counts, accepted, near, near_ties, ...)`: chosen [rows, width], int64, and what is drafted in the
+running sequences, behind their ends; counts [rows], int64: how many of these tokens count. Then `accepted`, [rows],
+int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance` says. If counts is None, `accepted`
+says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
+of which near, [rows, width], bool, says so.
+`advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` and `ancestry` are
+those of `StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions,
+int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get
+ones for the next `width` positions.
 
 All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
 """
@@ -32,7 +37,7 @@ EARLY_STOPPING = {False: 0, True: 1, "never": 2}
 """`early_stopping` of `generate`, as the operator gets it."""
 
 _MASKS = (torch.int64, torch.int32, torch.float32, torch.bool)
-_OPERATORS = ("take_rows_", "take_beams_", "advance_")
+_OPERATORS = ("take_rows_", "take_run_", "take_beams_", "advance_")
 
 
 def available(like: Tensor) -> bool:
@@ -57,6 +62,11 @@ _library.define(
     " Tensor(f!) done) -> ()"
 )
 _library.define(
+    "take_run_(Tensor chosen, Tensor? counts, Tensor(a!) accepted, Tensor? near, Tensor(b!) near_ties, Tensor eos,"
+    " Tensor fill, Tensor limit, Tensor is_spoilt, Tensor(c!) running_sequences, Tensor(d!) next_tokens,"
+    " Tensor(e!) length, Tensor(f!) taken, Tensor(g!) unfinished, Tensor(h!) done, bool together) -> ()"
+)
+_library.define(
     "take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candidate_tokens, Tensor? stops, Tensor eos,"
     " Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor is_spoilt,"
     " Tensor(a!) running_sequences, Tensor(b!) running_indices, Tensor(c!) running_scores, Tensor(d!) sequences,"
@@ -66,5 +76,5 @@ _library.define(
 )
 _library.define(
     "advance_(Tensor? parents, Tensor taken, int stored, Tensor(a!) numbers, Tensor(b!)? ancestry, Tensor(c!) seen,"
-    " Tensor(d!)[] positions, Tensor(e!)[] masks) -> ()"
+    " Tensor(d!)[] positions, Tensor(e!)[] masks, int width=1) -> ()"
 )

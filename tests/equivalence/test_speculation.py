@@ -15,6 +15,7 @@ import transformers
 
 import fastgen
 from fastgen.decoding import layers
+from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.ops import dot_linear, linear
 from fastgen.ops import triton as operators
@@ -35,6 +36,7 @@ WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
 def steps_at_once(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps are recorded in the first call, and layers of any size draft in few bits."""
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.

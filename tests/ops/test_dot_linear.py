@@ -197,10 +197,10 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dot_linear, "_measure", measure)
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setenv("FASTGEN_CACHE", "")
-    for rows in (3, 4, 5, 8, 9, 16):
-        assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 8 else None)
+    for rows in (3, 4, 5, 8, 9, 16, 15):
+        assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 15 else None)
         assert dot_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
     assert dot_linear.costs(16, 16, 24, dtype, transposed=True) == (2.0, 1.0)
-    shapes = [(rows, 16, 24, dtype, False) for rows in (3, 4, 8, 12, 16)]
+    shapes = [(rows, 16, 24, dtype, False) for rows in (3, 4, 5, 8, 9, 16)]
     assert measured == [*shapes, (16, 16, 24, dtype, True)]
     assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype, dtype is torch.float32))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.search import BeamSearch, RowSearch, Search
+from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed
 
@@ -125,6 +126,56 @@ def test_rows(batch, per_input, present, new_tokens, spare, eos, stopping, steps
         tokens = torch.randint(VOCABULARY, (batch * per_input,), generator=generator)
         stops = torch.rand(len(tokens), generator=generator) < stopping if stopping is not None else None
         take_both(ours, torchs, (tokens,), stops)
+
+
+@given(
+    width=st.integers(1, 5), together=st.booleans(), right=st.sampled_from([0.0, 0.8, 1.0]), greedy=st.booleans(),
+    **{name: value for name, value in searches.items() if name not in ("stopping", "later")},
+)  # fmt: skip
+@settings(max_examples=300)
+def test_runs(
+    batch, per_input, present, new_tokens, spare, eos, steps, samples, seed, width, together, right, greedy
+):  # fmt: skip
+    """Rows that go on by several tokens, with drafts of which some are right."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"eos": eos, "samples": samples, "width": width, "together": together}
+    ours, torchs = pair_of(RunSearch, batch, per_input, new_tokens, spare, **options)
+    prompt = prompts(min(present, batch), 2, generator)
+    rows, accepted, near_ties = batch * per_input, [], []
+    for search in (ours, torchs):
+        search.begin(prompt, new_tokens, fill=1)
+        accepted.append(torch.full((rows,), 7))
+        near_ties.append(torch.zeros((), dtype=torch.int64))
+    for step in range(steps):
+        chosen = torch.randint(VOCABULARY, (rows, width), generator=generator)
+        near = torch.rand(rows, width, generator=generator) < 0.4 if greedy else None
+        counts = torch.randint(width, (rows,), generator=generator)
+        for place in range(width - 1):
+            is_right = torch.rand(rows, generator=generator) < right
+            drafted = torch.where(is_right, chosen[:, place], (chosen[:, place] + 1) % VOCABULARY)
+            for search in (ours, torchs):
+                search.draft(drafted, torch.tensor(place))
+        if samples and seed % 5 == 0 and step == 2:
+            ours.is_spoilt.fill_(True), torchs.is_spoilt.fill_(True)
+        for number, search in enumerate((ours, torchs)):
+            if not greedy:
+                accepted[number].copy_(counts)
+            with mock.patch.object(search_step, "available", lambda like, kernel=number == 0: kernel):
+                search.take_run(chosen, counts if greedy else None, accepted[number], near, near_ties[number])
+        assert torch.equal(*accepted) and torch.equal(*near_ties)
+        assert_same(ours, torchs)
+
+
+def test_what_does_not_fit_into_a_run():
+    search = RunSearch(1, 1, 3, 4, CPU, width=2, together=False)
+    search.begin(torch.ones(1, 3, dtype=torch.int64), 4)
+    ties, chosen = torch.zeros((), dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
+    for accepted in (torch.tensor([2]), torch.tensor([-1]), torch.tensor([0, 0]), torch.tensor([0.0])):
+        with pytest.raises(RuntimeError):
+            search.take_run(chosen, None, accepted, None, ties)
+    search.length.fill_(9)
+    with pytest.raises(RuntimeError, match="behind the buffer"):
+        search.take_run(chosen, torch.tensor([1]), torch.tensor([0]), None, ties)
 
 
 @pytest.mark.parametrize("kind", [BeamSearch, RowSearch])

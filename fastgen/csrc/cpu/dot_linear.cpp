@@ -4,7 +4,7 @@
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
 // cache until all rows have been multiplied with them. What comes next is asked for meanwhile, a share of it with every
-// four rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
+// few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
 // the number of rows.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
@@ -47,6 +47,7 @@ namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_WIDTH 4
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace portable
@@ -56,6 +57,7 @@ namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
 #define FASTGEN_WIDTH 8
 #define FASTGEN_OUTPUTS 3
+#define FASTGEN_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx2
@@ -64,6 +66,7 @@ namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROWS 6
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx512
@@ -74,6 +77,7 @@ namespace avx512bf16 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,avx512bf16")))
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
+#define FASTGEN_ROWS 6
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #define FASTGEN_ADD_PAIRS(sums, x, weight) \
   (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))

@@ -120,6 +120,67 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
   progress.end_step();
 }
 
+// A row goes on by the first of its chosen tokens: those that were drafted, up to the first other one, and one more.
+void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
+               Tensor eos, Tensor fill, Tensor limit, Tensor is_spoilt, Tensor running_sequences, Tensor next_tokens,
+               Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
+  Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+  const int64_t rows = progress.batch * progress.per_input, capacity = progress.width;
+  int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, capacity}, "sequences");
+  STD_TORCH_CHECK(chosen.dim() == 2 && chosen.size(1) >= 1, "search_step: the chosen tokens must be [rows, width]");
+  const int64_t width = chosen.size(1);
+  const int64_t* choice = checked<const int64_t>(chosen, {rows, width}, "the chosen tokens");
+  const int64_t* drafted = counts ? checked<const int64_t>(*counts, {rows}, "counts") : nullptr;
+  const bool* is_near = near ? checked<const bool>(*near, {rows, width}, "near") : nullptr;
+  int64_t* kept = checked<int64_t>(accepted, {rows}, "accepted");
+  int64_t* ties = checked<int64_t>(near_ties, {}, "near_ties");
+  int64_t* next = checked<int64_t>(next_tokens, {rows}, "the next tokens");
+  const int64_t* filler = checked<const int64_t>(fill, {rows}, "fill");
+  const Ends ends(eos, std::nullopt, 0);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = progress.length[row];
+    STD_TORCH_CHECK(at >= 1 && at + (drafted ? width - 1 : 0) <= capacity, "search_step: a length behind the buffer");
+    STD_TORCH_CHECK(drafted || (kept[row] >= 0 && kept[row] < width), "search_step: more are accepted than there are");
+  }
+
+  const bool was_done = *progress.done;
+  std::vector<int64_t> count(rows);
+  int64_t fewest = width;
+  const auto has_ended = [&](int64_t row) {
+    const int64_t* token = choice + row * width;
+    return std::any_of(token, token + count[row], [&](int64_t each) { return ends(each, 0); });
+  };
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t *token = choice + row * width, *draft = sequences + row * capacity + progress.length[row];
+    if (drafted) {
+      int64_t same = 0;
+      while (same < std::min(width - 1, drafted[row]) && draft[same] == token[same]) ++same;
+      kept[row] = same;
+    }
+    int64_t before_end = 0;  // up to the first that ends the sequence, that one included
+    while (before_end < width && (before_end == 0 || !ends(token[before_end - 1], 0))) ++before_end;
+    count[row] = std::min({kept[row] + 1, before_end, progress.limit[row] - progress.length[row]});
+    const bool goes_on = progress.unfinished[row] && !was_done;
+    if (goes_on && !has_ended(row)) fewest = std::min(fewest, count[row]);
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    if (together) count[row] = std::min(count[row], fewest);
+    if (!progress.unfinished[row] || was_done) count[row] = 0;
+    const int64_t *token = choice + row * width, at = progress.length[row], end = at + count[row];
+    if (has_ended(row) || end >= progress.limit[row]) progress.unfinished[row] = false;
+    int64_t* sequence = sequences + row * capacity;
+    for (int64_t i = 0; i < count[row] && at + i < capacity; ++i) {
+      sequence[at + i] = token[i];
+      if (is_near) *ties += is_near[row * width + i];
+    }
+    std::fill(sequence + std::min(std::max(end, at), capacity), sequence + capacity, filler[row]);
+    progress.taken[row] = count[row];
+    progress.length[row] = end;
+    next[row] = sequence[std::clamp<int64_t>(end - 1, 0, capacity - 1)];
+  }
+  progress.end_step();
+}
+
 // Some sequences of an input with what belongs to each of their positions, before and after a step.
 template <typename T>
 struct Histories {
@@ -263,14 +324,16 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   progress.end_step();
 }
 
-// Writes a one at position `at` of a mask's row.
+// Writes ones at the positions [at, end) of a mask's row.
 template <typename T>
-void mark(const Tensor& mask, int64_t row, int64_t at) {
-  static_cast<T*>(mask.mutable_data_ptr())[row * mask.size(1) + at] = T{1};
+void mark(const Tensor& mask, int64_t row, int64_t at, int64_t end) {
+  T* first = static_cast<T*>(mask.mutable_data_ptr()) + row * mask.size(1);
+  std::fill(first + at, first + end, T{1});
 }
 
 void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tensor numbers,
-              std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks) {
+              std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks,
+              int64_t width) {
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
   const int64_t rows = numbers.size(1), all = numbers.numel();
@@ -310,11 +373,12 @@ void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tenso
     const int64_t at = stored + number[row];
     for (const Tensor& mask : masks) {
       if (at < 0 || at >= mask.size(1)) continue;
+      const int64_t end = std::min(at + width, mask.size(1));
       switch (mask.scalar_type()) {
-        case ScalarType::Long: mark<int64_t>(mask, row, at); break;
-        case ScalarType::Int: mark<int32_t>(mask, row, at); break;
-        case ScalarType::Float: mark<float>(mask, row, at); break;
-        default: mark<bool>(mask, row, at);
+        case ScalarType::Long: mark<int64_t>(mask, row, at, end); break;
+        case ScalarType::Int: mark<int32_t>(mask, row, at, end); break;
+        case ScalarType::Float: mark<float>(mask, row, at, end); break;
+        default: mark<bool>(mask, row, at, end);
       }
     }
   }
@@ -324,6 +388,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("take_rows_", TORCH_BOX(&take_rows_));
+  library.impl("take_run_", TORCH_BOX(&take_run_));
   library.impl("take_beams_", TORCH_BOX(&take_beams_));
   library.impl("advance_", TORCH_BOX(&advance_));
 }

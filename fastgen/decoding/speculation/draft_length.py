@@ -15,13 +15,15 @@ _SHARED_WEIGHT = 2.0
 _PRIOR_WEIGHT = 2.0
 # An acceptance of one would mean that a draft cannot be too long.
 _MOST_ACCEPTANCE = 0.995
-# After drafting was given up: steps until it is tried again, at first and at most, and with how many tokens.
+# After drafting was given up: steps until it is tried again, at first and at most. Then as little as can be is drafted.
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128
-_PROBE = 2
 # While tokens are drafted, what a plain step takes is measured again after this many steps.
 _PLAIN_INTERVAL = 64
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
+
+# Calls without drafts after those that have gained nothing: none after the first, then 1, 3, 7 and so on, up to this.
+MOST_PAUSES = 63
 
 
 class Costs:
@@ -95,16 +97,22 @@ class DraftLength:
     Args:
         costs: of this machine, model and draft; may be kept for the next call.
         rows: of the batch.
-        most: the largest k.
+        lengths: what k may be, in order, the first of them 0.
         acceptance: what is expected at first: `acceptance` of an earlier call, or a guess.
         horizon: how many tokens each row will have, as far as is known.
         tolerance: the part of the time without drafts that may be lost.
     """
 
     def __init__(
-        self, costs: Costs, rows: int, most: int, acceptance: float = 0.7, horizon: int = 64, tolerance: float = 0.02
+        self,
+        costs: Costs,
+        rows: int,
+        lengths: Sequence[int],
+        acceptance: float = 0.7,
+        horizon: int = 64,
+        tolerance: float = 0.02,
     ) -> None:
-        self._costs, self._most, self._tolerance, self._horizon = costs, most, tolerance, horizon
+        self._costs, self._lengths, self._tolerance, self._horizon = costs, lengths, tolerance, horizon
         self._all = _Acceptance(acceptance * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._rows = [_Acceptance() for _ in range(rows)]
         self._tokens, self._slowest = [0] * rows, 0  # of each row, and of that which has fewest
@@ -116,34 +124,43 @@ class DraftLength:
         """Of the last steps and all rows: the probability that a drafted token is accepted if those before are."""
         return self._all.rate
 
+    @property
+    def gain(self) -> float:
+        """The seconds that drafts have gained so far, as a part of what the tokens would have taken without them."""
+        costs = self._costs.steps(len(self._rows), 0)
+        return self._ahead / (costs[0] * max(self._slowest, 1))
+
     def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
         """How many tokens to draft for each of these rows, the unfinished ones.
 
         Args:
             most: no more than this, because the sequences may not become longer.
-            available: how many tokens there are for each row, where drafts are made before.
+            available: how many tokens there are for each row, where drafts are made before. Then the next larger length
+                serves, and the places that are left over are not looked at.
         """
-        limit = self._most if most is None else min(self._most, most)
-        if available is not None:
-            limit = min(limit, max(available, default=0))
-        if limit < 1 or not rows or self._costs.plain_is_old:
+        there = self._lengths[-1] if available is None else max(available, default=0)
+        lengths = [k for k in self._lengths if most is None or k <= most]
+        # Of lengths that are more than enough the first one is.
+        lengths = [k for number, k in enumerate(lengths) if number == 0 or lengths[number - 1] < there]
+        if len(lengths) < 2 or not rows or self._costs.plain_is_old:
             return 0
-        costs = self._costs.steps(len(rows), limit)
+        costs = self._costs.steps(len(rows), lengths[-1])
         rates = [self._rate(row) for row in rows]
         spare = self._spare(costs[0])
         expected = float(len(rows))
         best, fastest = 0, expected / costs[0]
         powers = list(rates)
-        for k in range(1, limit + 1):
+        for k in range(1, lengths[-1] + 1):
             if available is not None:
-                powers = [power if there >= k else 0.0 for power, there in zip(powers, available, strict=True)]
+                powers = [power if count >= k else 0.0 for power, count in zip(powers, available, strict=True)]
             expected += sum(powers)
-            if costs[k] - costs[0] > spare:
-                break
-            if expected > fastest * costs[k]:
-                best, fastest = k, expected / costs[k]
+            if k in lengths:
+                if costs[k] - costs[0] > spare:
+                    break
+                if expected > fastest * costs[k]:
+                    best, fastest = k, expected / costs[k]
             powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
-        return best or self._probe(costs, spare)
+        return best or self._probe(lengths[1], costs, spare)
 
     def observe(
         self, rows: Sequence[int], k: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None
@@ -190,10 +207,9 @@ class DraftLength:
         """Seconds that the call may still lose."""
         return self._ahead + self._tolerance * plain * max(self._slowest, self._horizon)
 
-    def _probe(self, costs: list[float], spare: float) -> int:
+    def _probe(self, k: int, costs: list[float], spare: float) -> int:
         """Steps without drafts: now and then a short one is tried."""
         self._waited += 1
-        k = min(_PROBE, len(costs) - 1)
         if self._waited <= self._interval or costs[k] - costs[0] > spare:
             return 0
         self._waited, self._interval = 0, min(2 * self._interval, _LAST_INTERVAL)
@@ -253,6 +269,28 @@ class Schedule:
 
     def keep(self, rows: Sequence[int]) -> None:
         """As `DraftLength.keep`; nothing is known about single rows."""
+
+
+class Pauses:
+    """Which calls draft nothing at all, because those before have gained nothing: they are plain calls.
+
+    Within a call, `DraftLength` sees to it that little is lost. But the rounds of a small model take a little longer
+    than its plain steps even where nothing is drafted.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._length = 0, -1
+
+    def pauses(self) -> bool:
+        """Whether the call that begins is one of them."""
+        self._left -= 1
+        return self._left >= 0
+
+    def observe(self, gains: bool) -> None:
+        """What came of a call that was none."""
+        # The first one may have been disturbed.
+        self._length = -1 if gains else min(2 * self._length + 1, MOST_PAUSES) if self._length >= 0 else 0
+        self._left = max(self._length, 0)
 
 
 def _interpolated(table: list[tuple[int, float]], at: int) -> float:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.captured.search import RowSearch
+from fastgen.decoding.speculation.acceptance import accept_greedy
+from fastgen.ops import search_step
 
 
 class RunSearch(RowSearch):
@@ -49,12 +51,29 @@ class RunSearch(RowSearch):
         """Writes drafted tokens, [rows], behind the `ahead` ones that are drafted already."""
         self.running_tokens.scatter_(1, self.length.view(-1, 1) + ahead, tokens.unsqueeze(1))
 
-    def take_run(self, chosen: Tensor, accepted: Tensor) -> None:
-        """Goes on with the first `accepted` + 1 of the tokens in `chosen`, [rows, width], up to an end or the limit.
+    def take_run(
+        self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
+    ) -> None:
+        """Goes on with the first `accepted` + 1 of the tokens in `chosen`, up to an end or the limit.
 
-        `accepted`, [rows], int64. Sequences that are finished stay what they are.
+        Sequences that are finished stay what they are.
+
+        Args:
+            chosen: [rows, width], int64.
+            counts: [rows], int64: how many tokens are drafted. Then `accepted` is found out, as `accept_greedy` does.
+            accepted: [rows], int64.
+            near, near_ties: [rows, width], bool, and one int64, to which those of the tokens that are taken are added.
         """
+        if search_step.available(chosen):
+            torch.ops.fastgen.take_run_(
+                chosen, counts, accepted, near, near_ties, self._eos, self._fill, self.limit, self.is_spoilt,
+                self.running_sequences, self.tokens, self.length, self.taken, self.unfinished, self.done,
+                self._together,
+            )  # fmt: skip
+            return
         width = chosen.shape[1]
+        if counts is not None:
+            accepted.copy_(accept_greedy(self.following(1, width - 1), chosen, counts))
         steps = self._positions[:width]
         ends = (chosen.unsqueeze(2) == self._eos).any(dim=2)
         # The tokens up to the first that ends the sequence, that one included.
@@ -75,6 +94,8 @@ class RunSearch(RowSearch):
         behind = torch.where(offset < count.unsqueeze(1), written, self._fill.unsqueeze(1))
         tokens = self.running_tokens
         tokens.copy_(torch.where(offset < 0, tokens, behind))
+        if near is not None:
+            near_ties.add_((near & (steps < count.unsqueeze(1))).sum())
         self.taken.copy_(self._by_input(count))
         self.length.add_(self.taken)
         self.tokens.copy_(self.following(0, 1).squeeze(1))

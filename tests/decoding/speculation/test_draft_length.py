@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
+from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Pauses, Schedule
 
 # What FastGen takes for SmolLM2 on a CPU, relative to a plain step: the rows of a product, and a step in 8 bits.
 VERIFY = {1: 1.0, 2: 1.08, 5: 1.2, 8: 1.45, 16: 1.9, 32: 3.2, 64: 6.0}
@@ -65,7 +65,7 @@ class Call:
 
 
 def new(rows: int = 1, draft=INT8, most: int = 8, tokens: int = 128, **options) -> DraftLength:
-    return DraftLength(Costs(VERIFY, draft), rows, most, horizon=min(64, tokens), **options)
+    return DraftLength(Costs(VERIFY, draft), rows, range(most + 1), horizon=min(64, tokens), **options)
 
 
 # ---- costs
@@ -107,7 +107,7 @@ def test_observed_costs():
 def test_the_choice_gives_most_tokens_per_second(rates, available, limited, most):
     """Against the formula, row by row, where losses are no concern."""
     rows = list(range(len(rates)))
-    chooser = DraftLength(Costs(VERIFY, INT8), len(rates), most, tolerance=1e9)
+    chooser = DraftLength(Costs(VERIFY, INT8), len(rates), range(most + 1), tolerance=1e9)
     chooser._rate = lambda row: min(rates[row], 0.995)
     available = available[: len(rates)] if limited else None
 
@@ -190,13 +190,51 @@ def test_one_row_of_many():
     assert sum(many.lengths) / len(many.lengths) < 0.5
 
 
+def test_only_lengths_that_there_are():
+    """The best of them, though one that there is not would be better, and of what is available no more than serves."""
+    chooser = DraftLength(Costs(VERIFY, INT8), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
+    assert [chooser.choose([0], most) for most in (0, 1, 2, 3, 4, 7, 12)] == [0, 0, 2, 2, 4, 4, 4]
+    free = DraftLength(Costs(VERIFY), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
+    assert [free.choose([0], 8, [there]) for there in (0, 2, 3, 4, 5, 9)] == [0, 2, 4, 4, 4, 8]
+    # Where drafting a single token would be best, and two are still better than none.
+    costs = Costs({1: 1.0, 2: 1.2, 3: 1.9, 5: 4.0, 9: 8.0})
+    assert DraftLength(costs, 1, range(9), acceptance=0.6, horizon=1000).choose([0]) == 1
+    assert DraftLength(costs, 1, (0, 2, 4, 8), acceptance=0.6, horizon=1000).choose([0]) == 2
+
+
+def test_gain():
+    """As a part of what plain steps would have taken."""
+    chooser = DraftLength(Costs({1: 1.0, 5: 1.5}), 1, (0, 4))
+    chooser.observe([0], 4, [4], [4])
+    assert chooser.gain == pytest.approx(3.5 / 5)
+    chooser.observe([0], 0, [0], [0])
+    assert chooser.gain == pytest.approx(3.5 / 6)
+
+
+def test_pauses():
+    """Twice as many and one after each call without a gain, but the first of them; none after one with a gain."""
+    pauses, said = Pauses(), []
+    for _ in range(20):
+        said.append(pauses.pauses())
+        if not said[-1]:
+            pauses.observe(gains=False)
+    assert "".join("-p"[said] for said in said) == "--p-ppp-ppppppp-pppp"
+    while pauses.pauses():
+        pass
+    pauses.observe(gains=True)
+    assert not pauses.pauses()
+    for _ in range(20):
+        pauses.observe(gains=False)
+    assert sum(pauses.pauses() for _ in range(100)) == 63
+
+
 def test_probes_are_rare():
     call = Call(lambda *_: 0.0, tokens=4000)
     assert call.run(new(acceptance=0.9)) > 0.98
     tried = [place for place, k in enumerate(call.lengths) if k and place > 20]
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     # At first the tolerance limits them, then the intervals double.
-    assert min(gaps) > 20 and 100 < gaps[-1] < 200
+    assert min(gaps) > 16 and 100 < gaps[-1] < 200
     assert 10 < len(tried) < 50
 
 
@@ -226,7 +264,7 @@ def test_tables_that_are_wrong(rate):
 
     costs, speeds = Costs(VERIFY, INT8), []
     for seed in range(6):
-        chooser = DraftLength(costs, 1, 8, acceptance=rate)
+        chooser = DraftLength(costs, 1, range(9), acceptance=rate)
         speeds.append(Call(lambda *_: rate, tokens=300, truth=truth, seed=seed).run(chooser, timed=True))
     assert speeds[-1] > PLAIN
     assert sum(speeds) / len(speeds) > 0.95

@@ -2,7 +2,8 @@
 // cpu/dot_linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET    the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH     floats of a vector
-//   FASTGEN_OUTPUTS   outputs that are summed up at the same time for four rows: as many as there are registers for
+//   FASTGEN_OUTPUTS   outputs that are summed up at the same time for some rows: as many as there are registers for
+//   FASTGEN_ROWS      these rows, at the most, of numbers that are multiplied as they are; of others it is four
 //   FASTGEN_FLOAT16   what loads a vector of float16 (float16.h)
 //   FASTGEN_ADD_PAIRS (sums, x, weight): sums of two products of bfloat16 each, where there is an instruction for it
 // No include guard: it is meant to be included several times.
@@ -19,6 +20,7 @@ struct Float32 {
   using Input = float;
   using Values = Vector;  // kStep inputs of a row
   static constexpr int64_t kStep = FASTGEN_WIDTH;
+  static constexpr int kRows = FASTGEN_ROWS;  // that are multiplied at the same time
   static FASTGEN_INLINE float widen(float number) { return number; }
   static FASTGEN_INLINE float narrow(float number) { return number; }
   static FASTGEN_INLINE void load(Values& to, const float* x) { to = *reinterpret_cast<const Vector*>(x); }
@@ -34,6 +36,7 @@ struct Widened {
     Vector first, second;
   };
   static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
+  static constexpr int kRows = 4;
   static FASTGEN_INLINE void load(Values& to, const float* x) { std::memcpy(&to, x, sizeof(to)); }
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
     sums += x.first * weight.first;
@@ -48,6 +51,7 @@ struct BFloat16 {
   using Input = uint16_t;
   using Values = Pairs;
   static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
+  static constexpr int kRows = FASTGEN_ROWS;
   static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
   static FASTGEN_INLINE uint16_t narrow(float number) { return fastgen::to_bfloat16(number); }
   static FASTGEN_INLINE void load(Values& to, const uint16_t* x) { to = *reinterpret_cast<const Pairs*>(x); }
@@ -121,6 +125,44 @@ FASTGEN_INLINE float total(const typename Lanes<kLanes>::Vector& sums) {
   }
 }
 
+// `total` of each of some sums. With few inputs this takes as long as all of the multiplications, one sum after the other.
+template <int kCount>
+FASTGEN_INLINE void totals(const Vector* sums, float* to) {
+#if FASTGEN_WIDTH == 16
+  // Of 16 sums at a time, halves are put next to each other and added: the same additions.
+#pragma GCC unroll 2
+  for (int first = 0; first < kCount; first += 16) {
+    __m512 some[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) some[i] = first + i < kCount ? (__m512)sums[first + i] : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      some[i] = _mm512_shuffle_f32x4(some[2 * i], some[2 * i + 1], 0x44) +
+                _mm512_shuffle_f32x4(some[2 * i], some[2 * i + 1], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      some[i] = _mm512_shuffle_f32x4(some[2 * i], some[2 * i + 1], 0x88) +
+                _mm512_shuffle_f32x4(some[2 * i], some[2 * i + 1], 0xdd);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      some[i] = _mm512_shuffle_ps(some[2 * i], some[2 * i + 1], 0x44) +
+                _mm512_shuffle_ps(some[2 * i], some[2 * i + 1], 0xee);
+    }
+    float found[16];
+    _mm512_storeu_ps(found, _mm512_shuffle_ps(some[0], some[1], 0x88) + _mm512_shuffle_ps(some[0], some[1], 0xdd));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (first + i < kCount) to[first + i] = found[i % 4 * 4 + i / 4];
+    }
+  }
+#else
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) to[i] = total<FASTGEN_WIDTH>(sums[i]);
+#endif
+}
+
 // What the kernels multiply: `x` and `y` are of some rows, `weight` and `bias` of some outputs. Outputs that are summed up
 // at the same time are `apart`: each has lines of its own, which follow one another. So the machine sees as many streams,
 // each in other pages, and what it reads ahead by itself is what comes next. Lines side by side are read more slowly.
@@ -157,12 +199,12 @@ FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t 
       for (int64_t o = turn; o < kOutputs; o += turns, asked += turns * apart) __builtin_prefetch(asked, 0, 3);
     }
     typename Type::Values values[kRows], w;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) Type::load(values[r], x + r * product.x_stride + k);
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; ++o) {
       Type::load_weight(w, weight + o * apart + k);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) Type::add(kept[o * kRows + r], values[r], w);
     }
   }
@@ -175,13 +217,15 @@ template <class Type, int kRows, int kOutputs>
 FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t output, int64_t whole,
                            const Vector* sums) {
   const typename Type::Input* x = product.x + row * product.x_stride;
+  float found[kOutputs * kRows] = {};
+  if (whole != 0) totals<kOutputs * kRows>(sums, found);
 #pragma GCC unroll 8
   for (int64_t o = 0; o < kOutputs; ++o) {
     const int64_t place = output + o * product.apart;
     const typename Type::Number* line = product.weight + place * product.weight_stride;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      float sum = whole == 0 ? 0.0f : total<FASTGEN_WIDTH>(sums[o * kRows + r]);
+      float sum = found[o * kRows + r];
       for (int64_t k = whole; k < product.inputs; ++k) {
         sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
       }
@@ -191,11 +235,15 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// `add_part` and `finish` for one to four rows.
+// `add_part` and `finish` for one to Type::kRows rows.
 template <class Type, int kOutputs>
 struct Rows {
   static FASTGEN_TARGET void add(const Product<Type>& product, int64_t row, int64_t some, int64_t output, Part part,
                                  Vector* sums, const typename Type::Number* next, int64_t turn, int64_t turns) {
+    if constexpr (Type::kRows > 4) {
+      if (some == 6) return add_part<Type, 6, kOutputs>(product, row, output, part, sums, next, turn, turns);
+      if (some == 5) return add_part<Type, 5, kOutputs>(product, row, output, part, sums, next, turn, turns);
+    }
     switch (some) {
       case 4: return add_part<Type, 4, kOutputs>(product, row, output, part, sums, next, turn, turns);
       case 3: return add_part<Type, 3, kOutputs>(product, row, output, part, sums, next, turn, turns);
@@ -205,6 +253,10 @@ struct Rows {
   }
   static FASTGEN_TARGET void end(const Product<Type>& product, int64_t row, int64_t some, int64_t output,
                                  int64_t whole, const Vector* sums) {
+    if constexpr (Type::kRows > 4) {
+      if (some == 6) return finish<Type, 6, kOutputs>(product, row, output, whole, sums);
+      if (some == 5) return finish<Type, 5, kOutputs>(product, row, output, whole, sums);
+    }
     switch (some) {
       case 4: return finish<Type, 4, kOutputs>(product, row, output, whole, sums);
       case 3: return finish<Type, 3, kOutputs>(product, row, output, whole, sums);
@@ -227,19 +279,20 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
   const int64_t parts = std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
   const int64_t depth = (steps + parts - 1) / parts * Type::kStep;
   const typename Type::Number* lines = product.weight + output * product.weight_stride;
-  Vector sums[kRowsAtOnce / 4][4 * kOutputs];
+  Vector sums[(kRowsAtOnce + Type::kRows - 1) / Type::kRows][Type::kRows * kOutputs];
   for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-    const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + 3) / 4;
+    const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + Type::kRows - 1) / Type::kRows;
+    const int64_t each = (last - first + turns - 1) / turns;
     for (int64_t begin = 0; begin < whole; begin += depth) {
       const Part part{begin, std::min(begin + depth, whole)};
       const typename Type::Number* next = part.end < whole ? lines + part.end : lines + product.weight_stride;
       for (int64_t turn = 0; turn < turns; ++turn) {
-        const int64_t row = first + 4 * turn, some = std::min<int64_t>(last - row, 4);
+        const int64_t row = first + each * turn, some = std::min<int64_t>(last - row, each);
         Rows<Type, kOutputs>::add(product, row, some, output, part, sums[turn], next, turn, turns);
       }
     }
     for (int64_t turn = 0; turn < turns; ++turn) {
-      const int64_t row = first + 4 * turn, some = std::min<int64_t>(last - row, 4);
+      const int64_t row = first + each * turn, some = std::min<int64_t>(last - row, each);
       Rows<Type, kOutputs>::end(product, row, some, output, whole, sums[turn]);
     }
   }
@@ -322,5 +375,6 @@ inline FASTGEN_TARGET void add_lines(const Arguments& given, int64_t first, int6
 #undef FASTGEN_TARGET
 #undef FASTGEN_WIDTH
 #undef FASTGEN_OUTPUTS
+#undef FASTGEN_ROWS
 #undef FASTGEN_FLOAT16
 #undef FASTGEN_ADD_PAIRS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
@@ -19,6 +22,15 @@ from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
+# Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
+_PARTS = 2
+
+_pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], Pauses]] = weakref.WeakKeyDictionary()
+
+
+def _pauses_of(model: Any, draft: Draft, rows: int) -> Pauses:
+    """Those of the calls with a draft of this kind and so many rows; found before anything is made for the call."""
+    return _pauses.setdefault(model, {}).setdefault((type(draft), rows), Pauses())
 
 
 class SpeculativeDecoding(Decoding):
@@ -31,6 +43,9 @@ class SpeculativeDecoding(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._arguments = arguments
+        self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
+        if draft.schedule is None and self._pauses.pauses():
+            raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
             raise CannotBeCaptured("a logits processor that runs on the host")
@@ -49,7 +64,9 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
 
     def _steps_to_record_for(self) -> int | None:
-        return None if self._draft.asked_for else super()._steps_to_record_for()
+        steps = None if self._draft.asked_for else super()._steps_to_record_for()
+        # There are several parts to be recorded: it takes more steps until they have paid.
+        return None if steps is None else -(-steps // _PARTS)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
         return SpeculativeStep(self._key, self._prompt, made)
@@ -92,12 +109,15 @@ class SpeculativeDecoding(Decoding):
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
             self._round(step, pace)
+        gains = pace.gains()
+        if gains is not None:
+            self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         return step
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""
-        search = step.search
+        search, begun = step.search, time.perf_counter()
         unfinished = search.unfinished.flatten().tolist()
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
         lengths = search.length.flatten().tolist()
@@ -106,13 +126,16 @@ class SpeculativeDecoding(Decoding):
         available = self._draft.available(step, rows, most)
         drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
+        before = time.perf_counter()
         if drafted:
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
+        begun += time.perf_counter() - before
         self._draft.take(step)
         counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
+        step.host_times.append(time.perf_counter() - begun)
 
 
 class Assistant(Decoding):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
@@ -13,6 +14,9 @@ LENGTHS = (0, 2, 4, 8)
 _AT_FIRST = 4
 # Accepted at first, of a draft that nothing is known about.
 _ACCEPTANCE = 0.7
+# A call gains something if it takes less than rounds without drafts by this part: these take a little longer than the
+# steps of a plain call.
+_LEAST_GAIN = 0.07
 
 
 class _StepCosts(Costs):
@@ -42,6 +46,7 @@ class Pace:
     ) -> None:
         self._rows, self._tokens, self._has_model = rows, tokens, has_model
         self._chooser: DraftLength | Schedule | None = schedule
+        self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._set_up(step)
 
     def choose(
@@ -71,13 +76,22 @@ class Pace:
     ) -> None:
         """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
         if self._chooser is None:
+            self._early.append((rows, length, drafted, accepted))
             return
         # Not what this round took: something else may have run on the machine meanwhile.
         check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
         seconds = None if check is None or draft is None else check + length * draft
+        if seconds is not None and length and step.host_times:
+            # A plain call has no such rounds: what drafts gain is compared with its steps.
+            seconds += statistics.median(step.host_times)
         self._chooser.observe(rows, length, drafted, accepted, seconds)
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
+
+    def gains(self) -> bool | None:
+        """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
+        is_known = isinstance(self._chooser, DraftLength) and not self._early
+        return self._chooser.gain >= _LEAST_GAIN if is_known else None
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""
@@ -92,4 +106,6 @@ class Pace:
         draft = step.seconds(0) if self._has_model else 0.0
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
         costs = _StepCosts(rows, verify, draft or 0.0)
-        self._chooser = DraftLength(costs, self._rows, LENGTHS[-1], acceptance, horizon=self._tokens)
+        self._chooser = DraftLength(costs, self._rows, LENGTHS, acceptance, horizon=self._tokens)
+        for early in self._early:
+            self._chooser.observe(*early)

@@ -6,6 +6,7 @@ the model itself (`fastgen.decoding.speculation`). What a draft stores in the K/
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,8 +23,9 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
-from fastgen.decoding.speculation.near_ties import near_ties
+from fastgen.decoding.speculation.near_ties import best_tokens
 from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt
@@ -73,6 +75,7 @@ class SpeculativeStep(CapturedStep):
         accepted: [rows], int64: how many of them were kept in the last round.
         times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
             draft. Those of parts that have been captured.
+        host_times: seconds of the last rounds besides those of their parts.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
     """
 
@@ -97,6 +100,7 @@ class SpeculativeStep(CapturedStep):
         self._draft_probabilities = torch.zeros(drawn, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
+        self.host_times: deque[float] = deque(maxlen=_TIMES)
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
@@ -127,15 +131,15 @@ class SpeculativeStep(CapturedStep):
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
         super().take_over(other)
         self.near_ties.copy_(other.near_ties)
-        self.times, self.acceptance = other.times, other.acceptance
+        self.times, self.host_times, self.acceptance = other.times, other.host_times, other.acceptance
 
     def times_of(self, positions: int) -> deque[float]:
         return self.times.setdefault(positions, deque(maxlen=_TIMES))
 
     def seconds(self, positions: int) -> float | None:
         """The median of a part's `times`; None as long as there are too few."""
-        known = sorted(self.times.get(positions, ()))
-        return known[len(known) // 2] if len(known) >= _ENOUGH_TIMES else None
+        known = self.times.get(positions, ())
+        return statistics.median_high(known) if len(known) >= _ENOUGH_TIMES else None
 
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
@@ -217,17 +221,13 @@ class SpeculativeStep(CapturedStep):
     def _check(self, model: Any, width: int) -> None:
         search, key = self.search, self.key
         logits = self._forward(model, self._caches[width], 0, width)
-        scores = torch.stack([self._processed_at(logits[:, step], step) for step in range(width)], dim=1)
-        drafted = search.following(1, width - 1)
+        scores = self._all_processed(logits)
         if key.samples:
-            chosen = self._accept_sampled(scores, drafted)
+            chosen = self._accept_sampled(scores, search.following(1, width - 1))
+            search.take_run(chosen, None, self.accepted, None, self.near_ties)
         else:
-            chosen = scores.argmax(dim=-1)
-            self.accepted.copy_(acceptance.accept_greedy(drafted, chosen, self.counts))
-        search.take_run(chosen, self.accepted)
-        if not key.samples:
-            counted = torch.arange(width, device=self.device) < search.taken.view(-1, 1)
-            self.near_ties.add_((near_ties(scores, self._products) & counted).sum())
+            chosen, near = best_tokens(scores, self._products)
+            search.take_run(chosen, self.counts, self.accepted, near, self.near_ties)
         self._advance_run()
         self._drafted.zero_()
         self._send()
@@ -276,6 +276,12 @@ class SpeculativeStep(CapturedStep):
         positions = last + ahead + torch.arange(width, device=self.device)
         return torch.minimum(positions, last + left).clamp(min=0)
 
+    def _all_processed(self, logits: Tensor) -> Tensor:
+        """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32."""
+        if not self.processors:
+            return logits.float()
+        return torch.stack([self._processed_at(logits[:, at], at) for at in range(logits.shape[1])], dim=1)
+
     def _processed_at(self, logits: Tensor, ahead: Tensor | int) -> Tensor:
         """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
         search, scores = self.search, logits.float()
@@ -290,11 +296,18 @@ class SpeculativeStep(CapturedStep):
     def _advance_run(self) -> None:
         """The rows go on by what the search has taken."""
         taken = self.search.taken.view(-1)
+        positions = [buffer for name, buffer in self._inputs.items() if name in POSITIONS]
+        masks = [buffer for name, buffer in self._inputs.items() if self._grows(name)]
+        if search_step.available(taken) and search_step.serves(positions, masks):
+            state, stored = self._state, self.key.stored_capacity
+            torch.ops.fastgen.advance_(
+                None, taken, stored, state.numbers, None, self._seen, positions, masks, self.key.width
+            )
+            return
         self._state.advance(None, taken)
         self._measure()
-        for name, buffer in self._inputs.items():
-            if name in POSITIONS:
-                buffer.add_(taken.unsqueeze(1))
+        for buffer in positions:
+            buffer.add_(taken.unsqueeze(1))
         self._extend_all()
 
     def _extend_all(self) -> None:

@@ -1,0 +1,38 @@
+// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/best_two.cpp, inside
+// a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction set; and
+// FASTGEN_WIDTH: floats of a vector. No include guard: it is meant to be included several times.
+
+typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
+typedef int32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
+
+// The block's largest score, its largest size below `masked`, and whether there is a NaN, which counts for neither.
+FASTGEN_TARGET Block look_at(const float* scores, int64_t count, float masked) {
+  constexpr int64_t kWidth = FASTGEN_WIDTH;
+  const Vector limit = Vector{} + masked;
+  Vector best = Vector{} - kInfinity, size = Vector{};
+  Bits spoilt = {};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const Vector x = *reinterpret_cast<const Vector*>(scores + i);
+    const Vector sizes = (Vector)((Bits)x & 0x7fffffff);
+    best = x > best ? x : best;
+    size = (sizes < limit) & (sizes > size) ? sizes : size;
+    spoilt |= x != x;
+  }
+  Block found{-kInfinity, 0.0f, false};
+  for (int64_t lane = 0; lane < kWidth; ++lane) {
+    found.best = std::max(found.best, best[lane]);
+    found.size = std::max(found.size, size[lane]);
+    found.is_spoilt |= spoilt[lane] != 0;
+  }
+  for (; i < count; ++i) {
+    const float x = scores[i], magnitude = std::fabs(x);
+    if (x > found.best) found.best = x;
+    if (magnitude < masked && magnitude > found.size) found.size = magnitude;
+    found.is_spoilt |= x != x;
+  }
+  return found;
+}
+
+#undef FASTGEN_TARGET
+#undef FASTGEN_WIDTH
