@@ -136,11 +136,11 @@ class Decoding:
             raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
         return processed
 
-    def _stops(self, tokens: Tensor) -> Tensor:
+    def _stops(self, tokens: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         with self._users():
             for criterion in self._criteria:
-                done = done | criterion(tokens, None)
+                done = done | criterion(tokens, scores)
         return done
 
     @contextlib.contextmanager

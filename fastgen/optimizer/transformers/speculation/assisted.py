@@ -23,9 +23,8 @@ from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Dr
 OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 # With these the call is left to the library.
 _NOT_SERVED = (
-    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "streamer", "stop_strings",
-    "max_time", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-    "stopping_criteria", "past_key_values", "dola_layers", "penalty_alpha",
+    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "output_attentions",
+    "output_hidden_states", "past_key_values", "dola_layers", "penalty_alpha",
 )  # fmt: skip
 
 

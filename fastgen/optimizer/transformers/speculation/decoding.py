@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.call import Call
@@ -16,6 +18,7 @@ from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
@@ -30,21 +33,38 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
-        self._arguments = arguments
+        self._arguments, self._streamer = arguments, arguments.get("streamer")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
             raise CannotBeCaptured("a logits processor that runs on the host")
-        if self._key.has_criteria:
-            raise CannotBeCaptured("stopping criteria that run on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
-        if self._config.return_dict_in_generate and len(self._input_ids) > 1:
-            # Rows that are finished go on in the library, and the cache has what they store then.
-            raise CannotBeCaptured("a returned cache of several sequences")
+        if self._config.return_dict_in_generate and len(self._input_ids) > 1 and self._eos:
+            # Rows that are finished go on in the library, which returns what they store and score then.
+            raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
         if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
+
+    def run(self) -> Any:
+        already = 0 if self._streamer is None else self._streamer.count
+        try:
+            result = super().run()
+        except CannotBeCaptured:
+            if self._streamer is not None:
+                self._streamer.rewind(already)  # another loop puts the same tokens again
+            raise
+        if self._streamer is not None:
+            self._streamer.end()
+        return result
+
+    def _result(self, step: CapturedStep) -> Any:
+        result = super()._result(step)
+        if not any(self._records()):
+            return result
+        scores, logits = self._positions.records
+        return type(result)(**{**result, "scores": scores, "logits": logits})
 
     def _steps_to_record_for(self) -> int | None:
         return None if self._draft.asked_for else super()._steps_to_record_for()
@@ -56,10 +76,22 @@ class SpeculativeDecoding(Decoding):
         key = super()._make_key()
         # Those that are not given positions count them from the length of the cache, which is one for all rows.
         has_own_positions = not {"position_ids", "decoder_position_ids"}.isdisjoint(key.tensors)
-        draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, together=not has_own_positions)
+        draft = DraftKey(
+            self._draft.kind,
+            key.samples and self._draft.is_model,
+            together=not has_own_positions,
+            records=any(self._records()),
+        )
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
         capacity = key.new_capacity if self._draft.has_buffers else key.capacity
-        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity)
+        # Criteria are looked at between the rounds, whatever the step is.
+        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity, has_criteria=False)
+
+    def _records(self) -> tuple[bool, bool]:
+        """Whether the scores, and whether the logits of every position are returned."""
+        config = self._config
+        returns = bool(config.return_dict_in_generate)
+        return returns and bool(config.output_scores), returns and bool(config.output_logits)
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -82,6 +114,8 @@ class SpeculativeDecoding(Decoding):
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._draft.take(step)
+        self._positions = self._make_positions(rows)
+        self._follow(step)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
@@ -92,6 +126,18 @@ class SpeculativeDecoding(Decoding):
             self._round(step, pace)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         return step
+
+    def _make_positions(self, rows: int) -> Positions:
+        put = None if self._streamer is None else self._put
+        return Positions(rows, self._stops if self._criteria else None, put, bool(self._eos), self._records())
+
+    def _put(self, tokens: Tensor) -> None:
+        with self._users():
+            self._streamer.put(tokens)
+
+    def _follow(self, step: SpeculativeStep) -> None:
+        if self._positions.is_needed:
+            self._positions.take(step)
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""
@@ -108,6 +154,7 @@ class SpeculativeDecoding(Decoding):
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
         self._draft.take(step)
+        self._follow(step)
         counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))

@@ -26,6 +26,7 @@ class DraftKey(NamedTuple):
     kind: Hashable
     samples: bool  # it draws its tokens, as the model does
     together: bool  # all rows take as many tokens as each other
+    records: bool = False  # scores and logits are kept for who returns them
 
 
 class Draft:

@@ -26,7 +26,7 @@ from fastgen.decoding.speculation.near_ties import near_ties
 from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
-from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 
 # Times that a part runs as it is before it is captured.
 _WARM_UPS = 1
@@ -74,6 +74,8 @@ class SpeculativeStep(CapturedStep):
         times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
             draft. Those of parts that have been captured.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
+        recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
+            and the logits that these were made of; nothing unless `key.draft.records`.
     """
 
     search: RunSearch
@@ -95,6 +97,8 @@ class SpeculativeStep(CapturedStep):
         }  # fmt: skip
         drawn = rows if key.draft.samples else 0, key.width - 1, prompt.logits.shape[-1]
         self._draft_probabilities = torch.zeros(drawn, device=device)
+        recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
+        self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.acceptance: float | None = None  # what the last call has found
@@ -121,7 +125,7 @@ class SpeculativeStep(CapturedStep):
     def nbytes(self) -> int:
         """Also of what is kept for drafts."""
         assistant = self.assistant[1].nbytes if self.assistant is not None else 0
-        return super().nbytes + self._draft_probabilities.nbytes + assistant
+        return super().nbytes + self._draft_probabilities.nbytes + self.recorded.nbytes + assistant
 
     def take_over(self, other: CapturedStep) -> None:
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
@@ -149,6 +153,12 @@ class SpeculativeStep(CapturedStep):
     def prompt_lengths(self) -> Tensor:
         """[rows], int64: tokens of each row's prompt, without padding on the left."""
         return self._prompt_lengths.repeat_interleave(self.key.per_input)
+
+    def end(self, rows: Tensor, length: int) -> None:
+        """Ends some rows, [rows], bool, at a length that they have reached."""
+        self.search.cut(rows, length)
+        self._advance_run()  # back to where they end
+        self._send()
 
     # ---- a round
 
@@ -217,7 +227,9 @@ class SpeculativeStep(CapturedStep):
     def _check(self, model: Any, width: int) -> None:
         search, key = self.search, self.key
         logits = self._forward(model, self._caches[width], 0, width)
+        self._record(logits, 1)
         scores = torch.stack([self._processed_at(logits[:, step], step) for step in range(width)], dim=1)
+        self._record(scores, 0)
         drafted = search.following(1, width - 1)
         if key.samples:
             chosen = self._accept_sampled(scores, drafted)
@@ -286,6 +298,19 @@ class SpeculativeStep(CapturedStep):
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores
+
+    def _record(self, given: Tensor, place: int) -> None:
+        """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
+        if self.key.draft.records:
+            self.recorded[:, : given.shape[1], place].copy_(given)
+
+    def _processed(self, logits: Callable[[], Tensor]) -> Scores:
+        """As of any step: what the first token is chosen from."""
+        first = logits()
+        self._record(first.unsqueeze(1), 1)  # before processors, which may write into it
+        scores, is_raw = super()._processed(lambda: first)
+        self._record(scores.unsqueeze(1), 0)
+        return scores, is_raw
 
     def _advance_run(self) -> None:
         """The rows go on by what the search has taken."""
