@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,9 @@ from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import dot_linear, linear, widened_linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from tests.equivalence import speculation
 from tests.equivalence.captured import on_the_cpu
 
 
@@ -78,18 +76,9 @@ def strict(counted: None) -> None:
 
 
 @pytest.fixture
-def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps are recorded in the first call, and layers of any size draft in few bits."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
-    monkeypatch.setattr(
-        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
-    )
-    graph_cache.drop_all()
-    fastgen.reset_stats()
+    speculation.record_at_once(monkeypatch)
     yield
     fastgen.enable(self_speculation="off")
     graph_cache.drop_all()
@@ -98,15 +87,7 @@ def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds draft different numbers of tokens, none among them, whatever that gains."""
-    lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
-
-    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
-        if available is not None:
-            return min(length for length in LENGTHS if length >= chosen)
-        return max(length for length in LENGTHS if length <= chosen)
-
-    monkeypatch.setattr(Pace, "choose", choose)
+    speculation.draft_any_lengths(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import Key, Prompt
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
@@ -36,7 +35,7 @@ class AssistantStep(SpeculativeStep):
         self._back = self._state.beside(2)
         self._back_seen = torch.zeros_like(self._seen)
         self._offset = torch.zeros_like(self._drafted)
-        self._cache_back = cache_of([kv.view(self._back) for kv in self._own], [], self._bounded(self._back_seen))
+        self._cache_back = self._cache_for(self._back, self._back_seen)
         self._behind = 1  # tokens in front of the last one of which nothing is stored, at the most
 
     def begin(self, *arguments: Any, **options: Any) -> None:

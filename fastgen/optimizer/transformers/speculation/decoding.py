@@ -11,9 +11,10 @@ from torch import Tensor
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
@@ -74,18 +75,15 @@ class SpeculativeDecoding(Decoding):
 
     def _make_key(self) -> Key:
         key = super()._make_key()
-        # Those that are not given positions count them from the length of the cache, which is one for all rows.
-        has_own_positions = not {"position_ids", "decoder_position_ids"}.isdisjoint(key.tensors)
-        draft = DraftKey(
-            self._draft.kind,
-            key.samples and self._draft.is_model,
-            together=not has_own_positions,
-            records=any(self._records()),
-        )
+        draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
         capacity = key.new_capacity if self._draft.has_buffers else key.capacity
         # Criteria are looked at between the rounds, whatever the step is.
-        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity, has_criteria=False)
+        key = replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity, has_criteria=False)
+        if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
+            # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
+            return replace(key, draft=draft._replace(together=True))
+        return key
 
     def _records(self) -> tuple[bool, bool]:
         """Whether the scores, and whether the logits of every position are returned."""
@@ -155,7 +153,8 @@ class SpeculativeDecoding(Decoding):
         self._start(step, partial(step.check, self._model, drafted))
         self._draft.take(step)
         self._follow(step)
-        counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
+        of_all = step.counts.tolist(), step.accepted.tolist()
+        counts, accepted = ([each[row] for row in rows] for each in of_all)
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
 

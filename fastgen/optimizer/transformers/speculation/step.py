@@ -18,11 +18,13 @@ from transformers.cache_utils import Cache
 
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.near_ties import near_ties
+from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
@@ -88,13 +90,10 @@ class SpeculativeStep(CapturedStep):
         self._drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this round so far, of each row
         self._ahead = self._state.beside(1)
         self._ahead_seen = torch.zeros_like(self._seen)
-        own = [kv.view(self._ahead) for kv in self._own]
-        self._cache_ahead = cache_of(own, self._cross, self._bounded(self._ahead_seen))
+        self._cache_ahead = self._cache_for(self._ahead, self._ahead_seen)
         self._caches = {
-            width: cache_of([kv.view(self._state.of_width(width)) for kv in self._own], self._cross,
-                            self._bounded(self._seen))
-            for width in range(1, key.width + 1)
-        }  # fmt: skip
+            width: self._cache_for(self._state.of_width(width), self._seen) for width in range(1, key.width + 1)
+        }
         drawn = rows if key.draft.samples else 0, key.width - 1, prompt.logits.shape[-1]
         self._draft_probabilities = torch.zeros(drawn, device=device)
         recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
@@ -110,8 +109,19 @@ class SpeculativeStep(CapturedStep):
     def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
         return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
 
-    def _bounded(self, seen: Tensor) -> SymbolicLength:
-        return SymbolicLength.of(seen, self.key.stored_capacity, self.key.stored_capacity + self.key.capacity)
+    def _cache_for(self, state: StepState, seen: Tensor) -> Cache:
+        """The cache as a step finds it that is where `state` is, with `seen` positions in front of its longest row."""
+        key = self.key
+        bounded = SymbolicLength.of(seen, key.stored_capacity, key.stored_capacity + key.capacity)
+        own = [kv.view(state) for kv in self._own]
+        if key.draft.together or not {*POSITIONS}.isdisjoint(key.tensors):
+            return cache_of(own, self._cross, bounded)
+        return cache_of(own, self._cross, bounded, lambda: self._lengths_of_rows(state, bounded))
+
+    def _lengths_of_rows(self, state: StepState, bounded: SymbolicLength) -> RowLengths:
+        left = (self.search.limit - self.search.length - 1).view(-1).clamp(min=0)
+        stored = self.key.stored_capacity
+        return RowLengths.of(state.position + stored, bounded, self._state.position + stored + left)
 
     @property
     def is_captured(self) -> bool:
