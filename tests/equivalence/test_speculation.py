@@ -14,7 +14,9 @@ import torch
 import transformers
 
 import fastgen
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from tests import near_ties
@@ -87,6 +89,67 @@ def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
     for _ in range(3):
         same(model, inputs, options, assistant_model=copy.deepcopy(model))
     assert counts()["accepted"] == counts()["drafted"] > 0
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+def test_an_assistant_that_stops_where_it_is_in_doubt(threshold: float, any_lengths: None) -> None:
+    """`assistant_confidence_threshold`; above 1 each draft ends with its first token."""
+    family = KNOWN["llama"]
+    model = family.build()
+    assistant = disturbed(model, 0.05)
+    assistant.generation_config.assistant_confidence_threshold = threshold
+    for batch in (1, 3, 3):
+        same(model, family.make_inputs(batch), GREEDY, assistant_model=assistant)
+    assert_speculates(3)
+    found, rows = counts(), 3
+    if threshold > 1:
+        assert 0 < found["drafted"] <= rows * found["checks"]
+    else:
+        assert found["drafted"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+def test_schedules(schedule: str) -> None:
+    """As in the library, "heuristic" leaves in the assistant what it has come to."""
+    family = KNOWN["llama"]
+    model = family.build()
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    lengths = []
+    for _ in range(2):
+        same(model, family.make_inputs(2), GREEDY, assistant_model=assistant)
+        lengths.append(assistant.generation_config.num_assistant_tokens)
+    assert_speculates(2)
+    assert lengths == [4, 4] if schedule != "heuristic" else 4 < lengths[0] < lengths[1]
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "m2m100", "bloom"])
+def test_rows_are_free(name: str, any_lengths: None) -> None:
+    """Models that compute positions from the length of the cache: it is another one for each row."""
+    family = KNOWN[name]
+    fastgen.enable(self_speculation="int4")
+    for _ in range(2):
+        same(family.build(), family.make_inputs(4), GREEDY)
+    assert_speculates(2)
+    kept = graph_cache._models[family.build()]
+    assert not kept.refused and all(not key.draft.together for key in kept.steps)
+
+
+def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call finds out, and goes on without a draft."""
+
+    def fails(*args: Any) -> Any:
+        raise CannotBeCaptured("planted")
+
+    monkeypatch.setattr(RowLengths, "_for_each_row", fails)
+    family = KNOWN["bart"]
+    fastgen.enable(self_speculation="int8")
+    for _ in range(3):
+        same(family.build(), family.make_inputs(4), GREEDY)
+    assert counts()["accelerated"] == 2 and counts()["not used"] == {"planted": 1}
+    found = [key.draft for key in graph_cache._models[family.build()].steps if key.draft is not None]
+    assert found and all(draft.together for draft in found)
 
 
 @pytest.mark.parametrize("padding", ["left", "right", None])

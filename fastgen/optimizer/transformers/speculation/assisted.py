@@ -95,9 +95,10 @@ def _assistant(model: Any, assistant: Any, option: Any) -> Draft | None:
     alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
     if not (are_decoders and same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
         return None
-    if assistant.generation_config.assistant_confidence_threshold:
+    threshold = assistant.generation_config.assistant_confidence_threshold
+    if threshold is not None and type(threshold) not in (int, float):
         return None
-    return AssistantDraft(assistant, _schedule(assistant, option))
+    return AssistantDraft(assistant, _schedule(assistant, option), threshold or 0.0)
 
 
 def _schedule(assistant: Any, option: Any) -> Schedule | None:

@@ -103,7 +103,8 @@ class SpeculativeDecoding(Decoding):
 
     def of_assistant(self, call: Call, cache: Any) -> Assistant:
         """The same call of another model, which drafts for this one; `cache` is empty."""
-        return Assistant(call, self._arguments, {**self._model_kwargs, "past_key_values": cache})
+        kwargs = {**self._model_kwargs, "past_key_values": cache}
+        return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
@@ -123,6 +124,7 @@ class SpeculativeDecoding(Decoding):
                 step = larger
             self._round(step, pace)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
+        self._draft.end()
         return step
 
     def _make_positions(self, rows: int) -> Positions:
@@ -162,7 +164,8 @@ class SpeculativeDecoding(Decoding):
 class Assistant(Decoding):
     """The call as one of a model that drafts for another one: its first pass, and the step that follows."""
 
-    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
+        self._is_rated = is_rated
         call.runs_user_code = False
         call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
         if not call.accelerated:
@@ -185,5 +188,5 @@ class Assistant(Decoding):
 
     def _make_key(self) -> Key:
         key = super()._make_key()
-        draft = DraftKey("an assistant", key.samples, together=False)
+        draft = DraftKey("an assistant", key.samples, together=False, is_rated=self._is_rated)
         return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=key.new_capacity)

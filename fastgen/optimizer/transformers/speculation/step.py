@@ -96,6 +96,7 @@ class SpeculativeStep(CapturedStep):
         }
         drawn = rows if key.draft.samples else 0, key.width - 1, prompt.logits.shape[-1]
         self._draft_probabilities = torch.zeros(drawn, device=device)
+        self._ratings = torch.zeros(rows, key.width - 1, device=device)  # what drafted tokens are given
         recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
         self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
@@ -231,6 +232,9 @@ class SpeculativeStep(CapturedStep):
             tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
         else:
             tokens = scores.argmax(dim=-1)
+        if self.key.draft.is_rated:
+            ratings = torch.softmax(scores, dim=-1).gather(1, tokens.unsqueeze(1))
+            self._ratings.index_copy_(1, self._drafted.view(1), ratings)
         self.search.draft(tokens, self._drafted)
         self._drafted.add_(1)
 
