@@ -64,8 +64,8 @@ def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
         prefixes = torch.tensor([[*PROMPT, *tokens] for tokens in words])
         with fastgen.disabled():
             scores = model.generate(
-                prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1, return_dict_in_generate=True,
-                output_scores=True, **options,
+                prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1,
+                return_dict_in_generate=True, output_scores=True, **options,
             ).scores[0]  # fmt: skip
         found = (found.unsqueeze(1) * torch.softmax(scores.double(), dim=-1)).flatten()
     return found
