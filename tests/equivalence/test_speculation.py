@@ -124,7 +124,7 @@ def test_schedules(schedule: str) -> None:
     assert lengths == [4, 4] if schedule != "heuristic" else 4 < lengths[0] < lengths[1]
 
 
-@pytest.mark.parametrize("name", ["bart", "marian", "m2m100", "bloom"])
+@pytest.mark.parametrize("name", ["bart", "t5", "marian", "m2m100", "bloom"])
 def test_rows_are_free(name: str, any_lengths: None) -> None:
     """Models that compute positions from the length of the cache: it is another one for each row."""
     family = KNOWN[name]

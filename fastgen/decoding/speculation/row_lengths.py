@@ -19,9 +19,9 @@ from fastgen.decoding.shared import CannotBeCaptured
 
 # What is asked of a tensor without looking at its numbers.
 _QUESTIONS = frozenset(
-    {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "result_type"}
+    {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device"}
 )
-# Hidden states and scores have at least so many dimensions, of which the first are the rows.
+# Hidden states and scores have at least so many dimensions, of which the first are the rows; masks have one more.
 _DIMENSIONS_OF_STATES = 3
 
 
@@ -52,6 +52,8 @@ class RowLengths(Tensor):
         if getattr(func, "__name__", None) in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.result_type:
+            return func(*(x.values if isinstance(x, RowLengths) else x for x in args))
         if len(args) == 2 and type(args[1]) is int and isinstance(args[0], RowLengths) and args[0].bounds is not None:
             bounds = func(args[0].bounds, args[1])
             if type(bounds) is bool:
@@ -59,11 +61,8 @@ class RowLengths(Tensor):
             if isinstance(bounds, SymbolicLength):
                 return RowLengths.of(func(args[0].values, args[1]), bounds, args[0].last)
         flat, structure = _pytree.tree_flatten((args, kwargs))
-        states = [
-            x.dim() for x in flat
-            if isinstance(x, Tensor) and not isinstance(x, RowLengths)
-            and x.dim() >= _DIMENSIONS_OF_STATES and x.is_floating_point()
-        ]  # fmt: skip
+        ordinary = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, RowLengths))
+        states = [x.dim() for x in ordinary if x.dim() >= _DIMENSIONS_OF_STATES + (not x.is_floating_point())]
         if states:
             flat = [x._of_own_row(max(states)) if isinstance(x, RowLengths) else x for x in flat]
             args, kwargs = _pytree.tree_unflatten(flat, structure)
