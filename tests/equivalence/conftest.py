@@ -16,6 +16,7 @@ from fastgen.decoding.shared import SharedKV
 from fastgen.ops import dot_linear, linear, widened_linear
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
+from tests.equivalence import speculation
 from tests.equivalence.captured import on_the_cpu
 
 
@@ -72,6 +73,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def strict(counted: None) -> None:
     """A fallback fails the test."""
     fastgen.enable(strict=True)
+
+
+@pytest.fixture
+def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Steps are recorded in the first call, and layers of any size draft in few bits."""
+    speculation.record_at_once(monkeypatch)
+    yield
+    fastgen.enable(self_speculation="off")
+    graph_cache.drop_all()
+
+
+@pytest.fixture
+def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds draft different numbers of tokens, none among them, whatever that gains."""
+    speculation.draft_any_lengths(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -14,85 +14,18 @@ import torch
 import transformers
 
 import fastgen
-from fastgen.decoding import layers
-from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
-from fastgen.ops import dot_linear, linear
-from fastgen.ops import triton as operators
+from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
-from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from tests import near_ties
-from tests.equivalence.models import BY_NAME, EOS, LONG, SHORT, VOCABULARY, Weights, enliven
-from tests.equivalence.others import OTHERS
+from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
-KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
-GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
+pytestmark = pytest.mark.usefixtures("speculates_at_once")
 DECODERS = ["llama", "gpt2", "bloom", "qwen2", "gemma", "opt", "gpt-neox", "mixtral"]
 WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
-
-
-@pytest.fixture(autouse=True)
-def steps_at_once(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Steps are recorded in the first call, and layers of any size draft in few bits."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
-    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
-    monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
-    monkeypatch.setattr(
-        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
-    )
-    graph_cache.drop_all()
-    fastgen.reset_stats()
-    yield
-    fastgen.enable(self_speculation="off")
-    graph_cache.drop_all()
-
-
-@pytest.fixture
-def any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds draft different numbers of tokens, none among them, whatever that gains."""
-    lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
-
-    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
-        if available is not None:
-            return min(length for length in LENGTHS if length >= chosen)
-        return max(length for length in LENGTHS if length <= chosen)
-
-    monkeypatch.setattr(Pace, "choose", choose)
-
-
-def counts() -> dict[str, int]:
-    return {"accelerated": 0, "accepted": 0, "drafted": 0, "checks": 0} | fastgen.stats().get(ENTRY_POINT, {})
-
-
-def assert_speculates(calls: int) -> None:
-    found = counts()
-    assert found["accelerated"] == calls, fastgen.stats()
-    assert not found.get("not used"), found
-
-
-def disturbed(model: Any, spread: float) -> Any:
-    """A model that mostly says the same."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=generator))
-    return other
-
-
-def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: Any) -> None:
-    """The call gives the tokens of the original code without a draft; near-ties are looked at as elsewhere."""
-
-    def run() -> Any:
-        asked = draft if fastgen.patching.is_active() else {}
-        return model.generate(**copy.deepcopy(inputs), **{**options, **asked})
-
-    near_ties.check(run)
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *WITH_ENCODER])
@@ -158,6 +91,67 @@ def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
     assert counts()["accepted"] == counts()["drafted"] > 0
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+def test_an_assistant_that_stops_where_it_is_in_doubt(threshold: float, any_lengths: None) -> None:
+    """`assistant_confidence_threshold`; above 1 each draft ends with its first token."""
+    family = KNOWN["llama"]
+    model = family.build()
+    assistant = disturbed(model, 0.05)
+    assistant.generation_config.assistant_confidence_threshold = threshold
+    for batch in (1, 3, 3):
+        same(model, family.make_inputs(batch), GREEDY, assistant_model=assistant)
+    assert_speculates(3)
+    found, rows = counts(), 3
+    if threshold > 1:
+        assert 0 < found["drafted"] <= rows * found["checks"]
+    else:
+        assert found["drafted"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+def test_schedules(schedule: str) -> None:
+    """As in the library, "heuristic" leaves in the assistant what it has come to."""
+    family = KNOWN["llama"]
+    model = family.build()
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    lengths = []
+    for _ in range(2):
+        same(model, family.make_inputs(2), GREEDY, assistant_model=assistant)
+        lengths.append(assistant.generation_config.num_assistant_tokens)
+    assert_speculates(2)
+    assert lengths == [4, 4] if schedule != "heuristic" else 4 < lengths[0] < lengths[1]
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "marian", "m2m100", "bloom"])
+def test_rows_are_free(name: str, any_lengths: None) -> None:
+    """Models that compute positions from the length of the cache: it is another one for each row."""
+    family = KNOWN[name]
+    fastgen.enable(self_speculation="int4")
+    for _ in range(2):
+        same(family.build(), family.make_inputs(4), GREEDY)
+    assert_speculates(2)
+    kept = graph_cache._models[family.build()]
+    assert not kept.refused and all(not key.draft.together for key in kept.steps)
+
+
+def test_rows_together_where_a_length_of_each_cannot_be(any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call finds out, and goes on without a draft."""
+
+    def fails(*args: Any) -> Any:
+        raise CannotBeCaptured("planted")
+
+    monkeypatch.setattr(RowLengths, "_for_each_row", fails)
+    family = KNOWN["bart"]
+    fastgen.enable(self_speculation="int8")
+    for _ in range(3):
+        same(family.build(), family.make_inputs(4), GREEDY)
+    assert counts()["accelerated"] == 2 and counts()["not used"] == {"planted": 1}
+    found = [key.draft for key in graph_cache._models[family.build()].steps if key.draft is not None]
+    assert found and all(draft.together for draft in found)
+
+
 @pytest.mark.parametrize("padding", ["left", "right", None])
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_padding(name: str, padding: str | None, any_lengths: None) -> None:
@@ -196,13 +190,13 @@ def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypa
 
 
 def test_returned_cache(any_lengths: None) -> None:
-    """With that of several sequences, nothing is drafted: the library stores what follows the end of a sequence."""
+    """Where sequences end one by one, nothing is drafted: the library stores what follows the end of each."""
     family = KNOWN["llama"]
     fastgen.enable(self_speculation="int8")
     for batch in (1, 1, 3):
         same(family.build(), family.make_inputs(batch), {**GREEDY, "return_dict_in_generate": True})
     assert counts()["accelerated"] == 2
-    assert counts()["not used"] == {"a returned cache of several sequences": 1}
+    assert counts()["not used"] == {"a returned cache of sequences that end one by one": 1}
 
 
 def test_a_changed_weight_is_drafted_with(any_lengths: None) -> None:
@@ -217,19 +211,17 @@ def test_a_changed_weight_is_drafted_with(any_lengths: None) -> None:
 
 
 def test_what_is_left_to_others() -> None:
-    """Beams, streamers and scores: the tokens are those of the library all the same."""
+    """Beams and attentions: the tokens are those of the library all the same."""
     family = KNOWN["llama"]
     model, inputs = family.build(), family.make_inputs(2)
     fastgen.enable(self_speculation="int8")
     same(model, inputs, {**GREEDY, "num_beams": 3})
-    same(model, inputs, {**GREEDY, "output_scores": True, "return_dict_in_generate": True})
-    assert counts()["accelerated"] == 0
+    recorded = {**GREEDY, "output_hidden_states": True, "return_dict_in_generate": True}
+    same(model, inputs, recorded)
     fastgen.enable(self_speculation="off")
-    one = family.make_inputs(1)
-    for options in ({"output_logits": True, "return_dict_in_generate": True}, {"stop_strings": None, "max_time": 60.0}):
-        same(model, one, {**GREEDY, **options}, prompt_lookup_num_tokens=3)
+    same(model, family.make_inputs(1), {**GREEDY, "output_hidden_states": True}, prompt_lookup_num_tokens=3)
     assert counts()["accelerated"] == 0
-    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 2}
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
 
 
 def test_random_calls() -> None:

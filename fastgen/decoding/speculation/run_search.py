@@ -51,6 +51,15 @@ class RunSearch(RowSearch):
         """Writes drafted tokens, [rows], behind the `ahead` ones that are drafted already."""
         self.running_tokens.scatter_(1, self.length.view(-1, 1) + ahead, tokens.unsqueeze(1))
 
+    def cut(self, rows: Tensor, length: int) -> None:
+        """Ends some rows, [rows], bool, at this length; what they have behind it becomes what fills sequences up."""
+        self.taken.copy_(self._by_input(torch.where(rows, length - self.length.view(-1), 0)))
+        self.length.add_(self.taken)
+        is_behind = (self._positions >= length) & rows.unsqueeze(1)
+        self.running_tokens.copy_(torch.where(is_behind, self._fill.unsqueeze(1), self.running_tokens))
+        self.unfinished.logical_and_(~self._by_input(rows))
+        self.done.logical_or_(~self.unfinished.any())
+
     def take_run(
         self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
     ) -> None:

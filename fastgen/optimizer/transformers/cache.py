@@ -89,13 +89,16 @@ class SharedLayer(StoredLayer):
 
 
 class StepLayer(StoredLayer):
-    """A layer in a `StaticKV`; `seen` are the positions in front of the step's: of self-attention on the device."""
+    """A layer in a `StaticKV`; `seen` are the positions in front of the step's: of self-attention on the device.
+
+    What is called for it, is so in every step.
+    """
 
     is_compileable = True
     is_sliding = False
     is_initialized = True
 
-    def __init__(self, kv: StaticKV, seen: torch.Tensor | int) -> None:
+    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor]) -> None:
         super().__init__(kv)
         self._seen = seen
 
@@ -117,7 +120,7 @@ class StepLayer(StoredLayer):
         return self.kv.length, 0
 
     def get_seq_length(self) -> torch.Tensor | int:
-        return self._seen
+        return self._seen() if callable(self._seen) else self._seen
 
     def get_max_length(self) -> int:
         return self.kv.length
@@ -278,11 +281,22 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
     return per_input == 1 or bool((rows[:, 1:] == rows[:, :1]).all())
 
 
-def cache_of(own: list[StaticKV], cross: list[StaticKV], seen: torch.Tensor) -> Cache:
-    """A cache with layers of self-attention and of cross-attention, which may be none; `seen` as of `StepLayer`."""
+def cache_of(
+    own: list[StaticKV],
+    cross: list[StaticKV],
+    seen: torch.Tensor,
+    of_rows: Callable[[], torch.Tensor] | None = None,
+) -> Cache:
+    """A cache with layers of self-attention and of cross-attention, which may be none; `seen` as of `StepLayer`.
+
+    With `of_rows` that is what positions are computed from. Masks are made for the longest row, whose `seen` is.
+    """
     caches = DynamicCache(), DynamicCache()
-    caches[0].layers = [StepLayer(kv, seen) for kv in own]
+    caches[0].layers = [StepLayer(kv, seen if of_rows is None else of_rows) for kv in own]
     caches[1].layers = [StepLayer(kv, kv.prefix_capacity) for kv in cross]
     for cache in caches:
         cache.layer_class_to_replicate = None
-    return EncoderDecoderCache(*caches) if cross else caches[0]
+    cache = EncoderDecoderCache(*caches) if cross else caches[0]
+    if of_rows is not None:
+        cache.get_query_offset = lambda layer_idx=0: seen
+    return cache

@@ -30,6 +30,7 @@ from fastgen.optimizer.transformers.captured.step import POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
+from fastgen.optimizer.transformers.speculation.drafts import Draft
 
 ENTRY_POINT = "transformers.captured_step"
 
@@ -56,7 +57,10 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return wrapped(**arguments, **model_kwargs)
     config = arguments["generation_config"]
     try:
+        draft = speculation.draft_for(call, config)
         _check(call, arguments, model_kwargs)
+        if draft is None:
+            _check_without_draft(arguments)
         call.prefilled = model._prefill(
             arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
         )
@@ -66,7 +70,7 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
         experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
         with graph.taken(model.device), experts, torch.inference_mode(False), torch.no_grad():
-            result = _run(call, arguments, model_kwargs)
+            result = _run(call, arguments, model_kwargs, draft)
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
         return wrapped(**arguments, **model_kwargs)
@@ -75,9 +79,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return result
 
 
-def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> Any:
+def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft | None) -> Any:
     """The call with a captured step, with one that checks what is drafted where something drafts."""
-    draft = speculation.draft_for(call, arguments["generation_config"])
     if draft is not None:
         try:
             result = SpeculativeDecoding(call, arguments, model_kwargs, draft).run()
@@ -85,6 +88,7 @@ def _run(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) ->
             return result
         except CannotBeCaptured as reason:
             counters.count_not_used(SPECULATION, str(reason))
+            _check_without_draft(arguments)
     return Decoding(call, arguments, model_kwargs).run()
 
 
@@ -105,8 +109,6 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("autocast")
     if call.model.dtype not in operators.KERNEL_TYPES:
         raise CannotBeCaptured(f"a model in {call.model.dtype}")
-    if arguments.get("streamer") is not None:
-        raise CannotBeCaptured("a streamer")
     for name in _NOT_KEPT if config.return_dict_in_generate else ():
         if getattr(config, name):
             raise CannotBeCaptured(name)
@@ -129,6 +131,12 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
             raise CannotBeCaptured(f"the model's input {name}")
+
+
+def _check_without_draft(arguments: dict[str, Any]) -> None:
+    """Raises `CannotBeCaptured` for what is served only where tokens are drafted."""
+    if arguments.get("streamer") is not None:
+        raise CannotBeCaptured("a streamer")
 
 
 def _check_weights(model: Any) -> None:

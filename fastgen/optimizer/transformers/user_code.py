@@ -105,7 +105,7 @@ class _UserCode(wrapt.ObjectProxy):
 
 
 class Streamer(wrapt.ObjectProxy):
-    """A streamer that, after `rewind`, leaves out as many `put`s as were made before, and the end if it came."""
+    """A streamer that, after `rewind`, leaves out the `put`s that it was given before, and the end if it came."""
 
     def __init__(self, streamer: Any, errors: Errors) -> None:
         super().__init__(streamer)
@@ -129,8 +129,14 @@ class Streamer(wrapt.ObjectProxy):
             self.__wrapped__.end()
         self._self_has_ended = True
 
-    def rewind(self) -> None:
-        self._self_skip = self._self_done
+    @property
+    def count(self) -> int:
+        """How many `put`s have been passed on."""
+        return self._self_done
+
+    def rewind(self, to: int = 0) -> None:
+        """What comes is what came after the first `to` of them."""
+        self._self_skip = self._self_done - to
 
 
 class _TooMuch(Exception):

@@ -75,10 +75,10 @@ class Decoding:
         self._criteria = [x for x in criteria if type(x) not in own or getattr(x, "max_length", limit) != limit]
         # What the call returns of every step, by name.
         names = RECORDS if self._config.return_dict_in_generate else ()
-        self._records: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
+        self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
         if self._criteria and all(getattr(x, "releases_scores", False) for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
-            self._records.pop("scores", None)
+            self._kept.pop("scores", None)
         # The name of the mask of the sequences themselves.
         self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
         self._host = Host(self._process, self._stops, self._keep)
@@ -129,7 +129,7 @@ class Decoding:
             return sequences
         store = self._call.store
         store.hold(*step.stored())
-        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._records.items()}
+        found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
         if isinstance(search, BeamSearch):
             found["beam_indices"] = search.result_indices(*count)
             found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
@@ -138,7 +138,7 @@ class Decoding:
 
     def _keep(self, made: dict[str, Tensor]) -> None:
         for name, tensor in made.items():
-            self._records[name].append(tensor)
+            self._kept[name].append(tensor)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
         with self._users():
@@ -150,9 +150,10 @@ class Decoding:
             raise CannotBeCaptured(f"scores in {processed.dtype} from a processor")
         return processed
 
-    def _stops(self, tokens: Tensor) -> Tensor:
+    def _stops(self, tokens: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        scores = tuple(self._records["scores"]) if "scores" in self._records else None
+        if scores is None and "scores" in self._kept:
+            scores = tuple(self._kept["scores"])
         with self._users():
             for criterion in self._criteria:
                 done = done | criterion(tokens, scores)
@@ -330,7 +331,7 @@ class Decoding:
             eos=self._eos,
             processors=None if None in captured else tuple(captured),
             has_criteria=bool(self._criteria),
-            kept=tuple(self._records),
+            kept=tuple(self._kept),
             tensors=tuple(sorted(prompt.tensors)),
             constants=tuple(
                 sorted(

@@ -81,6 +81,11 @@ def refuse(model: Any, key: Key, reason: str) -> None:
     _of(model).refused[key] = reason
 
 
+def is_refused(model: Any, key: Key) -> bool:
+    """Whether a step of this key is known not to be capturable."""
+    return key in _of(model).refused
+
+
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
     cached = _models.get(model)

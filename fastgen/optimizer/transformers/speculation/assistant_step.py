@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastgen.optimizer.transformers.cache import cache_of
+from fastgen.decoding.speculation import acceptance
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import Key, Prompt
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
@@ -36,23 +36,32 @@ class AssistantStep(SpeculativeStep):
         self._back = self._state.beside(2)
         self._back_seen = torch.zeros_like(self._seen)
         self._offset = torch.zeros_like(self._drafted)
-        self._cache_back = cache_of([kv.view(self._back) for kv in self._own], [], self._bounded(self._back_seen))
+        self._cache_back = self._cache_for(self._back, self._back_seen)
         self._behind = 1  # tokens in front of the last one of which nothing is stored, at the most
 
     def begin(self, *arguments: Any, **options: Any) -> None:
         super().begin(*arguments, **options)
         self._behind = 1
 
-    def propose(self, model: Any, count: int) -> None:
-        """Drafts so many tokens of each row."""
+    def propose(self, model: Any, count: int, threshold: float) -> torch.Tensor:
+        """Drafts so many tokens of each row, [rows], or fewer: up to the first that it gives less than `threshold`."""
         while self._behind > 1:
             self._offset.fill_(-self._behind)
             self._run_part(_STORE, self._cache_back, lambda: self._store(model))
             self._behind = max(self._behind - 2, 1)
         self._offset.fill_(-1)
         self._run_part(_FIRST, self._cache_back, lambda: self._draft_first(model))
-        for _ in range(count - 1):
+        drafted = 1
+        while drafted < count and not (threshold and self._all_doubt(drafted, threshold)):
             self.draft(model, nullcontext)
+            drafted += 1
+        counts = torch.full_like(self.search.length.view(-1), drafted)
+        return acceptance.confident(self._ratings[:, :drafted], counts, threshold) if threshold else counts
+
+    def _all_doubt(self, drafted: int, threshold: float) -> bool:
+        """Whether each row that goes on has a drafted token that is given less than `threshold`."""
+        doubts = (self._ratings[:, :drafted] < threshold).any(dim=1)
+        return bool((doubts | ~self.search.unfinished.view(-1)).all())
 
     def follow(self, has_drafted: bool) -> None:
         """The sequences have gone on."""

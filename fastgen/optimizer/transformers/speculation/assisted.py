@@ -23,9 +23,8 @@ from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Dr
 OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 # With these the call is left to the library.
 _NOT_SERVED = (
-    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "streamer", "stop_strings",
-    "max_time", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
-    "stopping_criteria", "past_key_values", "dola_layers", "penalty_alpha",
+    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "output_attentions",
+    "output_hidden_states", "past_key_values", "dola_layers", "penalty_alpha",
 )  # fmt: skip
 
 
@@ -96,9 +95,10 @@ def _assistant(model: Any, assistant: Any, option: Any) -> Draft | None:
     alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
     if not (are_decoders and same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
         return None
-    if assistant.generation_config.assistant_confidence_threshold:
+    threshold = assistant.generation_config.assistant_confidence_threshold
+    if threshold is not None and type(threshold) not in (int, float):
         return None
-    return AssistantDraft(assistant, _schedule(assistant, option))
+    return AssistantDraft(assistant, _schedule(assistant, option), threshold or 0.0)
 
 
 def _schedule(assistant: Any, option: Any) -> Schedule | None:

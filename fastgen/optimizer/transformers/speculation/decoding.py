@@ -8,17 +8,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fastgen import counters
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
@@ -42,26 +46,41 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
-        self._arguments = arguments
+        self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
         if draft.schedule is None and self._pauses.pauses():
             raise CannotBeCaptured("drafts have gained nothing in the calls before")
         super().__init__(call, arguments, model_kwargs)
         if self._key.processors is None:
             raise CannotBeCaptured("a logits processor that runs on the host")
-        if self._key.has_criteria:
-            raise CannotBeCaptured("stopping criteria that run on the host")
         if any(self._key.windows):
             raise CannotBeCaptured("a sliding window")
-        if self._key.kept:
-            raise CannotBeCaptured("scores or logits of every step")
-        if self._config.return_dict_in_generate and len(self._input_ids) > 1:
-            # Rows that are finished go on in the library, and the cache has what they store then.
-            raise CannotBeCaptured("a returned cache of several sequences")
+        if self._config.return_dict_in_generate and len(self._input_ids) > 1 and self._eos:
+            # Rows that are finished go on in the library, which returns what they store and score then.
+            raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
         if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
+
+    def run(self) -> Any:
+        already = 0 if self._streamer is None else self._streamer.count
+        try:
+            result = super().run()
+        except CannotBeCaptured:
+            if self._streamer is not None:
+                self._streamer.rewind(already)  # another loop puts the same tokens again
+            raise
+        if self._streamer is not None:
+            self._streamer.end()
+        return result
+
+    def _result(self, step: CapturedStep) -> Any:
+        result = super()._result(step)
+        if not any(self._records()):
+            return result
+        scores, logits = self._positions.records
+        return type(result)(**{**result, "scores": scores, "logits": logits})
 
     def _steps_to_record_for(self) -> int | None:
         steps = None if self._draft.asked_for else super()._steps_to_record_for()
@@ -73,12 +92,21 @@ class SpeculativeDecoding(Decoding):
 
     def _make_key(self) -> Key:
         key = super()._make_key()
-        # Those that are not given positions count them from the length of the cache, which is one for all rows.
-        has_own_positions = not {"position_ids", "decoder_position_ids"}.isdisjoint(key.tensors)
-        draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, together=not has_own_positions)
+        draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
         capacity = key.new_capacity if self._draft.has_buffers else key.capacity
-        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity)
+        # Criteria are looked at between the rounds, and scores are kept there.
+        key = replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity, has_criteria=False, kept=())
+        if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
+            # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
+            return replace(key, draft=draft._replace(together=True))
+        return key
+
+    def _records(self) -> tuple[bool, bool]:
+        """Whether the scores, and whether the logits of every position are returned."""
+        config = self._config
+        returns = bool(config.return_dict_in_generate)
+        return returns and bool(config.output_scores), returns and bool(config.output_logits)
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -92,7 +120,8 @@ class SpeculativeDecoding(Decoding):
 
     def of_assistant(self, call: Call, cache: Any) -> Assistant:
         """The same call of another model, which drafts for this one; `cache` is empty."""
-        return Assistant(call, self._arguments, {**self._model_kwargs, "past_key_values": cache})
+        kwargs = {**self._model_kwargs, "past_key_values": cache}
+        return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
@@ -101,6 +130,8 @@ class SpeculativeDecoding(Decoding):
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._draft.take(step)
+        self._positions = self._make_positions(rows)
+        self._follow(step)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
@@ -113,7 +144,20 @@ class SpeculativeDecoding(Decoding):
         if gains is not None:
             self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
+        self._draft.end()
         return step
+
+    def _make_positions(self, rows: int) -> Positions:
+        put = None if self._streamer is None else self._put
+        return Positions(rows, self._stops if self._criteria else None, put, bool(self._eos), self._records())
+
+    def _put(self, tokens: Tensor) -> None:
+        with self._users():
+            self._streamer.put(tokens)
+
+    def _follow(self, step: SpeculativeStep) -> None:
+        if self._positions.is_needed:
+            self._positions.take(step)
 
     def _round(self, step: SpeculativeStep, pace: Pace) -> None:
         """Some tokens are drafted and checked."""
@@ -132,7 +176,9 @@ class SpeculativeDecoding(Decoding):
         self._start(step, partial(step.check, self._model, drafted))
         begun += time.perf_counter() - before
         self._draft.take(step)
-        counts, accepted = ([each.tolist()[row] for row in rows] for each in (step.counts, step.accepted))
+        self._follow(step)
+        of_all = step.counts.tolist(), step.accepted.tolist()
+        counts, accepted = ([each[row] for row in rows] for each in of_all)
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
         step.host_times.append(time.perf_counter() - begun)
@@ -141,7 +187,8 @@ class SpeculativeDecoding(Decoding):
 class Assistant(Decoding):
     """The call as one of a model that drafts for another one: its first pass, and the step that follows."""
 
-    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], is_rated: bool) -> None:
+        self._is_rated = is_rated
         call.runs_user_code = False
         call.prefilled = call.model._prefill(arguments["input_ids"], arguments["generation_config"], model_kwargs)
         if not call.accelerated:
@@ -164,5 +211,6 @@ class Assistant(Decoding):
 
     def _make_key(self) -> Key:
         key = super()._make_key()
-        draft = DraftKey("an assistant", key.samples, together=False)
-        return replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=key.new_capacity)
+        draft = DraftKey("an assistant", key.samples, together=False, is_rated=self._is_rated)
+        width, capacity = LENGTHS[-1] + 1, key.new_capacity
+        return replace(key, width=width, draft=draft, capacity=capacity, has_criteria=False, kept=())

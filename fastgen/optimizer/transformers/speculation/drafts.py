@@ -26,6 +26,8 @@ class DraftKey(NamedTuple):
     kind: Hashable
     samples: bool  # it draws its tokens, as the model does
     together: bool  # all rows take as many tokens as each other
+    records: bool = False  # scores and logits are kept for who returns them
+    is_rated: bool = False  # how probable each drafted token is, is kept
 
 
 class Draft:
@@ -36,6 +38,7 @@ class Draft:
         is_model: it draws its tokens where the model does.
         has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
+        threshold: a draft ends with the first token that is less probable to who drafts.
         asked_for: the call itself asks for a draft; a step is recorded for it whether or not others follow.
     """
 
@@ -43,6 +46,7 @@ class Draft:
     is_model = True
     asked_for = False
     schedule: Schedule | None = None
+    threshold: float = 0.0
     has_buffers = False
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
@@ -62,6 +66,9 @@ class Draft:
 
     def take(self, step: SpeculativeStep) -> None:
         """The first token has been chosen, or a check is done: the rows have gone on."""
+
+    def end(self) -> None:
+        """The call is over, and nothing has failed."""
 
 
 class _OwnModelDraft(Draft):
@@ -174,13 +181,17 @@ class LookupDraft(Draft):
 
 
 class AssistantDraft(Draft):
-    """Another model of the same tokens (`assistant_model` of `generate`)."""
+    """Another model of the same tokens (`assistant_model` of `generate`).
+
+    Args:
+        threshold: a draft ends with the first token that the assistant gives less than this; 0 for none.
+    """
 
     asked_for = True
     has_buffers = True
 
-    def __init__(self, assistant: Any, schedule: Schedule | None) -> None:
-        self._assistant, self.schedule = assistant, schedule
+    def __init__(self, assistant: Any, schedule: Schedule | None, threshold: float = 0.0) -> None:
+        self._assistant, self.schedule, self.threshold = assistant, schedule, threshold
 
     @property
     def kind(self) -> Hashable:
@@ -196,11 +207,15 @@ class AssistantDraft(Draft):
         self._has_drafted = self._is_first = True
 
     def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
-        self._step.propose(self._assistant, count)
-        step.counts.fill_(count)
+        step.counts.copy_(self._step.propose(self._assistant, count, self.threshold))
         self._has_drafted = True
 
     def take(self, step: SpeculativeStep) -> None:
         if not self._is_first:  # the first token is where the assistant begins
             self._step.follow(self._has_drafted)
         self._is_first = self._has_drafted = False
+
+    def end(self) -> None:
+        own = self._assistant.generation_config
+        if self.schedule is not None and own.num_assistant_tokens_schedule == "heuristic":
+            own.num_assistant_tokens = self.schedule.length  # as the library does

@@ -19,16 +19,18 @@ from transformers.cache_utils import Cache
 
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.speculation import acceptance
 from fastgen.decoding.speculation.near_ties import best_tokens
+from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
-from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt
+from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 
 # Times that a part runs as it is before it is captured.
 _WARM_UPS = 1
@@ -77,6 +79,8 @@ class SpeculativeStep(CapturedStep):
             draft. Those of parts that have been captured.
         host_times: seconds of the last rounds besides those of their parts.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
+        recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
+            and the logits that these were made of; nothing unless `key.draft.records`.
     """
 
     search: RunSearch
@@ -89,15 +93,15 @@ class SpeculativeStep(CapturedStep):
         self._drafted = torch.zeros((), dtype=torch.int64, device=device)  # tokens of this round so far, of each row
         self._ahead = self._state.beside(1)
         self._ahead_seen = torch.zeros_like(self._seen)
-        own = [kv.view(self._ahead) for kv in self._own]
-        self._cache_ahead = cache_of(own, self._cross, self._bounded(self._ahead_seen))
+        self._cache_ahead = self._cache_for(self._ahead, self._ahead_seen)
         self._caches = {
-            width: cache_of([kv.view(self._state.of_width(width)) for kv in self._own], self._cross,
-                            self._bounded(self._seen))
-            for width in range(1, key.width + 1)
-        }  # fmt: skip
+            width: self._cache_for(self._state.of_width(width), self._seen) for width in range(1, key.width + 1)
+        }
         drawn = rows if key.draft.samples else 0, key.width - 1, prompt.logits.shape[-1]
         self._draft_probabilities = torch.zeros(drawn, device=device)
+        self._ratings = torch.zeros(rows, key.width - 1, device=device)  # what drafted tokens are given
+        recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
+        self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.host_times: deque[float] = deque(maxlen=_TIMES)
@@ -110,8 +114,19 @@ class SpeculativeStep(CapturedStep):
     def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
         return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
 
-    def _bounded(self, seen: Tensor) -> SymbolicLength:
-        return SymbolicLength.of(seen, self.key.stored_capacity, self.key.stored_capacity + self.key.capacity)
+    def _cache_for(self, state: StepState, seen: Tensor) -> Cache:
+        """The cache as a step finds it that is where `state` is, with `seen` positions in front of its longest row."""
+        key = self.key
+        bounded = SymbolicLength.of(seen, key.stored_capacity, key.stored_capacity + key.capacity)
+        own = [kv.view(state) for kv in self._own]
+        if key.draft.together or not {*POSITIONS}.isdisjoint(key.tensors):
+            return cache_of(own, self._cross, bounded)
+        return cache_of(own, self._cross, bounded, lambda: self._lengths_of_rows(state, bounded))
+
+    def _lengths_of_rows(self, state: StepState, bounded: SymbolicLength) -> RowLengths:
+        left = (self.search.limit - self.search.length - 1).view(-1).clamp(min=0)
+        stored = self.key.stored_capacity
+        return RowLengths.of(state.position + stored, bounded, self._state.position + stored + left)
 
     @property
     def is_captured(self) -> bool:
@@ -125,7 +140,7 @@ class SpeculativeStep(CapturedStep):
     def nbytes(self) -> int:
         """Also of what is kept for drafts."""
         assistant = self.assistant[1].nbytes if self.assistant is not None else 0
-        return super().nbytes + self._draft_probabilities.nbytes + assistant
+        return super().nbytes + self._draft_probabilities.nbytes + self.recorded.nbytes + assistant
 
     def take_over(self, other: CapturedStep) -> None:
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
@@ -153,6 +168,12 @@ class SpeculativeStep(CapturedStep):
     def prompt_lengths(self) -> Tensor:
         """[rows], int64: tokens of each row's prompt, without padding on the left."""
         return self._prompt_lengths.repeat_interleave(self.key.per_input)
+
+    def end(self, rows: Tensor, length: int) -> None:
+        """Ends some rows, [rows], bool, at a length that they have reached."""
+        self.search.cut(rows, length)
+        self._advance_run()  # back to where they end
+        self._send()
 
     # ---- a round
 
@@ -215,13 +236,18 @@ class SpeculativeStep(CapturedStep):
             tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
         else:
             tokens = scores.argmax(dim=-1)
+        if self.key.draft.is_rated:
+            ratings = torch.softmax(scores, dim=-1).gather(1, tokens.unsqueeze(1))
+            self._ratings.index_copy_(1, self._drafted.view(1), ratings)
         self.search.draft(tokens, self._drafted)
         self._drafted.add_(1)
 
     def _check(self, model: Any, width: int) -> None:
         search, key = self.search, self.key
         logits = self._forward(model, self._caches[width], 0, width)
+        self._record(logits, 1)
         scores = self._all_processed(logits)
+        self._record(scores, 0)
         if key.samples:
             chosen = self._accept_sampled(scores, search.following(1, width - 1))
             search.take_run(chosen, None, self.accepted, None, self.near_ties)
@@ -292,6 +318,19 @@ class SpeculativeStep(CapturedStep):
         for processor in self.processors:
             scores = processor(scores, tokens)
         return scores
+
+    def _record(self, given: Tensor, place: int) -> None:
+        """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""
+        if self.key.draft.records:
+            self.recorded[:, : given.shape[1], place].copy_(given)
+
+    def _processed(self, logits: Callable[[], Tensor]) -> Scores:
+        """As of any step: what the first token is chosen from."""
+        first = logits()
+        self._record(first.unsqueeze(1), 1)  # before processors, which may write into it
+        scores, is_raw = super()._processed(lambda: first)
+        self._record(scores.unsqueeze(1), 0)
+        return scores, is_raw
 
     def _advance_run(self) -> None:
         """The rows go on by what the search has taken."""

@@ -1,0 +1,102 @@
+"""A length of each row, where a model has one number: the number of positions in front of those that it reads.
+
+Many models compute positions from the length of their cache, which is one for all rows. A `RowLengths` stands for that
+number. What a model computes from it, it computes for each row: operations on it run under `torch.vmap`. Where the
+result meets what the model computes of its tokens, row by row, each row gets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.shared import CannotBeCaptured
+
+# What is asked of a tensor without looking at its numbers.
+_QUESTIONS = frozenset(
+    {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device"}
+)
+# Hidden states and scores have at least so many dimensions, of which the first are the rows; masks have one more.
+_DIMENSIONS_OF_STATES = 3
+
+
+class RowLengths(Tensor):
+    """A tensor of any shape that is another one for each row.
+
+    Anything that does not come through `__torch_function__` raises: there are no numbers in the tensor itself.
+
+    Attributes:
+        values: [rows, *shape].
+        bounds: what all rows are not longer than, of which the host knows bounds; None for what was made of it.
+        last: [rows]: positions behind it count for nothing, and the model may have none there.
+    """
+
+    values: Tensor
+    bounds: SymbolicLength | None
+    last: Tensor | None
+
+    @staticmethod
+    def of(values: Tensor, bounds: SymbolicLength | None = None, last: Tensor | None = None) -> RowLengths:
+        made = Tensor._make_wrapper_subclass(RowLengths, values.shape[1:], dtype=values.dtype, device=values.device)
+        made.values, made.bounds, made.last = values, bounds, last
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.result_type:
+            return func(*(x.values if isinstance(x, RowLengths) else x for x in args))
+        if len(args) == 2 and type(args[1]) is int and isinstance(args[0], RowLengths) and args[0].bounds is not None:
+            bounds = func(args[0].bounds, args[1])
+            if type(bounds) is bool:
+                return bounds
+            if isinstance(bounds, SymbolicLength):
+                return RowLengths.of(func(args[0].values, args[1]), bounds, args[0].last)
+        flat, structure = _pytree.tree_flatten((args, kwargs))
+        ordinary = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, RowLengths))
+        states = [x.dim() for x in ordinary if x.dim() >= _DIMENSIONS_OF_STATES + (not x.is_floating_point())]
+        if states:
+            flat = [x._of_own_row(max(states)) if isinstance(x, RowLengths) else x for x in flat]
+            args, kwargs = _pytree.tree_unflatten(flat, structure)
+            return func(*args, **kwargs)
+        return cls._for_each_row(func, flat, structure)
+
+    @classmethod
+    def _for_each_row(cls, func: Callable, flat: list[Any], structure: Any) -> Any:
+        ours = [place for place, x in enumerate(flat) if isinstance(x, RowLengths)]
+
+        def run(*values: Tensor) -> Any:
+            parts = list(flat)
+            for place, value in zip(ours, values, strict=True):
+                parts[place] = value
+            args, kwargs = _pytree.tree_unflatten(parts, structure)
+            return func(*args, **kwargs)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            found = torch.vmap(run)(*(flat[place].values for place in ours))
+            last = next((flat[place].last for place in ours if flat[place].last is not None), None)
+            if last is not None:
+                found = torch.minimum(found, last.view(-1, *[1] * (found.dim() - 1)))
+        return RowLengths.of(found)
+
+    def _of_own_row(self, dimensions: int) -> Tensor:
+        """An ordinary tensor of so many dimensions, of which the first are the rows: each with what is its own."""
+        values = self.values
+        values = values.reshape(values.shape[0], *[1] * (dimensions - values.dim() + 1), *values.shape[1:])
+        if values.shape[1] == 1:
+            return values[:, 0]
+        if values.shape[1] != values.shape[0]:
+            raise CannotBeCaptured("a model whose positions are not those of its rows")
+        return values.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise CannotBeCaptured(f"{func} of a length that is another one for each row")

@@ -1,0 +1,112 @@
+"""What the host does at each position: stopping criteria, the streamer, and scores that are returned.
+
+In plain generation all rows are at the same position in each step. Here each row goes on by its own number of tokens,
+so a position's turn comes when the last row has reached it. Everything is then called as often, in the same order and
+with the same content as in plain generation. A row that a criterion ends there loses what it has behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+# Scores and logits of the positions so far, each [rows, vocabulary]; None for those that nobody wants.
+Records = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
+
+
+class Positions:
+    """The positions of one call that all rows have reached.
+
+    Args:
+        rows: sequences of the call.
+        stops: says which of some sequences end, [rows, length] -> [rows], bool, from the scores so far; None if nothing
+            but their tokens and lengths ends sequences.
+        put: gets the tokens of a position, [rows]; None without a streamer.
+        ends_singly: a sequence that ends is filled up. Otherwise all go on until each has met a criterion.
+        records: whether scores, and whether logits are returned.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        stops: Callable[[Tensor, tuple[Tensor, ...] | None], Tensor] | None,
+        put: Callable[[Tensor], None] | None,
+        ends_singly: bool,
+        records: tuple[bool, bool],
+    ) -> None:
+        self._rows, self._stops, self._put, self._ends_singly = rows, stops, put, ends_singly
+        self._has_stopped = torch.zeros(rows, dtype=torch.bool)
+        self._records: list[tuple[Tensor, ...] | None] = [() if wanted else None for wanted in records]
+        # Of each row, scores and logits of the tokens behind the last position that all have reached.
+        self._ahead: list[deque[Tensor]] = [deque() for _ in range(rows)]
+        self._known: list[int] = []
+        self._reached = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do."""
+        return self._stops is not None or self._put is not None or any(kept is not None for kept in self._records)
+
+    @property
+    def records(self) -> Records:
+        """The scores and the logits of all positions so far."""
+        return self._records[0], self._records[1]
+
+    def take(self, step: SpeculativeStep) -> None:
+        """The first token has been chosen, or a check is done: does what is due, and may end rows of the step."""
+        search = step.search
+        if not self._known:
+            self._reached = search.prompt_capacity
+            self._known = [self._reached] * self._rows
+        self._keep_scores(step)
+        due = self._due(step)
+        while self._reached < due:
+            self._reached += 1
+            self._note_scores()
+            if self._stops is not None:
+                start = int(search.start.flatten()[0])
+                tokens = search.running_tokens[: self._rows, start : self._reached]
+                self._end(step, self._stops(tokens.clone(), self._records[0]))
+            if self._put is not None:
+                self._put(search.running_tokens[: self._rows, self._reached - 1].cpu())
+            due = self._due(step)
+
+    def _due(self, step: SpeculativeStep) -> int:
+        """Up to where all rows that go on have tokens."""
+        lengths = step.search.length.flatten()[: self._rows]
+        unfinished = step.search.unfinished.flatten()[: self._rows]
+        return int(lengths[unfinished].amin() if bool(unfinished.any()) else lengths.amax())
+
+    def _end(self, step: SpeculativeStep, stops: Tensor) -> None:
+        """Ends the rows of `stops`, [rows], bool, at the position that has been reached."""
+        self._has_stopped |= stops.cpu()
+        if not self._ends_singly:
+            stops = torch.full_like(stops, bool(self._has_stopped.all()))
+        search = step.search
+        lengths, unfinished = search.length.flatten(), search.unfinished.flatten()
+        ending = torch.zeros_like(unfinished)
+        ending[: self._rows] = stops
+        ending &= (lengths > self._reached) | ((lengths == self._reached) & unfinished)
+        if bool(ending.any()):
+            step.end(ending, self._reached)
+
+    def _keep_scores(self, step: SpeculativeStep) -> None:
+        """Those of the tokens that the rows have just taken."""
+        if all(kept is None for kept in self._records):
+            return
+        for row, end in enumerate(step.search.length.flatten()[: self._rows].tolist()):
+            self._ahead[row].extend(step.recorded[row, : end - self._known[row]].clone().unbind())
+            self._known[row] = end
+
+    def _note_scores(self) -> None:
+        if all(kept is None for kept in self._records):
+            return
+        both = torch.stack([ahead.popleft() for ahead in self._ahead], dim=1)
+        self._records = [
+            None if kept is None else (*kept, part.clone()) for kept, part in zip(self._records, both, strict=True)
+        ]

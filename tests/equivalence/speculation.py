@@ -1,0 +1,83 @@
+"""What the tests of speculative decoding share."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding import layers
+from fastgen.decoding.speculation import draft_length
+from fastgen.ops import dot_linear, linear
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from tests import near_ties
+from tests.equivalence.models import BY_NAME
+from tests.equivalence.others import OTHERS
+
+KNOWN = {family.name: family for family in (*BY_NAME.values(), *OTHERS)}
+GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
+
+
+def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded in the first call, and layers of any size draft in few bits."""
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
+    monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
+    )
+    graph_cache.drop_all()
+    fastgen.reset_stats()
+
+
+def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds draft different numbers of tokens, none among them, whatever that gains."""
+    lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
+
+    def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+        chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
+        if available is not None:
+            return min(length for length in LENGTHS if length >= chosen)
+        return max(length for length in LENGTHS if length <= chosen)
+
+    monkeypatch.setattr(Pace, "choose", choose)
+
+
+def counts() -> dict[str, int]:
+    return {"accelerated": 0, "accepted": 0, "drafted": 0, "checks": 0} | fastgen.stats().get(ENTRY_POINT, {})
+
+
+def assert_speculates(calls: int) -> None:
+    found = counts()
+    assert found["accelerated"] == calls, fastgen.stats()
+    assert not found.get("not used"), found
+
+
+def disturbed(model: Any, spread: float) -> Any:
+    """A model that mostly says the same."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + spread * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def same(model: Any, inputs: dict[str, Any], options: dict[str, Any], **draft: Any) -> None:
+    """The call gives the tokens of the original code without a draft; near-ties are looked at as elsewhere."""
+
+    def run() -> Any:
+        asked = draft if fastgen.patching.is_active() else {}
+        return model.generate(**copy.deepcopy(inputs), **{**options, **asked})
+
+    near_ties.check(run)

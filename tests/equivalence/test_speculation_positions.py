@@ -1,0 +1,228 @@
+"""Speculative decoding: what is done at each position is done as often, in the order and with the content of before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import fastgen
+from fastgen.optimizer.transformers.speculation.positions import Positions
+from tests import near_ties
+from tests.equivalence.models import SHORT
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
+
+pytestmark = pytest.mark.usefixtures("speculates_at_once", "any_lengths")
+RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+class Watcher(transformers.generation.streamers.BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+class Ends(StoppingCriteria):
+    """Ends sequences at tokens that it is told, and notes what it sees."""
+
+    def __init__(self, tokens: tuple[int, ...], all_at: int = 10**6) -> None:
+        self.tokens, self.all_at, self.seen = torch.tensor(tokens), all_at, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append((input_ids.tolist(), None if scores is None else len(scores)))
+        return torch.isin(input_ids[:, -1], self.tokens) | (input_ids.shape[1] >= self.all_at)
+
+
+@pytest.mark.parametrize(
+    "name, draft", [("llama", "own weights"), ("llama", "assistant"), ("bart", "lookup"), ("t5", "own weights")]
+)
+def test_returned_scores(name: str, draft: str) -> None:
+    """Also with processors, which is where scores and logits differ."""
+    family = KNOWN[name]
+    model = family.build()
+    asked = drafts(draft, model)
+    for options in ({**RETURNS, "repetition_penalty": 1.3}, {**RETURNS, "output_logits": False}):
+        for batch in (1, 3):
+            # Rows that end one by one go on in the library, as what is returned shows.
+            eos = {} if batch == 1 else {"eos_token_id": None}
+            same(model, family.make_inputs(batch), {**GREEDY, **options, **eos}, **asked)
+    assert_speculates(4)
+
+
+def drafts(name: str, model: Any) -> dict[str, Any]:
+    fastgen.enable(self_speculation="int8" if name == "own weights" else "off")
+    return {
+        "own weights": {},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+        "assistant": {"assistant_model": disturbed(model, 0.01)},
+    }[name]
+
+
+def test_scores_of_sequences_that_end_one_by_one() -> None:
+    family = KNOWN["llama"]
+    fastgen.enable(self_speculation="int8")
+    same(family.build(), family.make_inputs(3), {**GREEDY, **RETURNS})
+    assert counts()["not used"] == {"a returned cache of sequences that end one by one": 1}
+    assert fastgen.stats()["transformers.captured_step"]["not used"] == {"output_scores": 1}
+
+
+@pytest.mark.parametrize("name, draft", [("llama", "lookup"), ("whisper", "own weights")])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_streamer(name: str, batch: int, draft: str) -> None:
+    family = KNOWN[name]
+    model, inputs = family.build(), family.make_inputs(batch)
+    asked = drafts(draft, model)
+    seen = []
+    for run in range(3):
+        watcher = Watcher()
+        with fastgen.disabled() if run == 0 else contextlib.nullcontext():
+            result = model.generate(**inputs, **GREEDY, streamer=watcher, **(asked if run else {}))
+        seen.append((watcher.seen, result.tolist()))
+    assert seen[1] == seen[0] and seen[2] == seen[0]
+    assert_speculates(2)
+
+
+def test_text_streamers(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(1)
+    texts = []
+    for run in range(2):
+        fastgen.enable(self_speculation="int8" if run else "off")
+        iterator = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+        model.generate(**inputs, **GREEDY, streamer=iterator)
+        model.generate(**inputs, **GREEDY, streamer=transformers.TextStreamer(tokenizer))
+        texts.append((list(iterator), capsys.readouterr().out))
+    assert texts[0] == texts[1] and all(texts[0])
+    assert_speculates(2)
+
+
+def test_a_streamer_is_not_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check fails when some tokens have been put; the library's loop goes on."""
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(1)
+    plain, watcher = Watcher(), Watcher()
+    with fastgen.disabled():
+        model.generate(**inputs, **GREEDY, streamer=plain)
+    take, calls = Positions.take, []
+
+    def fails(self: Positions, step: Any) -> None:
+        take(self, step)
+        calls.append(len(watcher.seen))
+        if len(calls) == 4:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(Positions, "take", fails)
+    fastgen.enable(self_speculation="int8")
+    model.generate(**inputs, **GREEDY, streamer=watcher)
+    assert calls[-1] > 4
+    assert watcher.seen == plain.seen
+    assert counts()["not used"] == {"RuntimeError: planted": 1}
+
+
+def test_what_a_streamer_raises_is_passed_on() -> None:
+    class Fails(Watcher):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.seen) == 6:
+                raise ZeroDivisionError
+
+    family = KNOWN["llama"]
+    fastgen.enable(self_speculation="int8")
+    watcher = Fails()
+    with pytest.raises(ZeroDivisionError):
+        family.build().generate(**family.make_inputs(1), **GREEDY, streamer=watcher)
+    assert len(watcher.seen) == 6
+
+
+@pytest.mark.parametrize("name, draft", [("llama", "assistant"), ("llama", "lookup"), ("bart", "own weights")])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_stop_strings(name: str, batch: int, draft: str, tokenizer: Any) -> None:
+    """The library refuses them for batches of an assisted call."""
+    family = KNOWN[name]
+    model = family.build()
+    asked = drafts(draft, model)
+    stops = {"stop_strings": ["ac", "ifa", "gg", "lb", "eed"], "tokenizer": tokenizer}
+    for _ in range(2):
+        same(model, family.make_inputs(batch), {**GREEDY, **stops}, **asked)
+    assert_speculates(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": None}, RETURNS | {"eos_token_id": None}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_criteria(name: str, batch: int, options: dict[str, Any]) -> None:
+    """Called once for each position, with the sequences of all rows up to there, filled up behind their ends."""
+    family = KNOWN[name]
+    model, inputs = family.build(), family.make_inputs(batch)
+    with fastgen.disabled():
+        said = model.generate(**inputs, **GREEDY)
+    length = said.shape[1]
+    some = tuple(said[:, -GREEDY["max_new_tokens"] // 2].tolist())
+    fastgen.enable(self_speculation="int8")
+    for criterion in (Ends(some), Ends(some[:1], length - 4)):
+        seen = []
+        same(model, inputs, {**GREEDY, **options, "stopping_criteria": StoppingCriteriaList([copy.copy(criterion)])})
+        for run in range(2):
+            own = copy.deepcopy(criterion)
+            with fastgen.disabled() if run == 0 else contextlib.nullcontext():
+                result = model.generate(**inputs, **{**GREEDY, **options}, stopping_criteria=[own])
+            seen.append((getattr(result, "sequences", result).tolist(), own.seen))
+        assert seen[0] == seen[1]
+    assert_speculates(4)
+
+
+def test_max_time() -> None:
+    family = KNOWN["llama"]
+    fastgen.enable(self_speculation="int8")
+    same(family.build(), family.make_inputs(3), {**GREEDY, "max_time": 60.0})
+    same(family.build(), family.make_inputs(1), {**GREEDY, "max_time": 60.0}, prompt_lookup_num_tokens=3)
+    assert_speculates(2)
+    result = family.build().generate(**family.make_inputs(3, SHORT), **GREEDY, max_time=0.0)
+    assert result.shape[1] == SHORT + 1
+
+
+def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that has been cut stays inside the buffers."""
+    from fastgen.optimizer.transformers.captured import decoding
+
+    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(4)
+    options = {**GREEDY, "max_new_tokens": 60, "min_new_tokens": 50}
+    with fastgen.disabled():
+        said = model.generate(**inputs, **options)[:, -45:-43]
+    fastgen.enable(self_speculation="int8")
+    for _ in range(2):
+        same(model, inputs, {**options, "stopping_criteria": StoppingCriteriaList([Ends(tuple(said[0].tolist()))])})
+    assert_speculates(2)
+
+
+def test_sampling_with_criteria_and_scores() -> None:
+    """The scores are those that the tokens were drawn by."""
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(1)
+    fastgen.enable(self_speculation="int8")
+    torch.manual_seed(1)
+    options = {"do_sample": True, "top_k": 4, "max_new_tokens": 20, **RETURNS}
+    found = model.generate(**inputs, **options)
+    assert_speculates(1)
+    new = found.sequences[:, inputs["input_ids"].shape[1] :]
+    assert len(found.scores) == len(found.logits) == new.shape[1]
+    with fastgen.disabled():
+        logits = model(found.sequences).logits[:, -new.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(found.logits, 1), logits, atol=near_ties.ATOL, rtol=near_ties.RTOL)
+    scores = torch.stack(found.scores, 1)
+    assert bool((scores.isfinite().sum(2) == 4).all())
+    assert bool(scores.gather(2, new.unsqueeze(2)).isfinite().all())

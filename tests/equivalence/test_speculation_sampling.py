@@ -1,0 +1,138 @@
+"""The distribution of what is sampled with a draft, from `generate` to the tokens, against the exact one.
+
+A vocabulary of a few tokens has few continuations, whose probabilities the original code gives. Many draws are the rows
+of one call.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastgen
+from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from tests.decoding.speculation.markov import chi_square
+from tests.equivalence.models import Weights, enliven
+from tests.equivalence.speculation import assert_speculates, counts, disturbed
+
+pytestmark = pytest.mark.usefixtures("speculates_at_once", "any_lengths")
+
+VOCABULARY, TOKENS = 5, 3
+DRAWS, ROWS = 100_000, 5_000
+SIGNIFICANT = 0.001
+PROMPT = [4, 0, 4, 2, 2, 3]  # what the model says now and then
+METHODS = ["int8", "int4", "lookup", "assistant", "early exit"]
+PLAIN: dict[str, Any] = {"top_k": 0}
+# Most of these ban and change other tokens at each position.
+PROCESSORS: dict[str, Any] = {
+    "temperature": 0.8, "top_k": 4, "top_p": 0.95, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[2, 4]],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded for as few tokens as there are here."""
+    monkeypatch.setattr(loop, "MIN_STEPS", 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config).eval()
+    enliven(made, Weights(3, eos=1.0))
+    with torch.no_grad():
+        made.lm_head.weight.mul_(4.0)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
+    """[continuations], in the order of counting: their probabilities, by the original code."""
+    found = torch.ones(1, dtype=torch.float64)
+    for length in range(TOKENS):
+        words = itertools.product(range(VOCABULARY), repeat=length)
+        prefixes = torch.tensor([[*PROMPT, *tokens] for tokens in words])
+        with fastgen.disabled():
+            scores = model.generate(
+                prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1,
+                return_dict_in_generate=True, output_scores=True, **options,
+            ).scores[0]  # fmt: skip
+        found = (found.unsqueeze(1) * torch.softmax(scores.double(), dim=-1)).flatten()
+    return found
+
+
+def frequencies(model: Any, method: str, options: dict[str, Any], draws: int) -> torch.Tensor:
+    """[continuations]: how often each came out."""
+    fastgen.enable(self_speculation=method if method.startswith("int") else "off")
+    asked: dict[str, Any] = {
+        "lookup": {"prompt_lookup_num_tokens": 4},
+        "assistant": {"assistant_model": disturbed(model, 0.3)},
+        "early exit": {"assistant_early_exit": 1},
+    }.get(method, {})
+    powers = VOCABULARY ** torch.arange(TOKENS - 1, -1, -1)
+    found = torch.zeros(VOCABULARY**TOKENS, dtype=torch.int64)
+    torch.manual_seed(0)
+    prompts = torch.tensor([PROMPT]).expand(ROWS, -1).contiguous()
+    for _ in range(draws // ROWS):
+        drawn = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            max_new_tokens=TOKENS + 1,
+            **options,
+            **asked,
+        )
+        new = drawn[:, len(PROMPT) : len(PROMPT) + TOKENS]
+        found += torch.bincount((new * powers).sum(1), minlength=len(found))
+    assert_speculates(draws // ROWS)
+    assert 0 < counts()["accepted"] < counts()["drafted"]
+    return found
+
+
+def probability(model: Any, method: str, options: dict[str, Any], draws: int = DRAWS) -> float:
+    """The smaller one of continuations of two and of three tokens."""
+    found, wanted = frequencies(model, method, options, draws), exact(model, options)
+    shorter = found.view(-1, VOCABULARY).sum(1), wanted.view(-1, VOCABULARY).sum(1)
+    return min(chi_square(found, wanted), chi_square(*shorter))
+
+
+@pytest.mark.parametrize("method, options", [*((method, PROCESSORS) for method in METHODS), ("int4", PLAIN)])
+def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
+    if method == "lookup":  # which drafts what is there already
+        options = {name: value for name, value in options.items() if name != "no_repeat_ngram_size"}
+    assert probability(model, method, options) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("method", ["assistant", "early exit"])
+def test_that_a_greedy_draft_with_soft_probabilities_is_found(
+    model: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = SpeculativeStep._choose_draft
+
+    def takes_the_best(self: Any, logits: torch.Tensor) -> None:
+        ahead = self._drafted.clone()
+        draw(self, logits)
+        self.search.draft(self._processed_at(copy.copy(logits), ahead).argmax(dim=-1), ahead)
+
+    monkeypatch.setattr(SpeculativeStep, "_choose_draft", takes_the_best)
+    assert probability(model, method, PLAIN) < SIGNIFICANT
+
+
+@pytest.mark.parametrize("method", ["int8"])
+def test_that_processors_at_the_wrong_position_are_found(
+    model: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All positions of a check with the tokens of its first one."""
+    processed = SpeculativeStep._processed_at
+    monkeypatch.setattr(SpeculativeStep, "_processed_at", lambda self, logits, ahead: processed(self, logits, 0))
+    assert probability(model, method, PROCESSORS, DRAWS // 5) < 1e-9
