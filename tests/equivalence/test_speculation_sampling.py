@@ -51,7 +51,7 @@ def model() -> Any:
     made = transformers.LlamaForCausalLM(config).eval()
     enliven(made, Weights(3, eos=1.0))
     with torch.no_grad():
-        made.lm_head.weight.mul_(4.0)
+        made.lm_head.weight.div_(made.lm_head.weight.std() * 4)
     made.generation_config.pad_token_id = 0
     return made
 
