@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.ops import _library, _timings, quantized_linear
+from fastgen.ops import _library, _timings, grouped_linear, quantized_linear
 from fastgen.ops.quantized_linear import PRECISIONS, TiledWeight
 from tests.ops import quantized_reference
 from tests.ops.instructions import instruction_set
@@ -157,6 +157,20 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
     for weight in (torch.randn(3), torch.randn(3, 4).half(), torch.zeros(0, 4)):
         with pytest.raises(RuntimeError, match="weight must be"):
             quantized_linear.pack(weight, "bf16")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_few_bits_are_in_groups_on_every_processor(precision: str) -> None:
+    """A large weight costs digits of its own group alone."""
+    if quantized_linear._missing(precision) is not None:
+        pytest.skip(quantized_linear._missing(precision))
+    weight, x = torch.rand(70, 96), torch.rand(3, 96)
+    weight[:, 0], x[:, :32] = 1000, 0
+    packed = quantized_linear.pack(weight, precision, 32)
+    assert isinstance(packed, grouped_linear.PackedWeight) and packed.group_size == 32
+    expected = torch.nn.functional.linear(x, weight)
+    result = quantized_linear.quantized_linear(x, packed, None)
+    assert ((result - expected).norm() / expected.norm()).item() < {"int8": 0.01, "int4": 0.1}[precision]
 
 
 @pytest.fixture
