@@ -1,13 +1,9 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). Where the processor
-has matrix registers (AMX), `int8` of float32 holds each output's weights as multiples of a 127th of the largest.
-Inputs become multiples of a 255th of their range, row by row, in each product; what these integers come to is exact
-(Bhandare et al., "Efficient 8-Bit Quantization of Transformer Neural Machine Language Translation Model", 2019). `bf16`
-rounds both to 8 significant bits; products are summed in float32.
-
-The kernels of the last two (csrc/cpu/quantized_linear.cpp) use the matrix registers or, for `bf16`, the vector
-instructions (AVX-512 BF16) of the processor. Where there is nothing to gain, `unavailable` says so.
+`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). `bf16` rounds weights
+and inputs to 8 significant bits; products are summed in float32. Its kernels (csrc/cpu/quantized_linear.cpp) use the
+matrix registers (AMX) or the vector instructions (AVX-512 BF16) of the processor. Where there is nothing to gain,
+`unavailable` says so.
 
 On a GPU, `int8` and `int4` are rounded in the same way, and inputs are not (`fastgen.ops.triton.grouped_linear`).
 """
@@ -34,57 +30,39 @@ PRECISIONS = ("int8", "int4", "bf16")
 _BITS = {"int8": 8, "int4": 4}
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "quantized linear 4"
+_KERNEL = "quantized linear 5"
 # What is measured, in rows, inputs and outputs: a decoding step and a prompt.
 _MEASURED = ((16, 768, 768), (256, 768, 768))
 _ROUNDS = 20
 
 
 class TiledWeight(NamedTuple):
-    """A weight in bfloat16, or of 8 bits for matrix registers; valid in this process."""
+    """A weight in bfloat16, in the tiles that the kernels multiply; valid in this process."""
 
     panels: Tensor  # [panels, bytes of an output's inputs, outputs of a panel], uint8
-    scales: Tensor | None  # [outputs], of `int8` only: what the integers of an output are multiples of
-    totals: Tensor | None  # [outputs], of `int8` only: their sum
     outputs: int  # rows of the weight
 
 
-def pack(
-    weight: Tensor, precision: str, group_size: int = 64, few_rows: bool = False
-) -> PackedWeight | TiledWeight | LinedWeight:
-    """The weight, [outputs, inputs], floating, any strides, in one of `PRECISIONS`.
+def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight | TiledWeight | LinedWeight:
+    """The weight, [outputs, inputs], of one of the `types`, any strides, in one of `PRECISIONS`.
 
     Args:
-        group_size: inputs that share a scale; not for `bf16`, nor for float32 in `int8` with matrix registers.
-        few_rows: are multiplied with it. Then `int8` is in groups, too: that rounds less, and reading takes the time.
+        group_size: inputs that share a scale; not for `bf16`.
 
     Raises:
         RuntimeError: the weight has another shape or dtype, or this processor lacks the instructions.
     """
     if lines.is_for(weight.device):
         return lines.rounded(weight, _BITS[precision], group_size)
-    if _is_in_groups(precision, weight.dtype, few_rows):
+    if precision in _BITS:
         return grouped_linear.rounded(weight, _BITS[precision], group_size)
-    return pack_tiles(weight.detach().float(), precision)
+    return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight.detach()), weight.shape[0])
 
 
 def types(precision: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """Of the inputs that are multiplied with weights in this precision, on this device."""
     is_any = lines.is_for(device) or precision in _BITS
     return (torch.float32, torch.bfloat16, torch.float16) if is_any else (torch.float32,)
-
-
-def pack_tiles(weight: Tensor, precision: str) -> TiledWeight:
-    """The weight, [outputs, inputs], float32, in "int8" or "bf16", for kernels that multiply tile by tile.
-
-    Raises:
-        RuntimeError: the weight has another shape or dtype or more than 65,536 inputs, or this processor lacks the
-            instructions.
-    """
-    if precision == "int8":
-        panels, scales, totals = torch.ops.fastgen.pack_int8_linear.default(weight)
-        return TiledWeight(panels, scales, totals, weight.shape[0])
-    return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight), None, None, weight.shape[0])
 
 
 def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight, bias: Tensor | None) -> Tensor:
@@ -100,13 +78,8 @@ def quantized_linear(x: Tensor, weight: PackedWeight | TiledWeight | LinedWeight
         return lines.grouped_linear(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return grouped_linear.grouped_linear(x, weight, bias)
-    panels, scales, totals, outputs = weight
-    rows = as_rows(x)
-    if scales is None or totals is None:
-        y = torch.ops.fastgen.bf16_linear.default(rows, panels, bias, outputs)
-    else:
-        y = torch.ops.fastgen.int8_linear.default(rows, panels, scales, totals, bias, outputs)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], outputs)
+    y = torch.ops.fastgen.bf16_linear.default(as_rows(x), weight.panels, bias, weight.outputs)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
 
 
 def is_for(device: torch.device) -> bool:
@@ -134,24 +107,11 @@ def _missing(precision: str) -> str | None:
         return grouped_linear.unavailable()
     if not _library.has_kernel("fastgen::bf16_linear"):
         return _library.load("CPU") or "no kernel for this processor"
-    return None if _has_tiles(precision) else "this processor does not have AVX-512 BF16, or may not use it"
-
-
-def _is_in_groups(precision: str, dtype: torch.dtype, few_rows: bool) -> bool:
-    """Tiles of 8 bits take inputs in float32 alone, and are for many rows."""
-    has_tiles = precision == "int8" and dtype is torch.float32 and _has_tiles(precision)
-    return precision in _BITS and (few_rows or not has_tiles)
-
-
-def _has_tiles(precision: str) -> bool:
-    """Whether the processor has, and this process may use, the instructions for tiles."""
-    if not _library.has_kernel("fastgen::bf16_linear"):
-        return False
     try:
-        pack_tiles(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
+        pack(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), precision)
     except RuntimeError:
-        return False
-    return True
+        return "this processor does not have AVX-512 BF16, or may not use it"
+    return None
 
 
 def backend() -> str:
@@ -187,11 +147,6 @@ def _seconds(product: Callable[[], Tensor]) -> float:
     return time.perf_counter() - start
 
 
-_library.define("pack_int8_linear(Tensor weight) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "int8_linear(Tensor x, Tensor packed, Tensor scales, Tensor totals, Tensor? bias, int outputs) -> Tensor",
-    fake=lambda x, packed, scales, totals, bias, outputs: x.new_empty(x.shape[0], outputs),
-)
 _library.define("pack_bf16_linear(Tensor weight) -> Tensor")
 _library.define(
     "bf16_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor",

@@ -198,9 +198,11 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monkeypatch, blocks):
-    run(llama, tmp_path / "whole", text)
+@pytest.mark.parametrize(
+    ("blocks", "changes"), [(0, {}), (1, {}), (2, {}), (1, {"bits_per_weight": 7})], ids=["0", "1", "2", "mixed"]
+)
+def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monkeypatch, blocks, changes):
+    run(llama, tmp_path / "whole", text, **changes)
     real, done = calibration.quantise_block, []
 
     def stop_after(*args):
@@ -211,17 +213,21 @@ def test_an_interrupted_run_ends_in_the_same_weights(llama, text, tmp_path, monk
 
     monkeypatch.setattr(calibration, "quantise_block", stop_after)
     with pytest.raises(KeyboardInterrupt):
-        run(llama, tmp_path / "out", text)
+        run(llama, tmp_path / "out", text, **changes)
     assert not (tmp_path / "out").exists()
     assert len(list((tmp_path / "out.partial").glob("block-*.safetensors"))) == blocks
     monkeypatch.setattr(calibration, "quantise_block", lambda *args: done.append(args[0].name) or real(*args))
-    run(llama, tmp_path / "out", text, resume=True)
+    # Which layers get 8 bits is known, also where the model is measured on another text.
+    evaluated = {"evaluate": str(text)} if changes else {}
+    monkeypatch.setattr(calibration, "choices_of", lambda *_: pytest.fail("measured again"))
+    run(llama, tmp_path / "out", text, resume=True, **changes, **evaluated)
     assert done == [f"model.layers.{number}" for number in range(3)]
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (tmp_path / "out.partial").exists()
     reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "whole")]
     assert reports[0]["layers"] == reports[1]["layers"]
+    assert {layer["bits"] for layer in reports[0]["layers"]} == ({4, 8} if changes else {4})
 
 
 def test_what_a_run_may_be_resumed_with(llama, bart, text, pairs, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ class OwnWeights:
             if id(weight) not in packed:
                 rows = weight.t() if transposed else weight
                 with torch.no_grad():
-                    packed[id(weight)] = quantized_linear.pack(rows, precision, group_size, few_rows=True)
+                    packed[id(weight)] = quantized_linear.pack(rows, precision, group_size)
             self._products[module] = partial(_multiply, packed[id(weight)], module)
         if not self._products:
             raise ValueError("the model has no weights to draft with in few bits")

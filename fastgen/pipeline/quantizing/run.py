@@ -108,7 +108,7 @@ def _measured(
     with explained("the model cannot be measured"):
         quality = evaluation.quality(loaded, texts)._asdict() if texts else None
         measured = {"text": _plain(text), "quality": quality, "speed": evaluation.speed(loaded, prompts)}
-    work.keep(measured)
+    work.keep(work.measured | measured)
     return measured
 
 
