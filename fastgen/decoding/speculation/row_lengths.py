@@ -33,17 +33,15 @@ class RowLengths(Tensor):
     Attributes:
         values: [rows, *shape].
         bounds: what all rows are not longer than, of which the host knows bounds; None for what was made of it.
-        last: [rows]: positions behind it count for nothing, and the model may have none there.
     """
 
     values: Tensor
     bounds: SymbolicLength | None
-    last: Tensor | None
 
     @staticmethod
-    def of(values: Tensor, bounds: SymbolicLength | None = None, last: Tensor | None = None) -> RowLengths:
+    def of(values: Tensor, bounds: SymbolicLength | None = None) -> RowLengths:
         made = Tensor._make_wrapper_subclass(RowLengths, values.shape[1:], dtype=values.dtype, device=values.device)
-        made.values, made.bounds, made.last = values, bounds, last
+        made.values, made.bounds = values, bounds
         return made
 
     @classmethod
@@ -59,7 +57,7 @@ class RowLengths(Tensor):
             if type(bounds) is bool:
                 return bounds
             if isinstance(bounds, SymbolicLength):
-                return RowLengths.of(func(args[0].values, args[1]), bounds, args[0].last)
+                return RowLengths.of(func(args[0].values, args[1]), bounds)
         flat, structure = _pytree.tree_flatten((args, kwargs))
         ordinary = (x for x in flat if isinstance(x, Tensor) and not isinstance(x, RowLengths))
         states = [x.dim() for x in ordinary if x.dim() >= _DIMENSIONS_OF_STATES + (not x.is_floating_point())]
@@ -82,9 +80,6 @@ class RowLengths(Tensor):
 
         with torch._C.DisableTorchFunctionSubclass():
             found = torch.vmap(run)(*(flat[place].values for place in ours))
-            last = next((flat[place].last for place in ours if flat[place].last is not None), None)
-            if last is not None:
-                found = torch.minimum(found, last.view(-1, *[1] * (found.dim() - 1)))
         return RowLengths.of(found)
 
     def _of_own_row(self, dimensions: int) -> Tensor:

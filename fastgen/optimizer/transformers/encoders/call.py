@@ -25,8 +25,9 @@ from fastgen.decoding.products import HALF
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
-from fastgen.optimizer.transformers.encoders.stacks import PACKED, code_of_others, way_of
+from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
 ENTRY_POINT = "transformers.encoder"
 # Padding is left out when it is so large a part of the positions.

@@ -22,7 +22,7 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.encoders.stacks import code_of_others
+from fastgen.optimizer.transformers.encoders.others import code_of_others
 
 ENTRY_POINT = "transformers.encoder, recorded"
 # Tokens of a batch: with more, the products take nearly all of the time.

@@ -166,7 +166,8 @@ class SpeculativeDecoding(Decoding):
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
         lengths = search.length.flatten().tolist()
         # Of what a row may still get, one token is not drafted: that behind the draft.
-        most = self._prompt.new_tokens + search.prompt_capacity - min(lengths[row] for row in rows) - 1
+        decisive = max if step.has_own_lengths else min
+        most = self._prompt.new_tokens + search.prompt_capacity - decisive(lengths[row] for row in rows) - 1
         available = self._draft.available(step, rows, most)
         drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()

@@ -119,14 +119,19 @@ class SpeculativeStep(CapturedStep):
         key = self.key
         bounded = SymbolicLength.of(seen, key.stored_capacity, key.stored_capacity + key.capacity)
         own = [kv.view(state) for kv in self._own]
-        if key.draft.together or not {*POSITIONS}.isdisjoint(key.tensors):
-            return cache_of(own, self._cross, bounded)
-        return cache_of(own, self._cross, bounded, lambda: self._lengths_of_rows(state, bounded))
+        if self.has_own_lengths:
+            return cache_of(own, self._cross, bounded, lambda: self._lengths_of_rows(state, bounded))
+        return cache_of(own, self._cross, bounded)
+
+    @property
+    def has_own_lengths(self) -> bool:
+        """Whether the model computes positions from lengths of the rows: it may have none behind their limit."""
+        return not self.key.draft.together and {*POSITIONS}.isdisjoint(self.key.tensors)
 
     def _lengths_of_rows(self, state: StepState, bounded: SymbolicLength) -> RowLengths:
-        left = (self.search.limit - self.search.length - 1).view(-1).clamp(min=0)
-        stored = self.key.stored_capacity
-        return RowLengths.of(state.position + stored, bounded, self._state.position + stored + left)
+        """Nothing counts of a row that is finished: it is not to go on behind its limit."""
+        position = torch.where(self.search.unfinished.view(-1), state.position, 0)
+        return RowLengths.of(position + self.key.stored_capacity, bounded)
 
     @property
     def is_captured(self) -> bool:
