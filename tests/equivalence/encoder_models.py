@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import torch
@@ -162,3 +163,37 @@ def inputs(lengths: list[int], side: str = "right", longest: int | None = None) 
     place, size = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
     mask = (place < size) if side == "right" else (place >= longest - size)
     return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
+
+
+def tokenizer(side: str = "right") -> Any:
+    """A tokenizer of the words "w5", "w6" and so on, with <s> and </s> around a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"<s>": 0, "<pad>": PAD, "</s>": 2, "<unk>": 3, "<mask>": 4}
+    words |= {f"w{number}": number for number in range(FIRST_WORD, VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        padding_side=side,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def texts(lengths: list[int], masked: bool = False) -> list[str]:
+    """Random texts of so many words; with `masked`, one word of each is <mask>."""
+    generator = random.Random(1)
+    found = [[f"w{generator.randrange(FIRST_WORD, VOCABULARY)}" for _ in range(length)] for length in lengths]
+    for words in found if masked else ():
+        words[generator.randrange(len(words))] = "<mask>"
+    return [" ".join(words) for words in found]

@@ -16,6 +16,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
 from fastgen.optimizer.transformers.encoders import call, passes
+from fastgen.optimizer.transformers.encoders.stacks import PACKED
 from tests.equivalence.encoder_models import (
     HEADS,
     LONGEST,
@@ -260,7 +261,6 @@ def test_the_original_code_with_gradients(classifier: Any) -> None:
 LEFT_ALONE = {
     "a text that is all padding": lambda given: given["attention_mask"][2].zero_(),
     "a mask of other numbers": lambda given: given["attention_mask"][2].mul_(2),
-    "arguments that ask for more (output_hidden_states)": lambda given: given.update(output_hidden_states=True),
     "arguments that ask for more (output_attentions)": lambda given: given.update(output_attentions=True),
 }
 
@@ -273,6 +273,29 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     for one, other in zip(_tensors(found), _tensors(expected), strict=True):
         assert torch.equal(one, other)
     assert not _accelerated() and reason in _reasons()[0]
+
+
+@pytest.mark.parametrize("architecture", WITHOUT_PADDING)
+def test_states_of_all_layers(architecture: str) -> None:
+    """They are those of the library: at real tokens, where the library records one row of tokens."""
+    for head in ("", "TokenClassification"):
+        if class_of(architecture, head) is None:
+            continue
+        model, given = build(architecture, head), {**inputs(LENGTHS), "output_hidden_states": True}
+        is_one_row = call.known_of(model).way == PACKED
+        for padding, as_dict in (("exact", True), ("zero", True), ("zero", False)):
+            _check(model, {**given, "return_dict": as_dict}, padding)
+            assert _accelerated() == (is_one_row and padding == "zero"), _reasons()
+        assert is_one_row or _reasons() == ["arguments that ask for more (output_hidden_states)"]
+
+
+def test_states_that_are_asked_for_in_another_way(classifier: Any) -> None:
+    model, given = copy.deepcopy(classifier), inputs(LENGTHS)
+    _check(model, {**given, "output_hidden_states": [0, -2]}, "zero")
+    assert not _accelerated() and _reasons() == ["an argument of the layers (output_hidden_states)"]
+    model.config.output_hidden_states = True
+    _check(model, given, "zero")
+    assert _accelerated() == 1, _reasons()
 
 
 def test_a_mask_with_holes_and_positions_that_are_relative() -> None:

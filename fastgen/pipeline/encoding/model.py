@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastgen import settings as switches
 from fastgen.pipeline.batches import BatchStage, Computed
 from fastgen.pipeline.encoding.loading import LoadedClassifier, LoadedEmbedder, LoadedEncoder, lowered
 from fastgen.pipeline.errors import one_line
@@ -112,7 +113,8 @@ class EmbeddingStage(EncodingStage):
     _loaded: LoadedEmbedder
 
     def _values(self, inputs: dict[str, Any]) -> Any:
-        states = self._loaded.model(**inputs)[0]
+        with switches.changed(padding="zero"):  # the modules mask it
+            states = self._loaded.model(**inputs)[0]
         return self._loaded.modules(states, inputs["attention_mask"], self._loaded.prompt_length)
 
     def dimension(self) -> int:

@@ -52,6 +52,14 @@ def test_batches_do_not_show(bert, inputs, tmp_path, options):
     np.testing.assert_allclose(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"), rtol=1e-5, atol=1e-6)
 
 
+def test_padding_is_left_out(bert, inputs, tmp_path):
+    """The modules mask it, so that nothing depends on it."""
+    run(bert, inputs, tmp_path / "out.npy", batch_size=64, max_tokens=100000, report=str(tmp_path / "report.json"))
+    stats = json.loads((tmp_path / "report.json").read_text())["fastgen"]["stats"]
+    assert stats["transformers.encoder, padding zero"]["accelerated"] >= 1
+    assert not any("not used" in entry for name, entry in stats.items() if name.startswith("transformers.encoder"))
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_side_of_the_padding_is_the_tokenizers(fresh, inputs, tmp_path, side, monkeypatch):
     config = json.loads((fresh / "tokenizer_config.json").read_text())

@@ -110,7 +110,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return forward()
         key = _key(given, mask, padding)
         reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
-        reason = reason or _unsupported(model, known, given, mask) or _foreign(model, known.stack, padding)
+        reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
         if reason is not None:
             counters.count_not_used(ENTRY_POINT, reason)
             return forward()
@@ -121,7 +121,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             if not passes.has_run:
                 raise Declined("the layers of the model have not been called")
             if padding != "unseen":
-                result = _result(result, given["attention_mask"], padding == "zero")
+                result = _result(result, given["attention_mask"], padding == "zero", passes)
         except Declined as declined:
             counters.count_not_used(ENTRY_POINT, str(declined))
             result = forward()
@@ -190,7 +190,7 @@ def _padding_mask(given: dict[str, Any]) -> Tensor | None:
     return found if tokens <= (1 - MIN_PADDING) * mask.numel() else None
 
 
-def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor) -> str | None:
+def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor, padding: str) -> str | None:
     """Why a call with padding is left to the original code."""
     config, values = model.config, given["attention_mask"]
     inputs = [given.get(name) for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
@@ -204,7 +204,7 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor)
         return "a mask with holes"
     more = [name for name in _MORE if given.get(name) not in (None, False)]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
-    if more:
+    if more and not (more == ["output_hidden_states"] and known.way == PACKED and padding == "zero"):
         return f"arguments that ask for more ({', '.join(more)})"
     if getattr(config, "is_decoder", False):
         return "the model is a decoder"
@@ -238,20 +238,23 @@ def _is_contiguous(mask: Tensor) -> bool:
     return bool(((mask[:, 1:] != mask[:, :-1]).sum(dim=1) <= 1).all())
 
 
-def _result(result: Any, mask: Tensor, zeros: bool) -> Any:
+def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
     """The result of the model, checked; with `zeros`, these are in the place of padding.
+
+    The states of all layers, which the library records as the layers have them, are padded.
 
     Raises:
         Declined: it depends on padded positions.
     """
     if isinstance(result, dict):
         for name, value in result.items():
-            result[name] = _result(value, mask, zeros)
+            result[name] = _result(value, mask, zeros, passes)
         return result
     if isinstance(result, tuple | list):
-        return type(result)(_result(value, mask, zeros) for value in result)
+        return type(result)(_result(value, mask, zeros, passes) for value in result)
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return result
+    result = passes.padded(result)
     if zeros and result.shape[: mask.dim()] == mask.shape:
         padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
         result = torch.where(padding & result.isnan(), 0.0, result)

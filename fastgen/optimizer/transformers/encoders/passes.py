@@ -47,6 +47,7 @@ class Passes:
         self._mask = mask  # [texts, longest], bool
         self.has_run = False
         self.packing: Packing | None = None  # while the layers run on one row
+        self._row: Packing | None = None  # that on which they have run
         self._attended = 0
 
     def is_of(self, module: Any) -> bool:
@@ -81,7 +82,7 @@ class Passes:
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         packing = Packing(self._mask)
         given = {name: self._packed_argument(packing, name, value) for name, value in given.items()}
-        self.packing = packing
+        self.packing = self._row = packing
         try:
             result = forward(**given)
         finally:
@@ -90,11 +91,19 @@ class Passes:
             raise Declined("attention that is not in the library's functions")
 
         def unpacked(states: Tensor) -> Tensor:
-            if states.shape[:2] != (1, packing.total):
+            if not self._is_row(states):
                 raise Declined(_NOT_PER_TOKEN)
-            return packing.unpack(states, self._fill)
+            return self.padded(states)
 
         return _mapped(result, unpacked)
+
+    def _is_row(self, states: Tensor) -> bool:
+        """Whether these are of all tokens as one row. A batch with padding has more positions, or more texts."""
+        return self._row is not None and states.dim() == 3 and states.shape[:2] == (1, self._row.total)
+
+    def padded(self, result: Tensor) -> Tensor:
+        """States of the one row of tokens with padding between them; other tensors are left as they are."""
+        return self._row.unpack(result, self._fill) if self._row is not None and self._is_row(result) else result
 
     def _packed_argument(self, packing: Packing, name: str, value: Any) -> Any:
         if name == "attention_mask":  # it says no more than the mask does
