@@ -7,6 +7,7 @@
 // tiles wide. Inputs get their type row by row, so that a row's result does not depend on what else is in the batch; the
 // sums in bfloat16 are rounded in another order with more than 16 rows than with fewer.
 #include "instruction_set.h"
+#include "matrix_registers.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -26,23 +27,18 @@
 #include <utility>
 #include <vector>
 
-#if defined(FASTGEN_X86) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
+#ifdef FASTGEN_MATRICES
 #define FASTGEN_QUANTIZED 1
-#include <immintrin.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #endif
 
 namespace {
 
 using torch::headeronly::ScalarType;
+using fastgen::kTileBytes;  // of 16 outputs
+using fastgen::kTileLine;
+using fastgen::kTileRows;
 using torch::stable::Tensor;
 
-constexpr int64_t kTileRows = 16;  // outputs of a tile, and rows that are multiplied with it in a matrix register
-constexpr int64_t kLine = 64;      // bytes of a line of a tile
-constexpr int64_t kTileBytes = kTileRows * kLine;
 constexpr int64_t kPanel = 2 * kTileRows;  // outputs of a panel
 constexpr int64_t kRows = 2 * kTileRows;   // rows that are multiplied in one go
 // Rows that a thread takes through all panels before it goes on: their inputs stay in the second-level cache.
@@ -69,26 +65,6 @@ namespace vectors16 {
 #include "quantized_linear/vectors.h"
 }  // namespace vectors16
 
-// The registers of this thread, for so many rows (see matrices.h).
-__attribute__((target("amx-tile"))) inline void configure(int64_t count) {
-  const int64_t upper = std::min(count, kTileRows), lower = count > kTileRows ? count - kTileRows : count;
-  struct alignas(kLine) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } configuration;
-  const int64_t rows[8] = {upper, upper, lower, lower, upper, lower, kTileRows, kTileRows};
-  for (int i = 0; i < 8; ++i) {
-    configuration.bytes[i] = kLine;
-    configuration.rows[i] = static_cast<uint8_t>(rows[i]);
-  }
-  // The intrinsic does not tell the compiler of all that it reads.
-  __asm__ volatile("" : : "r"(&configuration) : "memory");
-  _tile_loadconfig(&configuration);
-}
-
-__attribute__((target("amx-tile"))) inline void release() { _tile_release(); }
-
 namespace matrices8 {
 #define FASTGEN_TARGET __attribute__((target("amx-tile,amx-int8,avx512f")))
 #define FASTGEN_SUM int32_t
@@ -103,24 +79,6 @@ namespace matrices16 {
 #include "quantized_linear/matrices.h"
 }  // namespace matrices16
 
-// Whether the processor and the system let this process use the matrix registers. ATEN_CPU_CAPABILITY, which names the
-// widest vectors to use, rules them out.
-bool has_matrices() {
-#ifdef __linux__
-  static const bool allowed = [] {
-    constexpr long kRequest = 0x1023, kRegisters = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    constexpr unsigned int kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-    const bool there = (d & kBf16) != 0 && (d & kTile) != 0 && (d & kInt8) != 0;
-    return there && syscall(SYS_arch_prctl, kRequest, kRegisters) == 0;
-  }();
-  return allowed && !fastgen::instruction_set_is_given();
-#else
-  return false;
-#endif
-}
-
 // x[rows, depth bytes] times a panel, into sums[rows, kPanel].
 using Multiply = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, void*);
 
@@ -131,7 +89,7 @@ struct Kernel {
 
 Kernel kernel8() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
-  STD_TORCH_CHECK(wide && has_matrices(), "int8_linear: this processor does not have AMX");
+  STD_TORCH_CHECK(wide && fastgen::has_matrices(), "int8_linear: this processor does not have AMX");
   return {&matrices8::multiply, true};
 }
 
@@ -139,7 +97,7 @@ Kernel kernel16() {
   const bool wide = fastgen::instruction_set() == fastgen::InstructionSet::kAvx512;
   STD_TORCH_CHECK(wide && __builtin_cpu_supports("avx512bf16"),
                   "bf16_linear: this processor does not have AVX-512 BF16");
-  return has_matrices() ? Kernel{&matrices16::multiply, true} : Kernel{&vectors16::multiply, false};
+  return fastgen::has_matrices() ? Kernel{&matrices16::multiply, true} : Kernel{&vectors16::multiply, false};
 }
 
 // A mask of the first `count` of 16 elements.
@@ -213,10 +171,10 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void round16(con
 
 // A line of each of 16 outputs, `stride` bytes apart, as a tile.
 FASTGEN_AVX512 void lay_out(const uint8_t* lines, int64_t stride, uint8_t* tile) {
-  fastgen::transpose16(lines, stride / 4, tile, kLine / 4);
+  fastgen::transpose16(lines, stride / 4, tile, kTileLine / 4);
 }
 
-inline int64_t padded(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+inline int64_t padded(int64_t bytes) { return (bytes + kTileLine - 1) / kTileLine * kTileLine; }
 
 // The weight in panels. `convert(row, output, to)` writes an output's inputs in the type that they are stored in.
 template <class Convert>
@@ -229,7 +187,7 @@ Tensor pack(const Tensor& weight, int64_t bytes, const Convert& convert) {
   torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> lines(kTileRows * depth);  // of a tile's outputs; zeros behind the last input
     std::vector<float> rows(input_stride == 1 ? 0 : kPanel * inputs);
-    constexpr int64_t kSome = kLine / sizeof(float);  // inputs at a time: a cache line of each output
+    constexpr int64_t kSome = kTileLine / sizeof(float);  // inputs at a time: a cache line of each output
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kPanel, valid = std::min(kPanel, outputs - first);
       const float* some = from + first * output_stride;
@@ -254,7 +212,7 @@ Tensor pack(const Tensor& weight, int64_t bytes, const Convert& convert) {
           }
         }
         uint8_t* tile = to + panel * depth * kPanel + side / kTileRows * kTileBytes;
-        for (int64_t k = 0; k < depth; k += kLine) lay_out(lines.data() + k, depth, tile + k * kPanel);
+        for (int64_t k = 0; k < depth; k += kTileLine) lay_out(lines.data() + k, depth, tile + k * kPanel);
       }
     }
   });
@@ -316,7 +274,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
   torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / depth, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* some = inputs.get() + row * depth;
-      std::fill(some + depth - kLine, some + depth, 0);  // what is behind the last input
+      std::fill(some + depth - kTileLine, some + depth, 0);  // what is behind the last input
       convert(from + row * stride, row, some);
     }
   });
@@ -324,7 +282,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
   const int64_t blocks = (rows + kBlock - 1) / kBlock, tiles = (rows + kRows - 1) / kRows;
   const int64_t most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
   torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(kLine) Sum sums[kRows * kPanel];
+    alignas(kTileLine) Sum sums[kRows * kPanel];
     int64_t configured = 0;
     for (int64_t task = begin, group = 0; task < end; task += group) {
       const int64_t start = task % panels;
@@ -333,7 +291,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
       const int64_t first = tiles * block / blocks * kRows, last = std::min(tiles * (block + 1) / blocks * kRows, rows);
       for (int64_t row = first; row < last; row += kRows) {
         const int64_t some = std::min(kRows, last - row);
-        if (kernel.matrices && some != configured) configure(configured = some);
+        if (kernel.matrices && some != configured) fastgen::configure_matrices(configured = some);
         for (int64_t panel = start; panel < start + group; ++panel) {
           const int64_t output = panel * kPanel, count = std::min(kPanel, outputs - output);
           kernel.multiply(inputs.get() + row * depth, depth, some, weights + panel * depth * kPanel, depth, sums);
@@ -341,7 +299,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, int64_t outputs, const Ke
         }
       }
     }
-    if (kernel.matrices) release();
+    if (kernel.matrices) fastgen::release_matrices();
   });
   return y;
 }

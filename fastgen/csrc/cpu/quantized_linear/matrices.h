@@ -18,10 +18,10 @@ FASTGEN_TARGET inline void multiply(const uint8_t* x, int64_t stride, int64_t ro
   _tile_zero(3);
   if (rows > kTileRows) {
     const uint8_t* below = x + kTileRows * stride;
-    for (int64_t k = 0; k < depth; k += kLine, panel += 2 * kTileBytes) {
+    for (int64_t k = 0; k < depth; k += kTileLine, panel += 2 * kTileBytes) {
       _tile_loadd(4, x + k, stride);
-      _tile_loadd(6, panel, kLine);
-      _tile_loadd(7, panel + kTileBytes, kLine);
+      _tile_loadd(6, panel, kTileLine);
+      _tile_loadd(7, panel + kTileBytes, kTileLine);
       FASTGEN_ADD(0, 4, 6);
       FASTGEN_ADD(1, 4, 7);
       _tile_loadd(5, below + k, stride);
@@ -35,27 +35,27 @@ FASTGEN_TARGET inline void multiply(const uint8_t* x, int64_t stride, int64_t ro
     return;
   }
   int64_t k = 0;
-  for (; k + kLine < depth; k += 2 * kLine, panel += 4 * kTileBytes) {
-    for (int64_t i = 0; i < 4 * kTileBytes; i += kLine) __builtin_prefetch(panel + kAhead + i, 0, 2);
+  for (; k + kTileLine < depth; k += 2 * kTileLine, panel += 4 * kTileBytes) {
+    for (int64_t i = 0; i < 4 * kTileBytes; i += kTileLine) __builtin_prefetch(panel + kAhead + i, 0, 2);
     _tile_loadd(4, x + k, stride);
-    _tile_loadd(6, panel, kLine);
-    _tile_loadd(7, panel + kTileBytes, kLine);
+    _tile_loadd(6, panel, kTileLine);
+    _tile_loadd(7, panel + kTileBytes, kTileLine);
     FASTGEN_ADD(0, 4, 6);
     FASTGEN_ADD(1, 4, 7);
-    _tile_loadd(5, x + k + kLine, stride);
-    _tile_loadd(6, panel + 2 * kTileBytes, kLine);
-    _tile_loadd(7, panel + 3 * kTileBytes, kLine);
+    _tile_loadd(5, x + k + kTileLine, stride);
+    _tile_loadd(6, panel + 2 * kTileBytes, kTileLine);
+    _tile_loadd(7, panel + 3 * kTileBytes, kTileLine);
     FASTGEN_ADD(2, 5, 6);
     FASTGEN_ADD(3, 5, 7);
   }
   if (k < depth) {
     _tile_loadd(4, x + k, stride);
-    _tile_loadd(6, panel, kLine);
-    _tile_loadd(7, panel + kTileBytes, kLine);
+    _tile_loadd(6, panel, kTileLine);
+    _tile_loadd(7, panel + kTileBytes, kTileLine);
     FASTGEN_ADD(0, 4, 6);
     FASTGEN_ADD(1, 4, 7);
   }
-  alignas(kLine) FASTGEN_SUM odd[kTileRows * kPanel];
+  alignas(kTileLine) FASTGEN_SUM odd[kTileRows * kPanel];
   _tile_stored(0, target, kStride);
   _tile_stored(1, target + kTileRows, kStride);
   _tile_stored(2, odd, kStride);

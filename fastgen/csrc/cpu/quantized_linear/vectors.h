@@ -14,9 +14,9 @@ FASTGEN_TARGET void tile(const uint8_t* x, int64_t stride, const uint8_t* panel,
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) total[r][0] = total[r][1] = _mm512_setzero_si512();
   // A tile of weights is 16 outputs wide; of the inputs, it holds a line of 64 bytes.
-  for (int64_t block = 0; block < depth; block += kLine) {
+  for (int64_t block = 0; block < depth; block += kTileLine) {
     const uint8_t* weights = panel + block * kPanel;
-    for (int64_t k = 0; k < kLine; k += 4) {
+    for (int64_t k = 0; k < kTileLine; k += 4) {
       const __m512i first = _mm512_loadu_si512(weights + k * kTileRows);
       const __m512i second = _mm512_loadu_si512(weights + kTileBytes + k * kTileRows);
 #pragma GCC unroll 8
