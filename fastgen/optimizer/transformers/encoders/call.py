@@ -141,12 +141,13 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
 
 @contextlib.contextmanager
 def layers_of_passes(model: Any) -> Iterator[None]:
-    """Inside this, several forward passes share what is packed of the model's weights."""
-    if settings.current().weight_dtype == "fp32":  # with many rows torch's product needs no packed weight
-        yield
-        return
-    with fast_layers(model), patching.held(_has_layers, True):
-        yield
+    """Inside this, several forward passes share what is packed of the model's weights, and memory that they free."""
+    with host_memory.kept(model.device):
+        if settings.current().weight_dtype == "fp32":  # with many rows, no product needs a packed weight
+            yield
+            return
+        with fast_layers(model), patching.held(_has_layers, True):
+            yield
 
 
 def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
@@ -173,7 +174,8 @@ def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]
     """
     now = settings.current()
     is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
-    is_wanted = is_float32 and now.packed_weights != "never" and _positions(given) > programs.MOST_TOKENS
+    may_choose = now.linear_products == "measured" and now.packed_weights != "never"
+    is_wanted = is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
     return fast_layers(model) if is_wanted and split_linear.is_available() else contextlib.nullcontext()
 
 
