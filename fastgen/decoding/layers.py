@@ -28,7 +28,7 @@ from fastgen.decoding import norms
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
 from fastgen.memory import free_host_memory
-from fastgen.ops import dot_linear, linear, quantized_linear
+from fastgen.ops import dot_linear, linear, quantized_linear, split_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -260,7 +260,7 @@ class _Linear(_OwnProduct):
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
         parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
-        if parameter is None or not (gain.is_faster or gain.streams or gain.dots):
+        if parameter is None or not (gain.is_faster or gain.streams or gain.dots or gain.splits):
             return None
         weight = self._weight  # read once: another thread may replace it
         if weight is None or not weight.is_of(parameter):
@@ -279,6 +279,8 @@ class _Linear(_OwnProduct):
     def _unpacked(gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         if gain.dots and dot_linear.serves(x, weight, bias):
             return dot_linear.dot_linear(x, weight, bias)
+        if gain.splits and split_linear.serves(x, weight, bias):
+            return split_linear.split_linear(x, weight, bias)
         return linear.streamed_linear(x, weight, bias) if gain.streams else None
 
     def _as_rows(self, parameter: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastgen import settings
 from fastgen.decoding.operations import Operation
-from fastgen.ops import dot_linear, linear, quantized_linear, widened_linear
+from fastgen.ops import dot_linear, linear, quantized_linear, split_linear, widened_linear
 
 HALF = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
@@ -23,6 +23,7 @@ _CPU = torch.device("cpu")
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
 _STREAMED = torch.ops.fastgen.streamed_linear_out.default
+_SPLIT = torch.ops.fastgen.split_linear_out.default
 _WIDENED = widened_linear.widened_linear_out
 _GROUPED = torch.ops.fastgen.grouped_linear.default
 # What executes several of a kind that have the same input.
@@ -48,6 +49,7 @@ class Gain(NamedTuple):
     seconds: float  # that it takes less then, as far as they count for packing it
     streams: bool  # without one, it is fastest with the weight laid out piece by piece
     dots: bool = False  # without one, it is fastest as dot products with the lines of the weight
+    splits: bool = False  # without one, it is fastest in parts of bfloat16
 
 
 _NO_GAIN = Gain(False, 0.0, False)
@@ -154,15 +156,16 @@ class MeasuredProducts(FixedProducts):
             return known
         may_measure = self._uses.are_enough(rows)
         costs = linear.costs(rows, *self._shape, measure=may_measure)
-        dots = self._dots(rows, may_measure)
-        if costs is None or dots is None:
+        dots, split = self._dots(rows, may_measure), self._split(rows, may_measure)
+        if costs is None or dots is None or split is None:
             return _NO_GAIN
         self.packing = costs.packing
-        unpacked = min(costs.plain, costs.streamed, dots)
+        unpacked = min(costs.plain, costs.streamed, dots, split)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
-        streams, multiplies_dots = (way == unpacked < costs.plain for way in (costs.streamed, dots))
-        self._gains[rows] = Gain(saved > 0.0, seconds, streams and not multiplies_dots, multiplies_dots)
+        # The first of equal ones.
+        best = (costs.plain, dots, split, costs.streamed).index(unpacked)
+        self._gains[rows] = Gain(saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2)
         return self._gains[rows]
 
     def _dots(self, rows: int, may_measure: bool) -> float | None:
@@ -172,6 +175,14 @@ class MeasuredProducts(FixedProducts):
         inputs, outputs, transposed = self._shape
         costs = dot_linear.costs(rows, inputs, outputs, torch.float32, measure=may_measure, transposed=transposed)
         return None if costs is None else costs.dots
+
+    def _split(self, rows: int, may_measure: bool) -> float | None:
+        """Seconds of the product in parts of bfloat16; None as long as it is not known."""
+        inputs, outputs, transposed = self._shape
+        if transposed or rows < split_linear.MIN_ROWS or not split_linear.is_available():
+            return math.inf
+        costs = split_linear.costs(rows, inputs, outputs, measure=may_measure)
+        return None if costs is None else costs.split
 
 
 class Product(NamedTuple):
@@ -267,6 +278,7 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
         _DOTS: _share_by_dots(x, weight, bias),
         _STREAMED: _share_streamed(x, weight),
         _WIDENED: _share_widened(x, weight, bias),
+        _SPLIT: _share_split(x, weight, bias),
     }
     operator, share = min(shares.items(), key=lambda item: item[1])
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
@@ -304,3 +316,10 @@ def _share_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
         return math.inf
     costs = widened_linear.costs(*x.shape, weight.shape[0], x.dtype)
     return math.inf if costs is None else costs.widened / costs.plain
+
+
+def _share_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    if x.stride(1) != 1 or not split_linear.serves(x, weight, bias):
+        return math.inf
+    costs = split_linear.costs(*x.shape, weight.shape[0])
+    return math.inf if costs is None else costs.split / costs.plain

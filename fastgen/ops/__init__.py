@@ -23,6 +23,7 @@ OPERATORS = (
     "quantized_linear",
     "rms_norm",
     "search_step",
+    "split_linear",
     "widened_linear",
 )
 """The operators by name, which is also the name of their module in this package."""

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, patching, settings
+from fastgen.decoding import host_memory
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
+from fastgen.ops import split_linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import programs
@@ -104,10 +106,11 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
     Args:
         padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
     """
-    with patching.held(_inside, True), _layers_of_pass(model):
+    with patching.held(_inside, True), host_memory.kept(model.device), _layers_of_pass(model):
         known, mask = known_of(model), _padding_mask(given)
         if mask is None:  # nothing is left out; and nothing is worth counting
-            return forward()
+            with _many_rows(model, given):
+                return forward()
         key = _key(given, mask, padding)
         reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
         reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
@@ -116,7 +119,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return forward()
         try:
             passes = Passes(known.stack, known.way, mask, fill=0.0 if padding == "unseen" else math.nan)
-            with patching.held(Passes.current, passes):
+            with patching.held(Passes.current, passes), _many_rows(model, given):
                 result = forward()
             if not passes.has_run:
                 raise Declined("the layers of the model have not been called")
@@ -139,12 +142,13 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
 
 @contextlib.contextmanager
 def layers_of_passes(model: Any) -> Iterator[None]:
-    """Inside this, several forward passes share what is packed of the model's weights."""
-    if settings.current().weight_dtype == "fp32":  # with many rows torch's product needs no packed weight
-        yield
-        return
-    with fast_layers(model), patching.held(_has_layers, True):
-        yield
+    """Inside this, several forward passes share what is packed of the model's weights, and memory that they free."""
+    with host_memory.kept(model.device):
+        if settings.current().weight_dtype == "fp32":  # with many rows, no product needs a packed weight
+            yield
+            return
+        with fast_layers(model), patching.held(_has_layers, True):
+            yield
 
 
 def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
@@ -162,6 +166,24 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
         return fast_layers(model)
     counters.count_not_used(f"{now.weight_dtype} weights", 'a forward pass of an encoder without packed_weights="keep"')
     return contextlib.nullcontext()
+
+
+def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The faster form of layers in float32 where the processor has matrix registers, and there are rows to fill them.
+
+    What is left to the original code runs outside of it.
+    """
+    now = settings.current()
+    is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
+    may_choose = now.linear_products == "measured" and now.packed_weights != "never"
+    is_wanted = is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
+    return fast_layers(model) if is_wanted and split_linear.is_available() else contextlib.nullcontext()
+
+
+def _positions(given: dict[str, Any]) -> int:
+    """Of the batch, padding included; 0 where they are not known."""
+    found = [given[name] for name in ("input_ids", "inputs_embeds") if type(given.get(name)) is Tensor]
+    return found[0].shape[:2].numel() if found else 0
 
 
 def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:

@@ -1,0 +1,182 @@
+"""Products in parts of bfloat16, against float64, and what is measured of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastgen.decoding import products
+from fastgen.ops import _timings, split_linear
+from tests.ops.instructions import instruction_set
+
+needs_kernel = pytest.mark.skipif(
+    not split_linear.is_available(), reason="the processor has no AMX, or nothing is built"
+)
+
+
+def _numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> float:
+    """The largest one, as a part of what the products come to without their signs."""
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
+    return float(((found - exact).abs() / size.clamp(min=1e-30)).max()) if found.numel() else 0.0
+
+
+@needs_kernel
+@given(
+    rows=st.integers(0, 70),
+    inputs=st.integers(1, 100),
+    outputs=st.integers(0, 80),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+@example(rows=2100, inputs=70, outputs=40, biased=True, seed=0)  # more rows than are split at once
+@example(rows=33, inputs=1700, outputs=290, biased=True, seed=0)  # and more inputs and outputs
+def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, biased: bool, seed: int) -> None:
+    """With rows and lines of a weight that are not next to each other. Nothing else is written."""
+    x, weight = _numbers(seed, rows, inputs + 3)[:, :inputs], _numbers(seed + 1, outputs, inputs + 2)[:, :inputs]
+    bias = _numbers(seed + 2, outputs) if biased else None
+    around = torch.full((rows + 2, outputs), torch.nan)
+    torch.ops.fastgen.split_linear_out(around[1:-1], x, weight, bias)
+    # Two parts would leave out what is 2**-16 of a number.
+    assert _error(around[1:-1], x, weight, bias) < 5e-7
+    assert around[[0, -1]].isnan().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e3, 1e30])
+def test_is_as_exact_as_torch_for_large_and_small_numbers(size: float) -> None:
+    x, weight = _numbers(0, 64, 300) * size, _numbers(1, 48, 300)
+    found = split_linear.split_linear(x, weight, None)
+    assert _error(found, x, weight, None) <= max(2 * _error(F.linear(x, weight), x, weight, None), 2**-22)
+
+
+@needs_kernel
+def test_sums_that_cancel_are_as_exact_as_those_of_torch() -> None:
+    x, weight = _numbers(0, 64, 512) * 1e4, _numbers(1, 48, 512)
+    x[:, 256:], weight[:, 256:] = -x[:, :256], weight[:, :256] + 1e-4 * _numbers(2, 48, 256)
+    exact = x.double() @ weight.double().t()
+    errors = [(y - exact).abs().max() for y in (split_linear.split_linear(x, weight, None), F.linear(x, weight))]
+    assert errors[0] <= 2 * errors[1]
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1e-36, 1e-39, 1e-42])
+def test_numbers_that_are_hardly_normal_count_as_zero_at_worst(size: float) -> None:
+    x, weight = _numbers(0, 64, 40) * size, _numbers(1, 48, 40)
+    x[:, 0] = 1.0
+    found = split_linear.split_linear(x, weight, None)
+    torch.testing.assert_close(found, F.linear(x, weight), rtol=2**-20, atol=0.0)
+    x[:, 0] = 0.0
+    assert (split_linear.split_linear(x, weight, None) - F.linear(x, weight)).abs().max() < 40 * 8 * 2**-126
+
+
+@needs_kernel
+def test_sums_that_overflow_are_infinite_and_nothing_else_is() -> None:
+    """Parts of the other sign must not make NaN of what is infinite."""
+    x, weight = _numbers(0, 40, 70).abs(), _numbers(1, 37, 70).abs()
+    x[3] *= 3e37
+    x[5, 7], weight[9, 7] = -3e38, 1e3
+    found, expected = split_linear.split_linear(x, weight, None), F.linear(x, weight)
+    assert found.isinf().any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+def test_every_nan_is_one() -> None:
+    x, weight = _numbers(0, 40, 70), _numbers(1, 37, 70)
+    x[33] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x[35, 69] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    found = split_linear.split_linear(x, weight, None)
+    torch.testing.assert_close(found, F.linear(x, weight), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[33].isnan().all() and found[35].isnan().all()
+
+
+@needs_kernel
+def test_products_in_less_than_float32_are_left_to_torch() -> None:
+    x, weight = torch.ones(8, 5), torch.ones(3, 5)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not split_linear.serves(x, weight, None)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert split_linear.serves(x, weight, None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_what_has_no_parts_is_multiplied_as_it_is(odd: float, of_weight: bool) -> None:
+    x, weight, bias = torch.ones(40, 70), torch.full((37, 70), 0.25), torch.ones(37)
+    (weight if of_weight else x)[33, 3] = odd
+    found = split_linear.split_linear(x, weight, bias)
+    torch.testing.assert_close(found, F.linear(x, weight, bias), equal_nan=True)
+
+
+@needs_kernel
+def test_a_row_has_the_same_bits_whatever_the_rows_and_threads() -> None:
+    x, weight = _numbers(0, 2100, 900), _numbers(1, 100, 900)
+    threads = torch.get_num_threads()
+    whole = split_linear.split_linear(x, weight, None)
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            for rows in (1, 16, 17, 33, 600):
+                assert torch.equal(split_linear.split_linear(x[:rows], weight, None), whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (torch.ones(8, 5), torch.ones(3, 6), None),
+        (torch.ones(8, 5), torch.ones(5, 3).t(), None),
+        (torch.ones(8, 5), torch.ones(3, 5), torch.ones(4)),
+        (torch.ones(8, 5).double(), torch.ones(3, 5), None),
+        (torch.ones(8, 0), torch.ones(3, 0), None),
+    ],
+)
+def test_refuses_what_does_not_fit(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    assert not split_linear.serves(x, weight, bias)
+    with pytest.raises(RuntimeError, match="split_linear"):
+        torch.ops.fastgen.split_linear_out(torch.empty(8, 3), x, weight, bias)
+
+
+def test_a_named_instruction_set_rules_it_out() -> None:
+    for name in ("avx512", "avx2", "default"):
+        with instruction_set(name), pytest.raises((RuntimeError, NotImplementedError)):
+            torch.ops.fastgen.split_linear_out(torch.empty(8, 3), torch.ones(8, 5), torch.ones(3, 5), None)
+
+
+@needs_kernel
+def test_is_chosen_where_it_is_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.ones(64, 512), torch.ones(512, 512)
+    known = {"split": 0.1}
+
+    def timings(operator: str, key: str, count: int, measure: object) -> tuple[float, ...]:
+        return (1.0, known["split"]) if operator.startswith("split") else (1.0,) * count
+
+    monkeypatch.setattr(_timings, "get", timings)
+    assert products.MeasuredProducts(512, 512, False).gain(64).splits
+    product = products.faster(torch.empty(64, 512), x, weight, None)
+    assert product is not None and product.operator is torch.ops.fastgen.split_linear_out.default
+    assert not products.MeasuredProducts(512, 512, True).gain(64).splits
+    known["split"] = 2.0
+    assert not products.MeasuredProducts(512, 512, False).gain(64).splits
+    assert products.faster(torch.empty(64, 512), x, weight, None) is None
+
+
+@needs_kernel
+def test_costs_are_measured_once() -> None:
+    found = split_linear.costs(20, 40, 50)
+    assert found is not None and found == split_linear.costs(32, 40, 50, measure=False)
+    assert min(found) > 0
