@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import linear
+from fastgen.ops import linear, split_linear
 from fastgen_cli import fairseq as commands
 from tests.fairseq import models
 
@@ -52,6 +52,8 @@ def test_the_same_command_twice_prints_the_same_digits(strict, tmp_path, monkeyp
 
     def printed(costs: linear.Costs | None) -> list[str]:
         monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+        split = None if costs is None else split_linear.Costs(plain=2.0, split=9.0)
+        monkeypatch.setattr(split_linear, "costs", lambda *shape, measure: split)
         monkeypatch.setattr(FastLayers, "_shapes", {})
         assert commands.interactive(words) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("H-", "D-", "P-"))]
