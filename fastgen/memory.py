@@ -26,6 +26,14 @@ def capacity(needed: int, present: int) -> int:
     return max(needed, present + max(present // 4, _MIN_GROWTH))
 
 
+def is_out(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on whichever device. On the CPU torch has no type for it."""
+    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:", "bad_alloc")
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
 def free_host_memory() -> int:
     """Bytes that this process can allocate without swapping.
 

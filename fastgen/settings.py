@@ -59,7 +59,8 @@ class Settings:
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
             (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
             digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
-            instructions alone, so that a row's result depends neither on the other rows nor on the number of threads.
+            instructions alone, so that a row's result depends neither on what is in the other rows nor on the number of
+            threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
             GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU once calls
             like this one have asked for enough steps to pay for recording one. "always": in the first call already,

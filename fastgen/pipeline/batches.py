@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from fastgen import caches
+from fastgen import caches, memory
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError, one_line
 from fastgen.pipeline.planner import Batch, Prepared, split_rows
@@ -28,16 +28,6 @@ class Computed(Generic[Piece]):
     batch: Batch
     pieces: list[Piece] = field(default_factory=list)
     failures: list[tuple[Prepared, Problem]] = field(default_factory=list)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on whichever device."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "allocate memory:")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
 
 
 def free_captured_steps(device: Any) -> bool:
@@ -114,7 +104,7 @@ class BatchStage(ABC, Generic[Piece]):
             with switches.changed(**self._weights):
                 piece = self.forward(rows, batch)
         except Exception as error:
-            return Problem(OUT_OF_MEMORY if is_out_of_memory(error) else "model-error", one_line(error))
+            return Problem(OUT_OF_MEMORY if memory.is_out(error) else "model-error", one_line(error))
         self._succeeded = True
         return piece
 

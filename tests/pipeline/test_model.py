@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from fastgen import caches
-from fastgen.pipeline.batches import MOST_FAILURES, free_captured_steps, is_out_of_memory
+from fastgen import caches, memory
+from fastgen.pipeline.batches import MOST_FAILURES, free_captured_steps
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.loading import depends_on_padding, load
 from fastgen.pipeline.model import Decoder, Encoder, ModelStage, token_count
@@ -227,8 +227,16 @@ def test_a_model_that_refuses_everything_is_no_matter_of_records(bart, monkeypat
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    assert not is_out_of_memory(RuntimeError("size mismatch"))
-    assert not is_out_of_memory(ValueError("out of memory"))
+    assert not memory.is_out(RuntimeError("size mismatch"))
+    assert not memory.is_out(ValueError("out of memory"))
+
+
+def test_a_lack_of_memory_on_the_cpu_is_known():
+    """Torch has no type of its own for it."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(10**16)
+    assert memory.is_out(raised.value)
+    assert memory.is_out(torch.OutOfMemoryError("no room")) and memory.is_out(MemoryError())
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = progress.length[row];
     STD_TORCH_CHECK(at >= 1 && at + (drafted ? width - 1 : 0) <= capacity, "search_step: a length behind the buffer");
+    STD_TORCH_CHECK(at <= progress.limit[row] || !progress.unfinished[row], "search_step: a length behind the limit");
     STD_TORCH_CHECK(drafted || (kept[row] >= 0 && kept[row] < width), "search_step: more are accepted than there are");
   }
 
@@ -159,7 +160,7 @@ void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std
     }
     int64_t before_end = 0;  // up to the first that ends the sequence, that one included
     while (before_end < width && (before_end == 0 || !ends(token[before_end - 1], 0))) ++before_end;
-    count[row] = std::min({kept[row] + 1, before_end, progress.limit[row] - progress.length[row]});
+    count[row] = std::max<int64_t>(std::min({kept[row] + 1, before_end, progress.limit[row] - progress.length[row]}), 0);
     const bool goes_on = progress.unfinished[row] && !was_done;
     if (goes_on && !has_ended(row)) fewest = std::min(fewest, count[row]);
   }
@@ -336,6 +337,7 @@ void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tenso
               int64_t width) {
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
+  STD_TORCH_CHECK(width >= 0, "search_step: a width below zero");
   const int64_t rows = numbers.size(1), all = numbers.numel();
   int64_t* number = checked<int64_t>(numbers, {numbers.size(0), rows}, "numbers");
   const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");

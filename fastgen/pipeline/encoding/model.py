@@ -113,7 +113,7 @@ class EmbeddingStage(EncodingStage):
     _loaded: LoadedEmbedder
 
     def _values(self, inputs: dict[str, Any]) -> Any:
-        with switches.changed(padding="zero"):  # the modules mask it
+        with switches.changed(**switches.unless_explicit(padding="zero")):  # the modules mask it
             states = self._loaded.model(**inputs)[0]
         return self._loaded.modules(states, inputs["attention_mask"], self._loaded.prompt_length)
 

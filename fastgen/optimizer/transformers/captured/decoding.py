@@ -20,7 +20,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fastgen import settings
+from fastgen import memory, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
@@ -105,10 +105,13 @@ class Decoding:
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
                 state.restore()
-            if isinstance(error, torch.OutOfMemoryError):
+            if memory.is_out(error):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             raise CannotBeCaptured(_describe(error)) from error
+        finally:
+            # It refers to this object, which holds what the call returns of every step.
+            del self._host
         if step.is_captured:
             graph_cache.give_back(self._model, step)
         return result
@@ -189,10 +192,8 @@ class Decoding:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
             run()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            if error is not self._raised and not step.is_complete:
+            if error is not self._raised and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 

@@ -56,14 +56,18 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | No
         cached.wanted[key] += steps
         if cached.wanted[key] < PAYS_FROM:
             raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
-    step = cached.steps.pop(key, None)
-    return make() if step is None else step
+    step = cached.steps.pop(key, None) or make()
+    step.state = cached.state
+    return step
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
     """Keeps a captured step for the next call of its key; those that were not used for longest go for it."""
     cached = _models.pop(model, None)
     if cached is None:  # all were dropped meanwhile
+        return
+    if cached.state != step.state:  # settings or the model have changed meanwhile
+        _models[model] = cached
         return
     cached.steps[step.key] = step
     _models[model] = cached  # the last one that was used

@@ -20,7 +20,6 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.search import BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
-from fastgen.decoding.randomness import RandomState
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
@@ -112,6 +111,7 @@ class CapturedStep:
 
     def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
         self.key = key
+        self.state: Hashable = None  # of the model that it is captured with
         self.processors = processors
         self.device = device = prompt.tokens.device
         self._state = StepState(key.batch, key.per_input, key.capacity + key.width - 1, device, key.width)
@@ -269,9 +269,7 @@ class CapturedStep:
 
     def _rehearse(self, model: Any) -> None:
         """Runs the model for a step to come, which will store the same keys and values once more."""
-        random_state = RandomState(self.device)
         self._watched(graph.capturable(lambda: self._logits(model)))
-        random_state.restore()
 
     def _watched(self, run: Callable[[], object]) -> None:
         """Runs what is not captured while the host looks at what it may not look at later."""

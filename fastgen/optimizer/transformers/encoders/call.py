@@ -176,7 +176,8 @@ def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]
     now = settings.current()
     is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
     may_choose = now.linear_products == "measured" and now.packed_weights != "never"
-    is_wanted = is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
+    is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
+    is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
     return fast_layers(model) if is_wanted and split_linear.is_available() else contextlib.nullcontext()
 
 

@@ -165,7 +165,7 @@ def _serves(model: Any, inputs: dict[str, Tensor], flags: dict[str, Any]) -> boo
         and not any(flags.get(name) for name in ("output_attentions", "output_hidden_states", "use_cache"))
         and not (model.config.output_hidden_states or getattr(model.config, "output_attentions", False))
         and model.dtype is torch.float32
-        and now.captured_step == "auto"
+        and now.captured_step != "never"
         and now.linear_products == "measured"
         and now.weight_dtype == "fp32"
         and not torch.is_grad_enabled()

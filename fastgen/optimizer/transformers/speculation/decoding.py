@@ -72,7 +72,8 @@ class SpeculativeDecoding(Decoding):
                 self._streamer.rewind(already)  # another loop puts the same tokens again
             raise
         if self._streamer is not None:
-            self._streamer.end()
+            with self._users():
+                self._streamer.end()
         return result
 
     def _result(self, step: CapturedStep) -> Any:

@@ -100,7 +100,7 @@ class Positions:
         if all(kept is None for kept in self._records):
             return
         for row, end in enumerate(step.search.length.flatten()[: self._rows].tolist()):
-            self._ahead[row].extend(step.recorded[row, : end - self._known[row]].clone().unbind())
+            self._ahead[row].extend(step.recorded[row, : max(end - self._known[row], 0)].clone().unbind())
             self._known[row] = end
 
     def _note_scores(self) -> None:

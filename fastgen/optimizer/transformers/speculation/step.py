@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -120,7 +121,9 @@ class SpeculativeStep(CapturedStep):
         bounded = SymbolicLength.of(seen, key.stored_capacity, key.stored_capacity + key.capacity)
         own = [kv.view(state) for kv in self._own]
         if self.has_own_lengths:
-            return cache_of(own, self._cross, bounded, lambda: self._lengths_of_rows(state, bounded))
+            # The step holds the cache: it would never be freed at once if the cache held the step.
+            step = weakref.ref(self)
+            return cache_of(own, self._cross, bounded, lambda: step()._lengths_of_rows(state, bounded))
         return cache_of(own, self._cross, bounded)
 
     @property
