@@ -443,7 +443,7 @@ class CapturedStep:
             buffer.copy_(part)
 
     def _make_proposal(self, like: tuple[Tensor, ...]) -> None:
-        self._proposal = tuple(torch.empty_like(part) for part in like)
+        self._proposal = tuple(torch.zeros_like(part) for part in like)
         self._stops = torch.zeros(like[0].numel(), dtype=torch.bool, device=self.device)
 
     def _take(self, end: Callable[[], None]) -> None:
