@@ -39,7 +39,7 @@ def test_the_captured_step_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "never")
     assert settings.Settings.from_environment().captured_step == "never"
     monkeypatch.setenv("FASTGEN_CAPTURED_STEP", "sometimes")
-    with pytest.raises(ValueError, match="FASTGEN_CAPTURED_STEP.*sometimes.*auto, never"):
+    with pytest.raises(ValueError, match="FASTGEN_CAPTURED_STEP.*sometimes.*auto, always, never"):
         settings.Settings.from_environment()
 
 

@@ -17,7 +17,7 @@ from tests.equivalence.models import PAD
 from tests.recorded_graph import RecordedGraph
 
 NEW, PROMPT, BATCH = 24, 16, 3
-HOST = Host(lambda tokens, scores: scores, lambda tokens: tokens[:, 0] < 0)  # neither is called
+HOST = Host(lambda tokens, scores: scores, lambda tokens: tokens[:, 0] < 0, lambda made: None)  # none is called
 
 
 @pytest.fixture(params=["program", "graph"], autouse=True)
@@ -54,7 +54,7 @@ def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -
         "batch": BATCH, "per_input": beams, "prompt_capacity": PROMPT, "new_capacity": NEW, "stored_capacity": PROMPT,
         "capacity": NEW + 8, "width": 1, "encoder": None, "source_in_front": False,
         "early_stopping": None if beams == 1 else False, "samples": False, "eos": eos, "processors": (),
-        "has_criteria": False, "tensors": ("attention_mask", "position_ids"), "constants": (("use_cache", True),),
+        "has_criteria": False, "kept": (), "tensors": ("attention_mask", "position_ids"), "constants": (("use_cache", True),),
         "kv": (), "windows": (None,) * len(prompt.own),
     }  # fmt: skip
     return CapturedStep(Key(**(key | changes)), prompt, ())
@@ -126,6 +126,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
     [
         {"windows": (8, 8)},
         {"has_criteria": True},
+        {"kept": ("scores",)},
         {"processors": None},
         {"tensors": ("attention_mask",)},
         {"samples": True},

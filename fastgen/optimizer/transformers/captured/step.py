@@ -185,7 +185,7 @@ class CapturedStep:
         reads that one, as its tensors say, and chooses the first token. ValueError: they can only begin together.
         """
         key = self.key
-        is_by_row = key.processors == () and not (key.has_criteria or key.encoder or any(key.windows))
+        is_by_row = key.processors == () and not (key.has_criteria or key.kept or key.encoder or any(key.windows))
         is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= key.capacity
         is_by_row &= not key.samples and inputs.step in (None, 1)
         if inputs != slice(None) and not is_by_row:
