@@ -54,8 +54,8 @@ def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -
         "batch": BATCH, "per_input": beams, "prompt_capacity": PROMPT, "new_capacity": NEW, "stored_capacity": PROMPT,
         "capacity": NEW + 8, "width": 1, "encoder": None, "source_in_front": False,
         "early_stopping": None if beams == 1 else False, "samples": False, "eos": eos, "processors": (),
-        "has_criteria": False, "kept": (), "tensors": ("attention_mask", "position_ids"), "constants": (("use_cache", True),),
-        "kv": (), "windows": (None,) * len(prompt.own),
+        "has_criteria": False, "kept": (), "tensors": ("attention_mask", "position_ids"),
+        "constants": (("use_cache", True),), "kv": (), "windows": (None,) * len(prompt.own),
     }  # fmt: skip
     return CapturedStep(Key(**(key | changes)), prompt, ())
 
