@@ -22,7 +22,7 @@ from benchmarks.measure import summary, timed
 from benchmarks.record import Record
 from benchmarks.workload import CAPTURED_STEP, Context, Outcome, Workload, check_code
 from benchmarks.workloads.gpu_models import OnGpu
-from fastgen.pipeline.batches import is_out_of_memory
+from fastgen.memory import is_out
 from fastgen.pipeline.memory import free_memory
 
 _OF_FREE = 0.9
@@ -90,7 +90,7 @@ class LargestBatch(Workload):
             try:
                 return self._time_batch(backend, self._job(model, batch), context, record)
             except Exception as error:
-                if batch == 1 or not is_out_of_memory(error):
+                if batch == 1 or not is_out(error):
                     raise
             # Outside of the handler: the exception held the tensors of its frames.
             context.log(f"{backend.name}: {batch} inputs do not fit")
