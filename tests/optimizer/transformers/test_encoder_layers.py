@@ -34,11 +34,16 @@ def test_layers_in_float32_change_for_many_rows_and_matrix_registers(
 ) -> None:
     monkeypatch.setattr(call, "fast_layers", lambda model: nullcontext("fast"))
     monkeypatch.setattr(split_linear, "is_available", lambda: True)
-    model = SimpleNamespace(dtype=dtype)
-    with settings.changed(**changes), call._many_rows(model, given) as found:
+    model = SimpleNamespace(dtype=dtype, _compiled_call_impl=None)
+    with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
         assert found == ("fast" if changed else None)
+    compiled = SimpleNamespace(dtype=dtype, _compiled_call_impl=model)
+    with torch.no_grad(), settings.changed(**changes), call._many_rows(compiled, given) as found:
+        assert found is None
+    with torch.enable_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
+        assert found is None
     monkeypatch.setattr(split_linear, "is_available", lambda: False)
-    with settings.changed(**changes), call._many_rows(model, given) as found:
+    with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
         assert found is None
 
 
