@@ -36,8 +36,6 @@ MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: less is not worth a copy of it. In layers in half
 # precision, so must FastGen's products to be used: calling them takes a little longer than what is measured.
 _MARGIN = 0.05
-
-
 # Up to so many rows dot products are the fixed choice: mostly, they are the fastest.
 _DOTS_ROWS = 4
 

@@ -26,22 +26,21 @@ from tests.pipeline import tiny
 from tests.quantization import tiny as families
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
+def _saved(build, folder: Path) -> Path:
     tokens = tiny.tokenizer(encoder_decoder=False)
-    families.llama(vocab_size=len(tokens)).save_pretrained(folder)
+    build(vocab_size=len(tokens)).save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return _saved(families.llama, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt2")
-    tokens = tiny.tokenizer(encoder_decoder=False)
-    families.gpt2(vocab_size=len(tokens)).save_pretrained(folder)
-    tokens.save_pretrained(folder)
-    return folder
+    return _saved(families.gpt2, tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture
