@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, _timings
-from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
+from fastgen.ops.linear import MAX_BYTES, as_rows, count_of_cold, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 5"
+_KERNEL = "dot linear 6"
 # Of more rows nothing is measured: the lines of a weight are read from the cache once for every few of them.
 MAX_ROWS = 16
 # Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
@@ -90,7 +90,7 @@ def costs(
 def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool) -> Costs:
     size = inputs * dtype.itemsize
     some = min(outputs, max(MAX_BYTES // size, 1))
-    count = max(1, min(64, COLD_BYTES // (size * some)))
+    count = count_of_cold(size * some, 64)
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)

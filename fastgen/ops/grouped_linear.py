@@ -9,6 +9,11 @@ of the largest of their row and group. What these integers come to within a grou
 So a result differs from the product with the weight in float32 by rounding the inputs alone: by at most
 `sum over groups of (largest input of the group) / 254 * sum of |weight|`. A row has the same result whatever the other
 rows and the number of threads.
+
+Weights may be *rotated* before they are rounded: each group is multiplied with the Hadamard matrix H of its size
+n, and so are the inputs, before they are rounded. As H H^T = n, which the inputs are divided by, the product stays.
+What is much larger than the rest of its group is spread over the whole group, and costs fewer digits (Ashkboos et al.,
+"QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, section 3). The bound then holds for what is rotated.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library
@@ -42,6 +46,8 @@ class PackedWeight(NamedTuple):
     inputs: int
     bits: int
     group_size: int
+    # Numbers are those of the weight times the Hadamard matrix of a group: inputs are multiplied with it, too.
+    rotated: bool = False
 
 
 def pack(
@@ -90,36 +96,34 @@ def pack(
     )
 
 
-def rounded(weight: Tensor, bits: int, group_size: int) -> PackedWeight:
+def rounded(weight: Tensor, bits: int, group_size: int, rotated: bool = False) -> PackedWeight:
     """A weight [outputs, inputs], floating, rounded to the nearest numbers, and packed.
 
     The scale of a group makes its largest weight 127 of 8 bits, or -8 of 4 bits, whichever sign that has: so all 16
-    numbers are used. It is one of float16 if all of them are.
+    numbers are used. It is one of float16 if all of them are. Groups that are `rotated` have 32, 64 or 128 inputs.
 
     Raises:
         RuntimeError: the shape or the sizes do not fit.
     """
     weight = weight.detach()
-    scales = scales_of(weight, bits, group_size)
-    numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size)
-    packed = _by_panels(scales)
-    outputs, inputs = weight.shape
-    return PackedWeight(numbers, packed, None, None, None, outputs, inputs, bits, group_size)
+    least, most = torch.ops.fastgen.group_extremes.default(weight, group_size, rotated)
+    scales = scales_of(least, most, bits)
+    numbers = torch.ops.fastgen.round_to_panels.default(weight, scales.float(), bits, group_size, rotated)
+    packed, (outputs, inputs) = _by_panels(scales), weight.shape
+    return PackedWeight(numbers, packed, None, None, None, outputs, inputs, bits, group_size, rotated)
 
 
-def scales_of(weight: Tensor, bits: int, group_size: int) -> Tensor:
-    """The scales with which `rounded` rounds a weight, [outputs, groups]."""
-    wide = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
-    lowest, highest = (each.float() for each in torch.aminmax(wide, dim=2))
-    exact = torch.where(-lowest > highest, -lowest, highest) / 127 if bits == 8 else _of_eight(lowest, highest)
+def scales_of(least: Tensor, most: Tensor, bits: int) -> Tensor:
+    """The scales of groups whose least and largest numbers are these, which are in float32.
+
+    In float16 if it holds all of them with enough digits, else in float32.
+    """
+    largest = torch.where(-least > most, -least, most)
+    exact = largest / 127 if bits == 8 else torch.where(-least > most, least, most) / -8
     half = exact.half()
     sizes = half.abs()[exact != 0]
     is_half = bool(((sizes >= _LEAST_HALF) & sizes.isfinite()).all())
     return half if is_half else exact
-
-
-def _of_eight(lowest: Tensor, highest: Tensor) -> Tensor:
-    return torch.where(-lowest > highest, lowest, highest) / -8
 
 
 def _check(
@@ -156,7 +160,10 @@ def _by_panels(factors: Tensor) -> Tensor:
 
 
 def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
-    """What `pack` was given, of all outputs or some, [n] int64: numbers, [n, inputs], scales, zeros and minimums."""
+    """What `pack` was given, of all outputs or some, [n] int64: numbers, [n, inputs], scales, zeros and minimums.
+
+    Of a rotated weight, the numbers of the last group are all there.
+    """
     if isinstance(outputs, slice):
         outputs = torch.arange(weight.outputs, device=weight.numbers.device)[outputs]
     panels, lanes = outputs // _PANEL, outputs % _PANEL
@@ -165,7 +172,7 @@ def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tup
         lines = torch.stack((lines & 15, lines >> 4), dim=2)
     factors = weight.scales, weight.zeros, weight.minimums
     return (
-        lines.flatten(1)[:, : weight.inputs],
+        lines.flatten(1)[:, : None if weight.rotated else weight.inputs],
         [None if factor is None else factor[panels, :, lanes] for factor in factors],
     )
 
@@ -173,7 +180,17 @@ def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tup
 def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | slice = slice(None)) -> Tensor:
     """The weight, [outputs, inputs], in a floating type, or some of its outputs; computed in float32, rounded once."""
     found = values(*unpacked(weight, outputs), weight.bits, weight.group_size)
+    if weight.rotated:
+        found = rotated(found, weight.group_size)[:, : weight.inputs] / weight.group_size
     return (found if weight.order is None else found[:, weight.order.argsort()]).to(dtype)
+
+
+def rotated(x: Tensor, group_size: int) -> Tensor:
+    """x [..., whole groups], each group times the Hadamard matrix of its size, a power of two; in floating point."""
+    matrix = x.new_ones(1, 1)
+    while matrix.shape[0] < group_size:
+        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
+    return (x.unflatten(-1, (-1, group_size)) @ matrix).flatten(-2)
 
 
 def values(numbers: Tensor, factors: list[Tensor | None], bits: int, group_size: int) -> Tensor:
@@ -194,7 +211,10 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
 
     Raises:
         IndexError: there is no such line.
+        ValueError: the weight is rotated: its numbers are not those of single inputs.
     """
+    if weight.rotated:
+        raise ValueError("lines of a rotated weight")
     # Zeros: while a step is recorded, what nobody has written must not be read.
     like = torch.zeros(0, dtype=dtype, device=which.device)
     sizes = weight.outputs, weight.inputs, weight.bits, weight.group_size
@@ -219,7 +239,7 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
     rows = as_rows(x)
     if rows.shape[1] != weight.inputs:
         raise RuntimeError(f"grouped_linear: {rows.shape[1]} inputs for a weight of {weight.inputs}")
-    sizes = weight.outputs, weight.bits, weight.group_size
+    sizes = weight.outputs, weight.bits, weight.group_size, weight.rotated
     y = torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
 
@@ -239,7 +259,11 @@ def unavailable() -> str | None:
     return None
 
 
-def _fake_panels(weight: Tensor, scales: Tensor, bits: int, group_size: int) -> Tensor:
+def _fake_extremes(weight: Tensor, group_size: int, rotated: bool) -> Tensor:
+    return weight.new_empty(2, weight.shape[0], -(-weight.shape[1] // group_size), dtype=torch.float32)
+
+
+def _fake_panels(weight: Tensor, scales: Tensor, bits: int, group_size: int, rotated: bool) -> Tensor:
     panels, lines = -(-weight.shape[0] // _PANEL), scales.shape[1] * group_size * bits // 32
     return weight.new_empty(panels, lines, _PANEL, 4, dtype=torch.uint8)
 
@@ -250,7 +274,7 @@ def _fake_rows(like: Tensor, which: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
-    outputs = rest[-3]
+    outputs = rest[-4]
     return x.new_empty(x.shape[0], outputs)
 
 
@@ -260,7 +284,11 @@ def _fake_nothing(*arguments: Any) -> None:
 
 _PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
 _library.define(
-    "round_to_panels(Tensor weight, Tensor scales, int bits, int group_size) -> Tensor",
+    "group_extremes(Tensor weight, int group_size, bool rotated) -> Tensor",
+    fake=_fake_extremes,
+)
+_library.define(
+    "round_to_panels(Tensor weight, Tensor scales, int bits, int group_size, bool rotated) -> Tensor",
     fake=_fake_panels,
 )
 _library.define(
@@ -269,17 +297,17 @@ _library.define(
     fake=_fake_rows,
 )
 _library.define(
-    f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size) -> Tensor",
+    f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size, bool rotated) -> Tensor",
     fake=_fake_linear,
 )
 _library.define(
-    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size) -> ()",
+    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size, bool rotated) -> ()",
     fake=_fake_nothing,
 )
 # Several of them with the same x.
 _library.define(
     "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
-    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size) -> ()",
+    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size, bool rotated) -> ()",
     fake=_fake_nothing,
 )
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")

@@ -23,14 +23,15 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 7"
+_KERNEL = "linear 8"
 # Shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
 # A wider layer is measured with fewer outputs, and in proportion.
-MAX_BYTES = 2**26
+MAX_BYTES = 2**24
 # The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
-# With many rows that makes no difference.
-COLD_BYTES = 2**25
+# With many rows that makes no difference. So they are taken out of it, and take turns: so many bytes of them, or more
+# where they cannot be taken out.
+_COLD_BYTES, _COLD_BYTES_BY_TURNS = 2**23, 2**25
 _MANY_ROWS = 256
 # So often at least; more often, up to the latter, until the shortest time of every product has been met twice.
 _ROUNDS, _MAX_ROUNDS = 3, 12
@@ -129,7 +130,7 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
     x, bias = full((rows, inputs), 0.5), full((some,), 0.5)
-    count = max(1, min(16, COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
+    count = count_of_cold(4 * inputs * some, 16) if rows < _MANY_ROWS else 1
     weights = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
     start = time.perf_counter()
     packed = [pack(weight.t() if transposed else weight) for weight in weights]
@@ -154,7 +155,7 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
 
 
 def shortest_times(products: list[tuple[Callable[[Tensor], object], list[Tensor]]]) -> list[float]:
-    """Seconds that each product takes with one of its weights, which are too many for the cache.
+    """Seconds that each product takes with one of its weights, which come from memory (`count_of_cold`).
 
     They run in turns, so that what else the machine does meets all of them.
     """
@@ -166,13 +167,27 @@ def shortest_times(products: list[tuple[Callable[[Tensor], object], list[Tensor]
     return [min(times) for times in zip(*rounds, strict=True)]
 
 
+def count_of_cold(size: int, most: int) -> int:
+    """How many weights of `size` bytes to measure with, so that they come from memory; `most` at the most."""
+    can_evict = evict(torch.zeros(1, device="cpu"))
+    return max(1, min(most, (_COLD_BYTES if can_evict else _COLD_BYTES_BY_TURNS) // size))
+
+
+def evict(x: Tensor) -> bool:
+    """Takes a tensor whose numbers lie next to each other out of the processor's caches. False if it cannot."""
+    return is_available() and torch.ops.fastgen.evict.default(x)
+
+
 def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    for weight in weights:
+        evict(weight)
     start = time.perf_counter()
     for weight in weights:
         product(weight)
     return (time.perf_counter() - start) / len(weights)
 
 
+_library.define("evict(Tensor x) -> bool")
 _library.define("pack_linear(Tensor weight) -> Tensor")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -1,11 +1,11 @@
 """Linear layers on weights of 4 or 8 bits or in bfloat16: for those who ask for them, results are not those of float32.
 
-`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`). `bf16` rounds weights
-and inputs to 8 significant bits; products are summed in float32. Its kernels (csrc/cpu/quantized_linear.cpp) use the
-matrix registers (AMX) or the vector instructions (AVX-512 BF16) of the processor. Where there is nothing to gain,
-`unavailable` says so.
+`int8` and `int4` are rounded to the nearest in groups of inputs (`fastgen.ops.grouped_linear`), `int8` after rotating
+them. `bf16` rounds weights and inputs to 8 significant bits; products are summed in float32. Its kernels
+(csrc/cpu/quantized_linear.cpp) use the matrix registers (AMX) or the vector instructions (AVX-512 BF16) of the
+processor. Where there is nothing to gain, `unavailable` says so.
 
-On a GPU, `int8` and `int4` are rounded in the same way, and inputs are not (`fastgen.ops.triton.grouped_linear`).
+On a GPU, no weight is rotated, and inputs are not rounded (`fastgen.ops.triton.grouped_linear`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRECISIONS = ("int8", "int4", "bf16")
 _BITS = {"int8": 8, "int4": 4}
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "quantized linear 5"
+_KERNEL = "quantized linear 6"
 # What is measured, in rows, inputs and outputs: a decoding step and a prompt.
 _MEASURED = ((16, 768, 768), (256, 768, 768))
 _ROUNDS = 20
@@ -55,7 +55,8 @@ def pack(weight: Tensor, precision: str, group_size: int = 64) -> PackedWeight |
     if lines.is_for(weight.device):
         return lines.rounded(weight, _BITS[precision], group_size)
     if precision in _BITS:
-        return grouped_linear.rounded(weight, _BITS[precision], group_size)
+        # In 4 bits, what rotating gains is lost among what rounding costs.
+        return grouped_linear.rounded(weight, _BITS[precision], group_size, rotated=precision == "int8")
     return TiledWeight(torch.ops.fastgen.pack_bf16_linear.default(weight.detach()), weight.shape[0])
 
 

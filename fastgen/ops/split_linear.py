@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, _timings
-from fastgen.ops.linear import COLD_BYTES, MAX_BYTES, as_rows, shortest_times
+from fastgen.ops.linear import MAX_BYTES, as_rows, count_of_cold, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "split linear 2"
+_KERNEL = "split linear 3"
 # Fewer rows fill no register.
 MIN_ROWS = 8
 _MAX_ROWS = 1024
@@ -98,7 +98,7 @@ def costs(rows: int, inputs: int, outputs: int, measure: bool = True) -> Costs |
 @torch.no_grad()
 def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     some = min(outputs, max(MAX_BYTES // (4 * inputs), 1))
-    count = max(1, min(16, COLD_BYTES // (4 * inputs * some))) if rows < _MANY_ROWS else 1
+    count = count_of_cold(4 * inputs * some, 16) if rows < _MANY_ROWS else 1
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
     x, bias = full((rows, inputs), 0.5), full((some,), 0.5)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _timings, dot_linear
-from fastgen.ops.linear import COLD_BYTES, as_rows, shortest_times
+from fastgen.ops.linear import as_rows, count_of_cold, shortest_times
 
 # Timings are those of this code: to be renamed when it changes.
-_KERNEL = "widened linear 1"
+_KERNEL = "widened linear 2"
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Of the lines that are in float32 at a time; fewer of them than these are not worth a call of torch's product.
 _BLOCK_BYTES, _MIN_LINES = 2**20, 64
@@ -100,7 +100,7 @@ def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: boo
 def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
     some = min(outputs, max(_MAX_WORK // (rows * inputs), _MIN_LINES))
     # With few rows the weight comes from memory, as in a model.
-    count = max(1, min(8, COLD_BYTES // (2 * inputs * some))) if rows == _BUCKETS[0] else 1
+    count = count_of_cold(2 * inputs * some, 8) if rows == _BUCKETS[0] else 1
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x = full((rows, inputs), 0.5)

@@ -303,3 +303,24 @@ def test_without_a_folder_nothing_is_written(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FASTGEN_CACHE", "/proc/nowhere")
     linear.costs(2, 32, 16, False)
     assert len(_timings.all(linear._KERNEL)) == 2 and not cache.exists()
+
+
+@pytest.mark.parametrize("can_evict", [True, False])
+def test_measured_weights_come_from_memory(can_evict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted: list[int] = []
+    monkeypatch.setattr(linear, "evict", lambda weight: evicted.append(weight.data_ptr()) or can_evict)
+    assert linear.count_of_cold(2**20, 64) == (8 if can_evict else 32)
+    assert linear.count_of_cold(2**20, 4) == 4 and linear.count_of_cold(2**30, 4) == 1
+    weights = [torch.ones(8, 8), torch.ones(8, 8)]
+
+    def product(weight: torch.Tensor) -> None:
+        assert evicted == [each.data_ptr() for each in weights]
+
+    evicted.clear()
+    linear._seconds(product, weights)
+
+
+def test_a_tensor_that_is_evicted_keeps_its_numbers() -> None:
+    x = torch.arange(1000.0)[3:]
+    assert linear.evict(x) in (True, False)
+    assert torch.equal(x, torch.arange(3.0, 1000.0))

@@ -173,6 +173,20 @@ def test_few_bits_are_in_groups_on_every_processor(precision: str) -> None:
     assert ((result - expected).norm() / expected.norm()).item() < {"int8": 0.01, "int4": 0.1}[precision]
 
 
+@pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
+def test_large_inputs_cost_few_digits_in_8_bits() -> None:
+    """Groups are rotated there, and only there."""
+    weight, x = torch.randn(70, 256) * 0.1, torch.randn(40, 256)
+    x[:, 7::64] *= 60
+    exact = x.double() @ weight.double().t()
+
+    def error(packed: grouped_linear.PackedWeight) -> float:
+        return float((quantized_linear.quantized_linear(x, packed, None) - exact).norm())
+
+    assert error(quantized_linear.pack(weight, "int8")) < 0.5 * error(grouped_linear.rounded(weight, 8, 64))
+    assert error(quantized_linear.pack(weight, "int4")) == error(grouped_linear.rounded(weight, 4, 64))
+
+
 @pytest.fixture
 def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of this machine."""

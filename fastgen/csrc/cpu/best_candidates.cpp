@@ -11,6 +11,7 @@
 #include "elementwise/functions.h"
 #include "float16.h"
 #include "instruction_set.h"
+#include "parallel.h"
 #include "topk.h"
 
 #include <torch/csrc/stable/library.h>
@@ -214,7 +215,7 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
   const int64_t parts = (vocabulary + kPart - 1) / kPart;
   const Loops chosen = loops();
   std::vector<Part> found(inputs * per_input * parts);
-  torch::stable::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, static_cast<int64_t>(found.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / parts, first = task % parts * kPart;
       found[task].scan(data + (row * vocabulary + first) * bytes, type, std::min(kPart, vocabulary - first),

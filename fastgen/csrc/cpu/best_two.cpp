@@ -4,6 +4,7 @@
 // Of each block of scores the largest is found. Then only the block with the best one is looked at once more: for its place
 // and for the second best in the same block.
 #include "instruction_set.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -112,7 +113,7 @@ void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, d
   const LookAt look = look_at();
   // A thread is not worth starting for a few thousand scores.
   const int64_t grain = std::max<int64_t>(1, 32768 / vocabulary);
-  torch::stable::parallel_for(0, scores.size(0), grain, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, scores.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const Best found = best_of(score + row * vocabulary, vocabulary, static_cast<float>(masked),
                                  static_cast<float>(share), look);

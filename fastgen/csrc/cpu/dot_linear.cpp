@@ -11,6 +11,7 @@
 #include "bfloat16.h"
 #include "float16.h"
 #include "instruction_set.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -161,7 +162,7 @@ void multiply(const Kernel& kernel, const Tensor& x, std::vector<Arguments>& pro
   // In pieces of whole groups of outputs (of the first product), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
   const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
-  torch::stable::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     int64_t first = 0;  // output of this product, among those of all
     for (const Arguments& product : products) {
       const int64_t from = std::max(begin * piece - first, int64_t{0});

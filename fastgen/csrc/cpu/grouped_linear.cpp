@@ -5,10 +5,11 @@
 // vector has lanes, and nothing is added across lanes. Inputs are rounded to 8 bits row by row and group by group, so the
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
 // are added in float32, in their order. Many rows are multiplied in the matrix registers of AMX, with the same result.
-#include "bfloat16.h"
 #include "float16.h"
+#include "grouped_linear/rows.h"
 #include "instruction_set.h"
 #include "matrix_registers.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +20,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -33,26 +33,21 @@
 
 namespace {
 
+using fastgen::Group;
+using fastgen::is_floating;
+using fastgen::kGrain;
+using fastgen::kMaxGroup;
+using fastgen::kPanel;
+using fastgen::read;
+using fastgen::read_line;
+using fastgen::write;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kPanel = 32;  // outputs
 // Bytes of a panel that are asked for ahead of time.
 constexpr int64_t kAhead = 1024;
-// Numbers that are rounded before it pays to wake another thread.
-constexpr int64_t kGrain = 1 << 15;
-constexpr int64_t kMaxGroup = 256;
 // Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
-// A sum with this has no fraction: it is rounded to the nearest, of two as near to the even one.
-constexpr float kRounding = 12582912.0f;
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-// What the bytes of a group of a row stand for, and their sum.
-struct Group {
-  float scale;
-  int32_t sum;
-};
 
 // Rows in bytes.
 struct Inputs {
@@ -176,22 +171,6 @@ void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t num
   }
 }
 
-struct Rounding {
-  void (*quantize)(const float*, int64_t, int64_t, int8_t*, Group*);
-  void (*round_line)(const float*, int64_t, int64_t, const float*, int32_t, uint8_t*);
-};
-
-Rounding rounding() {
-  switch (kernels()) {
-#ifdef FASTGEN_X86
-    case Kernels::kAvx512Vnni: return {&avx512vnni::quantize, &avx512vnni::round_line};
-    case Kernels::kAvxVnni:
-    case Kernels::kAvx2: return {&avx2::quantize, &avx2::round_line};
-#endif
-    default: return {&portable::quantize, &portable::round_line};
-  }
-}
-
 // Whether so many rows with groups of this size are multiplied in the matrix registers.
 bool are_in_matrices(int64_t rows, int64_t group_size) {
 #ifdef FASTGEN_MATRICES
@@ -238,46 +217,6 @@ class Worker {
   uint8_t* numbers_ = nullptr;
 };
 
-bool is_floating(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
-}
-
-float read(const void* from, int64_t at, ScalarType type) {
-  if (type == ScalarType::Float) return static_cast<const float*>(from)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
-  return type == ScalarType::BFloat16 ? fastgen::to_float(bits) : fastgen::float16_to_float(bits);
-}
-
-// `count` numbers, `stride` apart, or those that `order` names.
-void read_line(const void* from, int64_t at, int64_t count, int64_t stride, const int64_t* order, ScalarType type,
-               float* to) {
-  const auto copy = [&](const auto* numbers, const auto& widen) {
-    if (order != nullptr) {
-      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + order[i] * stride]);
-    } else if (stride == 1) {
-      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + i]);
-    } else {
-      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + i * stride]);
-    }
-  };
-  if (type == ScalarType::Float) {
-    copy(static_cast<const float*>(from), [](float x) { return x; });
-  } else if (type == ScalarType::BFloat16) {
-    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return fastgen::to_float(x); });
-  } else {
-    copy(static_cast<const uint16_t*>(from), [](uint16_t x) { return fastgen::float16_to_float(x); });
-  }
-}
-
-void write(void* to, int64_t at, ScalarType type, float number) {
-  if (type == ScalarType::Float) {
-    static_cast<float*>(to)[at] = number;
-  } else {
-    static_cast<uint16_t*>(to)[at] =
-        type == ScalarType::BFloat16 ? fastgen::to_bfloat16(number) : fastgen::to_float16(number);
-  }
-}
-
 // A packed weight as the operators get it, with its checks.
 struct Packed {
   Tensor numbers, scales;
@@ -318,7 +257,7 @@ struct RoundedRows {
   std::vector<Group> groups;
   int64_t stride;
 
-  RoundedRows(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size) {
+  RoundedRows(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size, bool rotated) {
     const int64_t rows = x.size(0), inputs = x.size(1), count = (inputs + group_size - 1) / group_size;
     const ScalarType type = x.scalar_type();
     stride = count * group_size;
@@ -327,26 +266,34 @@ struct RoundedRows {
     numbers.resize(whole * stride);
     groups.resize(whole * count);
     const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
-    const bool is_as_it_is = from == nullptr && type == ScalarType::Float;
-    const auto kernel = rounding().quantize;
+    const bool is_as_it_is = from == nullptr && type == ScalarType::Float && (!rotated || stride == inputs);
+    const fastgen::RowKernels kernels = fastgen::row_kernels();
     const auto round = [&](int64_t begin, int64_t end) {
-      std::vector<float> line(is_as_it_is ? 0 : inputs);
+      // With zeros behind them for the last group.
+      std::vector<float> line(is_as_it_is ? 0 : stride), turned(rotated ? stride : 0);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t start = row * x.stride(0);
         if (!is_as_it_is) read_line(x.const_data_ptr(), start, inputs, 1, from, type, line.data());
         const float* values = is_as_it_is ? static_cast<const float*>(x.const_data_ptr()) + start : line.data();
-        kernel(values, inputs, group_size, numbers.data() + row * stride, groups.data() + row * count);
+        if (rotated) {
+          kernels.rotate(values, stride, group_size, 1.0f / static_cast<float>(group_size), turned.data());
+          values = turned.data();
+        }
+        kernels.quantize(values, rotated ? stride : inputs, group_size, numbers.data() + row * stride,
+                         groups.data() + row * count);
       }
     };
     if (rows * stride < kGrain) {
       round(0, rows);
     } else {
-      torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / stride, 1), round);
+      fastgen::parallel_for(0, rows, std::max<int64_t>(kGrain / stride, 1), round);
     }
   }
 };
 
-void check(const Tensor& x, const std::optional<Tensor>& order) {
+void check(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size, bool rotated) {
+  STD_TORCH_CHECK(!rotated || fastgen::can_rotate(group_size),
+                  "grouped_linear: rotated groups have 32, 64 or 128 inputs");
   STD_TORCH_CHECK(x.dim() == 2 && is_floating(x.scalar_type()) && x.size(1) > 0 && (x.stride(1) == 1 || x.size(1) == 1),
                   "grouped_linear: x must be [rows, inputs] of a floating type, with the inputs next to each other");
   if (!order) return;
@@ -392,12 +339,12 @@ void store(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, co
 void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
                          std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
                          std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
-                         int64_t group_size) {
+                         int64_t group_size, bool rotated) {
   const size_t count = results.size();
   STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
                       minimums.size() == count && biases.size() == count,
                   "grouped_linear: as many parts of weights and biases as results");
-  check(x, order);
+  check(x, order, group_size, rotated);
   std::vector<Weight> weights;
   std::vector<int64_t> ends;  // of the panels of each product, among those of all
   int64_t panels = 0;
@@ -409,12 +356,12 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
   }
   const int64_t rows = x.size(0);
   if (rows == 0 || panels == 0) return;
-  const RoundedRows rounded(x, order, group_size);
+  const RoundedRows rounded(x, order, group_size, rotated);
   const Inputs inputs{rounded.numbers.data(), rounded.groups.data(), rounded.stride};
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   const int64_t piece = (panels + threads - 1) / threads;
   const bool in_matrices = are_in_matrices(rows, group_size);
-  torch::stable::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     size_t product = 0;
     Worker worker(weights[0], in_matrices);
     for (int64_t number = begin * piece; number < std::min(end * piece, panels); ++number) {
@@ -430,16 +377,16 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
 
 void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
                         std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
-                        int64_t bits, int64_t group_size) {
-  grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size);
+                        int64_t bits, int64_t group_size, bool rotated) {
+  grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size, rotated);
 }
 
 Tensor grouped_linear(Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
                       std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
-                      int64_t outputs, int64_t bits, int64_t group_size) {
+                      int64_t outputs, int64_t bits, int64_t group_size, bool rotated) {
   STD_TORCH_CHECK(x.dim() == 2 && outputs > 0, "grouped_linear: x must be [rows, inputs]");
   Tensor y = torch::stable::new_empty(x, {x.size(0), outputs});
-  grouped_linear_out(y, x, numbers, scales, zeros, minimums, order, bias, bits, group_size);
+  grouped_linear_out(y, x, numbers, scales, zeros, minimums, order, bias, bits, group_size, rotated);
   return y;
 }
 
@@ -475,47 +422,9 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
   return y;
 }
 
-// A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
-Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size) {
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && is_floating(weight.scalar_type()),
-                  "round_to_panels: the weight must be [outputs, inputs] of a floating type");
-  STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
-                  "round_to_panels: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), groups = (inputs + group_size - 1) / group_size;
-  STD_TORCH_CHECK(scales.dim() == 2 && scales.size(0) == outputs && scales.size(1) == groups &&
-                      scales.scalar_type() == ScalarType::Float && scales.is_contiguous(),
-                  "round_to_panels: the scales must be [outputs, groups] of float32");
-  const int64_t panels = (outputs + kPanel - 1) / kPanel, lines = groups * group_size / 4 * bits / 8;
-  Tensor numbers = torch::stable::new_zeros(weight, {panels, lines, kPanel, 4}, ScalarType::Byte);
-  uint8_t* const to = static_cast<uint8_t*>(numbers.mutable_data_ptr());
-  const float* scale = static_cast<const float*>(scales.const_data_ptr());
-  const auto kernel = rounding().round_line;
-  torch::stable::parallel_for(0, outputs, std::max<int64_t>(kGrain / inputs, 1), [&](int64_t begin, int64_t end) {
-    std::vector<float> values(inputs);
-    std::vector<uint8_t> line(groups * group_size);
-    for (int64_t o = begin; o < end; ++o) {
-      read_line(weight.const_data_ptr(), o * weight.stride(0), inputs, weight.stride(1), nullptr, weight.scalar_type(),
-                values.data());
-      kernel(values.data(), inputs, group_size, scale + o * groups, 1 << (bits - 1), line.data());
-      uint8_t* of = to + o / kPanel * lines * kPanel * 4 + o % kPanel * 4;
-      for (int64_t four = 0; four < groups * group_size / 4; ++four) {
-        for (int64_t i = 0; i < 4; ++i) {
-          if (bits == 8) {
-            of[four * kPanel * 4 + i] = line[four * 4 + i];
-          } else {
-            of[four / 2 * kPanel * 4 + i] |= static_cast<uint8_t>(line[four * 4 + i] << (four % 2 * 4));
-          }
-        }
-      }
-    }
-  });
-  return numbers;
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("round_to_panels", TORCH_BOX(&round_to_panels));
   library.impl("grouped_rows", TORCH_BOX(&grouped_rows));
   library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
   library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));

@@ -10,6 +10,7 @@
 // a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
 // while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit.
 #include "instruction_set.h"
+#include "parallel.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -156,7 +157,7 @@ Tensor pack_linear(Tensor weight) {
   Tensor packed = torch::stable::new_empty(weight, {panels_of(outputs), inputs, width});
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   float* to = static_cast<float*>(packed.mutable_data_ptr());
-  torch::stable::parallel_for(0, panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, panels_of(outputs), 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * width;
       lay_out({from + first * output_stride, output_stride, input_stride}, std::min(width, outputs - first), inputs,
@@ -241,7 +242,7 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
 
   // Blocks are of nearly the same size, and a thread takes some panels of every block: each has as much to do, and
   // reads a part of the weight only. Task i is block i % blocks of panel i / blocks.
-  torch::stable::parallel_for(0, packed.size(0) * blocks, 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, packed.size(0) * blocks, 1, [&](int64_t begin, int64_t end) {
     Product::Scratch scratch;
     const auto from = [&](int64_t task, int64_t block) { return (task - block + blocks - 1) / blocks; };
     for (int64_t block = 0; block < blocks; ++block) {
@@ -268,7 +269,7 @@ void multiply_pieces(const Product& product, const Tensor& weight) {
   const auto piece = [&](int64_t panel, int64_t k) {
     return Piece{weights + panel * width * output_stride + k * input_stride, output_stride, input_stride};
   };
-  torch::stable::parallel_for(0, panels_of(product.outputs), 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, panels_of(product.outputs), 1, [&](int64_t begin, int64_t end) {
     Product::Scratch scratch;
     std::vector<float> laid_out(kDepth * width);
     // What is next to each other of all panels, and then what lies behind it: memory is read in the order in which it
@@ -301,12 +302,12 @@ void multiply_lines(const float* x, int64_t stride, std::vector<LineProduct> pro
     const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
     const Aligned laid_out(kernel.floats_of_rows(some, inputs));
     // Threads begin when there is work for them of some microseconds.
-    torch::stable::parallel_for(0, kernel.tasks_of_rows(some, inputs), 8, [&](int64_t begin, int64_t end) {
+    fastgen::parallel_for(0, kernel.tasks_of_rows(some, inputs), 8, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         kernel.lay_out_rows(x + row * stride, stride, some, inputs, task, laid_out.data());
       }
     });
-    torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+    fastgen::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
       int64_t first = 0;  // unit of this product, among those of all
       for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
         const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;

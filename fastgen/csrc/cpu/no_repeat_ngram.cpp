@@ -1,5 +1,6 @@
 // No-repeat n-gram on the CPU: rows in parallel. The schema is defined in fastgen/ops/no_repeat_ngram.py.
 #include "../no_repeat_ngram.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -15,7 +16,7 @@ Tensor no_repeat_ngram_cpu(Tensor scores, Tensor tokens, std::optional<Tensor> l
                            std::optional<Tensor> context, std::optional<Tensor> context_lengths) {
   fastgen::solve(scores, tokens, lengths, n, context, context_lengths, [](const auto& problem) {
     const int64_t rows_per_task = 1 + kComparisonsPerTask / (1 + problem.source.lengths.full);
-    torch::stable::parallel_for(0, problem.rows, rows_per_task, [&](int64_t begin, int64_t end) {
+    fastgen::parallel_for(0, problem.rows, rows_per_task, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         if (problem.has_prefix(row)) problem.ban(row, problem.prefix(row), problem.tokens.stride, 0, 1);
       }

@@ -7,6 +7,7 @@
 // with fewer.
 #include "instruction_set.h"
 #include "matrix_registers.h"
+#include "parallel.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -115,7 +116,7 @@ Tensor pack_bf16_linear(Tensor weight) {
   Tensor packed = torch::stable::new_empty(weight, {panels, depth, kPanel}, ScalarType::Byte);
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
-  torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> lines(kTileRows * depth);  // of a tile's outputs; zeros behind the last input
     std::vector<float> rows(input_stride == 1 ? 0 : kPanel * inputs);
     constexpr int64_t kSome = kLine / sizeof(float);  // inputs at a time: a cache line of each output
@@ -185,7 +186,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
   const uint8_t* weights = static_cast<const uint8_t*>(packed.const_data_ptr());
   float* to = static_cast<float*>(y.mutable_data_ptr());
   std::unique_ptr<uint8_t[]> inputs(new uint8_t[rows * depth]);
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(kGrain / depth, 1), [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, rows, std::max<int64_t>(kGrain / depth, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       uint8_t* some = inputs.get() + row * depth;
       std::fill(some + depth - kLine, some + depth, 0);  // what is behind the last input
@@ -195,7 +196,7 @@ Tensor bf16_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t 
   // Blocks of nearly the same size, in whole tiles, so that threads have as much to do as each other.
   const int64_t blocks = (rows + kBlock - 1) / kBlock, tiles = (rows + kRows - 1) / kRows;
   const int64_t most = std::max<int64_t>(kGroupBytes / (depth * kPanel), 1);
-  torch::stable::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, panels * blocks, 1, [&](int64_t begin, int64_t end) {
     alignas(kLine) float sums[kRows * kPanel];
     int64_t configured = 0;
     for (int64_t task = begin, group = 0; task < end; task += group) {

@@ -2,6 +2,7 @@
 //
 // A model spells it out as six operations with a tensor each. Here a row is read twice, the second time from the cache.
 #include "elementwise/lines.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -41,7 +42,7 @@ void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset
   const fastgen::Options options{{eps, offset}, rounds_scaled};
   const fastgen::Line normalise = fastgen::line_of(fastgen::kRmsNorm);
   const int64_t rows_of_task = std::max<int64_t>(kTask / std::max<int64_t>(width, 1), 1);
-  torch::stable::parallel_for(0, rows, rows_of_task, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, rows, rows_of_task, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const fastgen::Piece pieces[] = {
           {to + row * bytes, numbers, 1}, {from + row * bytes, numbers, 1}, {factors, numbers, 1}};

@@ -5,6 +5,7 @@
 // work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
 // prefix is divided depends on shapes alone: the result is the same for any number of threads.
 #include "attention/kernels.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -126,10 +127,10 @@ void attend(AttentionProblem& problem, ElementType type) {
   const auto grain = [](int64_t products) { return 1 + kProductsPerTask / (1 + products); };
   const int64_t suffix_products = products_per_position * problem.suffix_length;
   const int64_t chunk_products = products_per_position * problem.per_input * problem.chunk_length;
-  torch::stable::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.per_input : 0)),
+  fastgen::parallel_for(0, tasks, grain(chunk_products + (problem.fused ? suffix_products * problem.per_input : 0)),
                               [&](int64_t begin, int64_t end) { kernels.attend_prefix(problem, begin, end); });
   if (problem.fused) return;
-  torch::stable::parallel_for(0, problem.batch * problem.kv_heads * problem.per_input, grain(suffix_products),
+  fastgen::parallel_for(0, problem.batch * problem.kv_heads * problem.per_input, grain(suffix_products),
                               [&](int64_t begin, int64_t end) { kernels.attend_suffix(problem, begin, end); });
 }
 

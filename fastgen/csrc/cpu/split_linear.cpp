@@ -8,14 +8,14 @@
 // about 2**-102 lose bits, and those below 2**-126 count as zero.
 //
 // Some thousand rows are split at a time, into tiles. A thread splits a block of its part of the weight into its cache,
-// takes these rows through that, and goes on to the next block. The weight is what the instruction takes line by line,
-// and the rows what it takes in pairs of inputs: laying that out takes time, and there are fewer rows. So a weight needs
-// no copy.
+// takes these rows through that, and goes on to the next block. So a weight needs no copy. The rows are what the
+// instruction takes line by line, and the weight what it takes in pairs of inputs, so that sums come out as rows.
 //
 // What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
 // that are not finite are computed again, one by one.
 #include "instruction_set.h"
 #include "matrix_registers.h"
+#include "parallel.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -44,13 +44,15 @@ constexpr int64_t kParts = 3;
 constexpr int64_t kInputs = 32;  // of a tile, in bfloat16
 constexpr int64_t kStepBytes = kParts * kTileBytes;  // the parts of 16 rows, or outputs, and 32 inputs
 constexpr int64_t kPair = 2 * kTileRows;  // rows, and outputs, that are multiplied in one go
-// What a thread keeps in its second-level cache: of the weight, so many pairs of tiles and steps of inputs; and the sums
-// of so many rows with these.
-constexpr int64_t kOutputPairs = 4;
+// What a thread keeps in its second-level cache: of the weight, so many pairs of tiles and steps of inputs; and, where
+// there are more steps, the sums of so many rows with these.
+constexpr int64_t kOutputPairs = 6;
 constexpr int64_t kSteps = 24;
-constexpr int64_t kRows = 512;
+constexpr int64_t kRows = 1280;
 // Rows whose parts are in memory at a time.
-constexpr int64_t kRowsAtOnce = 4 * kRows;
+constexpr int64_t kRowsAtOnce = 2048;
+// How far ahead of the split a weight is asked for.
+constexpr int64_t kStepsAhead = 4;
 // Numbers that are split before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 15;
 
@@ -103,39 +105,57 @@ struct Problem {
   int64_t steps() const { return quotient(inputs, kInputs); }
 };
 
-// 16 rows of x: [parts][16 pairs of inputs][16 rows] of each step, which are `stride` bytes apart. What is behind the last
-// row or input is zero.
-FASTGEN_TARGET void split_rows(const Problem& p, int64_t row, char* to, int64_t stride) {
-  alignas(64) char lines[kStepBytes];
-  const int64_t valid = std::min(kTileRows, p.rows - row);
-  for (int64_t step = 0; step < p.steps(); ++step, to += stride) {
-    for (int64_t r = 0; r < kTileRows; ++r) {
-      const int64_t count = r < valid ? p.inputs - step * kInputs : 0;
-      const float* from = count > 0 ? p.x + (row + r) * p.x_stride + step * kInputs : p.x;
-      split(from, count, lines + r * kTileLine, kTileBytes);
-    }
-    for (int64_t part = 0; part < kParts; ++part) {
-      fastgen::transpose16(lines + part * kTileBytes, kTileLine / 4, to + part * kTileBytes, kTileLine / 4);
+// Where the parts of rows are: [pairs of tiles][steps][parts][2][16 rows][32 inputs], in the order in which `multiply`
+// reads them. A last tile that is alone is one of one.
+struct Rows {
+  int64_t tiles, steps;
+  bool has_both(int64_t pair) const { return 2 * pair + 1 < tiles; }
+  // Bytes from one part to the next, and from one step to the next.
+  int64_t part(int64_t pair) const { return has_both(pair) ? 2 * kTileBytes : kTileBytes; }
+  int64_t stride(int64_t pair) const { return kParts * part(pair); }
+  int64_t begin(int64_t tile) const { return tile / 2 * 2 * steps * kStepBytes + tile % 2 * kTileBytes; }
+};
+
+// A tile of rows of x. What is behind the last row or input is zero.
+FASTGEN_TARGET void split_rows(const Problem& p, const Rows& rows, int64_t tile, char* parts) {
+  const int64_t part = rows.part(tile / 2), stride = rows.stride(tile / 2);
+  char* line = parts + rows.begin(tile) + (kParts - 1) * part;  // the smallest part comes first
+  for (int64_t row = tile * kTileRows; row < (tile + 1) * kTileRows; ++row, line += kTileLine) {
+    const float* from = row < p.rows ? p.x + row * p.x_stride : nullptr;
+    for (int64_t step = 0; step < rows.steps; ++step) {
+      split(from ? from + step * kInputs : p.x, from ? p.inputs - step * kInputs : 0, line + step * stride, -part);
     }
   }
 }
 
-// Some steps of 32 outputs of the weight: [steps][2][parts][16 outputs][32 inputs].
+// Asks for the 32 numbers there, wherever that is. The processor itself does not follow sixteen lines of a weight.
+FASTGEN_SPLIT void fetch(const float* from) {
+  _mm_prefetch(from, _MM_HINT_T0);
+  _mm_prefetch(from + kInputs / 2, _MM_HINT_T0);
+}
+
+// Some steps of 32 outputs of the weight: [steps][parts][2][16 pairs of inputs][16 outputs].
 FASTGEN_TARGET void split_weight(const Problem& p, int64_t output, int64_t step, int64_t steps, char* to) {
-  for (int64_t n = 0; n < kPair; ++n) {
-    char* line = to + n / kTileRows * kStepBytes + n % kTileRows * kTileLine;
-    const bool is_there = output + n < p.outputs;
-    for (int64_t s = step; s < step + steps; ++s, line += 2 * kStepBytes) {
-      const float* from = is_there ? p.weight + (output + n) * p.weight_stride + s * kInputs : p.weight;
-      split(from, is_there ? p.inputs - s * kInputs : 0, line, kTileBytes);
+  alignas(64) char lines[kStepBytes];
+  for (int64_t s = step; s < step + steps; ++s, to += 2 * kStepBytes) {
+    for (int64_t tile = 0; tile < 2; ++tile) {
+      for (int64_t i = 0; i < kTileRows; ++i) {
+        const int64_t n = output + tile * kTileRows + i;
+        const float* from = n < p.outputs ? p.weight + n * p.weight_stride + s * kInputs : p.weight;
+        fetch(from + kStepsAhead * kInputs);
+        split(from, n < p.outputs ? p.inputs - s * kInputs : 0, lines + i * kTileLine, kTileBytes);
+      }
+      for (int64_t part = 0; part < kParts; ++part) {
+        fastgen::transpose16(lines + part * kTileBytes, kTileLine / 4, to + (2 * part + tile) * kTileBytes,
+                             kTileLine / 4);
+      }
     }
   }
 }
 
-// Adds to sums[32 outputs][32 rows] the products of 32 outputs of the weight with 32 rows, or with 16. Small products
-// first.
+// Adds to sums[32 rows][32 outputs] the products of 32 rows, or of 16, with 32 outputs of the weight.
 template <bool is_first, bool has_both>
-FASTGEN_TARGET void multiply(const char* weight, const char* x, int64_t x_stride, int64_t steps, float* sums) {
+FASTGEN_TARGET void multiply(const char* x, const char* weight, int64_t steps, float* sums) {
   constexpr int64_t kStride = kPair * sizeof(float);
   float* lower = sums + kTileRows * kPair;
   __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
@@ -146,35 +166,37 @@ FASTGEN_TARGET void multiply(const char* weight, const char* x, int64_t x_stride
     _tile_zero(3);
   } else {
     _tile_loadd(0, sums, kStride);
-    _tile_loadd(2, lower, kStride);
-    if (has_both) _tile_loadd(1, sums + kTileRows, kStride);
+    _tile_loadd(1, sums + kTileRows, kStride);
+    if (has_both) _tile_loadd(2, lower, kStride);
     if (has_both) _tile_loadd(3, lower + kTileRows, kStride);
   }
-#define FASTGEN_WEIGHTS(part)                               \
-  _tile_loadd(4, weight + (part) * kTileBytes, kTileLine);  \
-  _tile_loadd(5, weight + kStepBytes + (part) * kTileBytes, kTileLine);
-#define FASTGEN_ROWS(part)                             \
-  _tile_loadd(6, x + (part) * kTileBytes, kTileLine);  \
-  if (has_both) _tile_loadd(7, x + kStepBytes + (part) * kTileBytes, kTileLine);
+#define FASTGEN_WEIGHTS(part)                                    \
+  _tile_loadd(6, weight + 2 * (part) * kTileBytes, kTileLine);   \
+  _tile_loadd(7, weight + (2 * (part) + 1) * kTileBytes, kTileLine);
+#define FASTGEN_ROWS                                              \
+  _tile_loadd(4, x, kTileLine);                                   \
+  if (has_both) _tile_loadd(5, x + kTileBytes, kTileLine);        \
+  x += has_both ? 2 * kTileBytes : kTileBytes;
 #define FASTGEN_ADD                       \
   _tile_dpbf16ps(0, 4, 6);                \
-  if (has_both) _tile_dpbf16ps(1, 4, 7);  \
-  _tile_dpbf16ps(2, 5, 6);                \
+  _tile_dpbf16ps(1, 4, 7);                \
+  if (has_both) _tile_dpbf16ps(2, 5, 6);  \
   if (has_both) _tile_dpbf16ps(3, 5, 7);
-  for (int64_t step = 0; step < steps; ++step, x += x_stride, weight += 2 * kStepBytes) {
-    FASTGEN_WEIGHTS(0) FASTGEN_ROWS(2) FASTGEN_ADD
-    FASTGEN_WEIGHTS(2) FASTGEN_ROWS(0) FASTGEN_ADD
+  for (int64_t step = 0; step < steps; ++step, weight += 2 * kStepBytes) {
+    // Each tile is read once, but the largest part of the weight.
+    FASTGEN_WEIGHTS(0) FASTGEN_ROWS FASTGEN_ADD
+    FASTGEN_ROWS FASTGEN_ADD
     FASTGEN_WEIGHTS(1) FASTGEN_ADD
-    FASTGEN_ROWS(1) FASTGEN_ADD
+    FASTGEN_ROWS FASTGEN_ADD
+    FASTGEN_WEIGHTS(2) FASTGEN_ADD
     FASTGEN_WEIGHTS(0) FASTGEN_ADD
-    FASTGEN_ROWS(0) FASTGEN_ADD
   }
 #undef FASTGEN_WEIGHTS
 #undef FASTGEN_ROWS
 #undef FASTGEN_ADD
   _tile_stored(0, sums, kStride);
-  _tile_stored(2, lower, kStride);
-  if (has_both) _tile_stored(1, sums + kTileRows, kStride);
+  _tile_stored(1, sums + kTileRows, kStride);
+  if (has_both) _tile_stored(2, lower, kStride);
   if (has_both) _tile_stored(3, lower + kTileRows, kStride);
 }
 
@@ -205,45 +227,30 @@ FASTGEN_TARGET void repeat(const Problem& p, int64_t row, int64_t output, __mmas
   }
 }
 
-// Sums of 32 outputs and rows, to the result.
+// Sums of 32 rows and outputs, to the result.
 FASTGEN_TARGET void finish(const Problem& p, const float* sums, int64_t row, int64_t output) {
-  alignas(64) float rows[kTileRows * kTileRows];
   const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
-  for (int64_t n = output; n < std::min(output + kPair, p.outputs); n += kTileRows) {
+  for (int64_t n = output; n < std::min(output + kPair, p.outputs); n += kTileRows, sums += kTileRows) {
     const __mmask16 some = first_of(p.outputs - n);
     const __m512 start = p.bias ? _mm512_maskz_loadu_ps(some, p.bias + n) : _mm512_setzero_ps();
-    for (int64_t r = row; r < std::min(row + kPair, p.rows); r += kTileRows) {
-      fastgen::transpose16(sums + (n - output) * kPair + r - row, kPair, rows, kTileRows);
-      const int64_t valid = std::min(kTileRows, p.rows - r);
-      for (int64_t i = 0; i < valid; ++i) {
-        const __m512 sum = _mm512_add_ps(_mm512_load_ps(rows + i * kTileRows), start);
-        _mm512_mask_storeu_ps(p.y + (r + i) * p.outputs + n, some, sum);
-        const __mmask16 odd = _mm512_mask_cmp_ps_mask(some, _mm512_abs_ps(sum), largest, _CMP_NLE_UQ);
-        if (odd != 0) repeat(p, r + i, n, odd);
-      }
+    for (int64_t r = row; r < std::min(row + kPair, p.rows); ++r) {
+      const __m512 sum = _mm512_add_ps(_mm512_load_ps(sums + (r - row) * kPair), start);
+      _mm512_mask_storeu_ps(p.y + r * p.outputs + n, some, sum);
+      const __mmask16 odd = _mm512_mask_cmp_ps_mask(some, _mm512_abs_ps(sum), largest, _CMP_NLE_UQ);
+      if (odd != 0) repeat(p, r, n, odd);
     }
   }
 }
-
-// Where the parts of 16 rows are, and how far apart two of their steps: [pairs of tiles][steps][2], but a last tile that
-// is alone has its steps next to each other.
-struct Rows {
-  int64_t tiles, steps;
-  bool has_both(int64_t pair) const { return 2 * pair + 1 < tiles; }
-  int64_t stride(int64_t pair) const { return has_both(pair) ? 2 * kStepBytes : kStepBytes; }
-  int64_t begin(int64_t tile) const {
-    return tile / 2 * 2 * steps * kStepBytes + tile % 2 * kStepBytes;
-  }
-};
 
 // Pairs of outputs from `begin` to `end`, with all rows.
 FASTGEN_TARGET void multiply_outputs(const Problem& p, const char* x, int64_t begin, int64_t end) {
   const Rows rows{quotient(p.rows, kTileRows), p.steps()};
   const int64_t pairs = quotient(rows.tiles, 2), most = std::min(kOutputPairs, end - begin);
-  const int64_t blocks = quotient(p.rows, kRows), longest = quotient(pairs, blocks);
+  const bool is_in_one_go = rows.steps <= kSteps;
+  const int64_t blocks = is_in_one_go ? 1 : quotient(p.rows, kRows), longest = quotient(pairs, blocks);
   const Aligned weight(most * std::min(kSteps, rows.steps) * 2 * kStepBytes);
   constexpr int64_t kSums = kPair * kPair;
-  const Aligned sums(longest * most * kSums * sizeof(float));
+  const Aligned sums((is_in_one_go ? 1 : longest * most) * kSums * sizeof(float));
   fastgen::set_up_matrices({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
                            {kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine});
   for (int64_t output = begin; output < end; output += most) {
@@ -252,19 +259,19 @@ FASTGEN_TARGET void multiply_outputs(const Problem& p, const char* x, int64_t be
       const int64_t first = pairs * block / blocks, last = pairs * (block + 1) / blocks;
       for (int64_t step = 0; step < rows.steps; step += kSteps) {
         const int64_t some = std::min(kSteps, rows.steps - step), of_pair = some * 2 * kStepBytes;
+        const bool is_last = step + some == rows.steps;
         for (int64_t n = 0; n < group; ++n) {
           split_weight(p, (output + n) * kPair, step, some, weight.data() + n * of_pair);
         }
         float* target = reinterpret_cast<float*>(sums.data());
         for (int64_t pair = first; pair < last; ++pair) {
-          const int64_t stride = rows.stride(pair);
-          const char* from = x + rows.begin(2 * pair) + step * stride;
+          const char* from = x + rows.begin(2 * pair) + step * rows.stride(pair);
           const auto both = step == 0 ? &multiply<true, true> : &multiply<false, true>;
           const auto one = step == 0 ? &multiply<true, false> : &multiply<false, false>;
           const auto function = rows.has_both(pair) ? both : one;
-          for (int64_t n = 0; n < group; ++n, target += kSums) {
-            function(weight.data() + n * of_pair, from, stride, some, target);
-            if (step + some == rows.steps) finish(p, target, pair * kPair, (output + n) * kPair);
+          for (int64_t n = 0; n < group; ++n, target += is_in_one_go ? 0 : kSums) {
+            function(from, weight.data() + n * of_pair, some, target);
+            if (is_last) finish(p, target, pair * kPair, (output + n) * kPair);
           }
         }
       }
@@ -276,13 +283,13 @@ FASTGEN_TARGET void multiply_outputs(const Problem& p, const char* x, int64_t be
 // All of it, with memory for the parts of the rows.
 void multiply_rows(const Problem& p, char* parts) {
   const Rows rows{quotient(p.rows, kTileRows), p.steps()};
-  torch::stable::parallel_for(
+  fastgen::parallel_for(
       0, rows.tiles, std::max<int64_t>(kGrain / (kTileRows * p.inputs), 1), [&](int64_t begin, int64_t end) {
         for (int64_t tile = begin; tile < end; ++tile) {
-          split_rows(p, tile * kTileRows, parts + rows.begin(tile), rows.stride(tile / 2));
+          split_rows(p, rows, tile, parts);
         }
       });
-  torch::stable::parallel_for(0, quotient(p.outputs, kPair), 1, [&](int64_t begin, int64_t end) {
+  fastgen::parallel_for(0, quotient(p.outputs, kPair), 1, [&](int64_t begin, int64_t end) {
     multiply_outputs(p, parts, begin, end);
   });
 }

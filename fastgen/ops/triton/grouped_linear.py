@@ -88,9 +88,11 @@ def pack(
 
 
 def rounded(weight: Tensor, bits: int, group_size: int) -> LinedWeight:
-    """A weight [outputs, inputs], floating, rounded as `fastgen.ops.grouped_linear.rounded` does, and packed."""
+    """A weight [outputs, inputs], floating, rounded as `fastgen.ops.grouped_linear.rounded` does without rotating."""
     weight = weight.detach()
-    scales = grouped_linear_on_cpu.scales_of(weight, bits, group_size)
+    groups = F.pad(weight, (0, -weight.shape[1] % group_size)).unflatten(1, (-1, group_size))
+    least, most = torch.aminmax(groups, dim=2)
+    scales = grouped_linear_on_cpu.scales_of(least.float(), most.float(), bits)
     middle, (outputs, inputs) = 2 ** (bits - 1), weight.shape
     factors = torch.where(scales == 0, 0.0, 1 / scales.float())
     lines = max(1, _PIECE // max(1, inputs))

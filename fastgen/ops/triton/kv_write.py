@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,16 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
         BLOCK_D=block_d,
         num_warps=4,
     )  # fmt: skip
+
+
+def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor) -> Callable[[], None]:
+    """To be called before a write: the function that it returns puts back what was there. Copies no more than that."""
+    position = position.clone().reshape(-1)
+    rows, at = torch.arange(key_cache.shape[0]), position.long().clamp(0, max(key_cache.shape[2] - 1, 0))
+    if not key_cache.shape[2]:
+        return lambda: None
+    keys, values = (cache[rows.to(at.device), :, at] for cache in (key_cache, value_cache))
+    return lambda: reference(keys, values, key_cache, value_cache, position)
 
 
 def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:

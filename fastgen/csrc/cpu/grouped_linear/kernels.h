@@ -146,49 +146,6 @@ FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t ro
   }
 }
 
-// A row in signed bytes, group by group: multiples of a 127th of the group's largest number. What is not finite makes
-// the group's scale NaN.
-inline FASTGEN_TARGET void quantize(const float* x, int64_t inputs, int64_t group_size, int8_t* to, Group* groups) {
-  for (int64_t begin = 0; begin < inputs; begin += group_size, ++groups) {
-    const int64_t count = std::min(group_size, inputs - begin);
-    uint32_t largest = 0;  // as bits, which are in the order of the sizes
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t size = fastgen::bits_of(x[begin + i]) & 0x7fffffffu;
-      largest = largest > size ? largest : size;
-    }
-    const float size = fastgen::of_bits(largest);
-    const bool is_finite = largest < 0x7f800000u;
-    // Of the smallest numbers the inverse is not finite: they are taken for 0.
-    const float factor = is_finite && size > 1e-30f ? 127.0f / size : 0.0f;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const float shifted = (is_finite ? x[begin + i] : 0.0f) * factor + kRounding;
-      const int32_t number = static_cast<int32_t>(fastgen::bits_of(shifted) - fastgen::bits_of(kRounding));
-      to[begin + i] = static_cast<int8_t>(number);
-      sum += number;
-    }
-    for (int64_t i = begin + count; i < begin + group_size; ++i) to[i] = 0;
-    *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
-  }
-}
-
-// The inputs of an output in multiples of the scales of their groups, as numbers from 0 on, of which `middle` is 0.
-inline FASTGEN_TARGET void round_line(const float* x, int64_t inputs, int64_t group_size, const float* scales,
-                                      int32_t middle, uint8_t* to) {
-  const float least = static_cast<float>(-middle), most = static_cast<float>(middle - 1);
-  for (int64_t begin = 0; begin < inputs; begin += group_size, ++scales) {
-    const int64_t end = std::min(begin + group_size, inputs);
-    const float factor = *scales == 0.0f ? 0.0f : 1.0f / *scales;
-    for (int64_t i = begin; i < end; ++i) {
-      float number = x[i] * factor;
-      number = number > least ? number : least;  // and where it is none
-      number = number < most ? number : most;
-      const uint32_t bits = fastgen::bits_of(number + kRounding) - fastgen::bits_of(kRounding);
-      to[i] = static_cast<uint8_t>(static_cast<int32_t>(bits) + middle);
-    }
-  }
-}
-
 #undef FASTGEN_INLINE
 #undef FASTGEN_TARGET
 #undef FASTGEN_WIDTH

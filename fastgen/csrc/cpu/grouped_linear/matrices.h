@@ -104,6 +104,7 @@ FASTGEN_TARGET void panel_in_matrices(const Weight& weight, const Inputs& inputs
   alignas(kMatrixBytes) float sums[kMatrixRows * kPanel];
   const int64_t half = weight.groups * weight.group_size * kMatrixRows;
   lay_out(weight, panel, numbers);
+  __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
   for (int64_t row = 0; row < rows; row += kMatrixRows) {
     multiply(weight, inputs, numbers, row, panel, 0, sums);
     multiply(weight, inputs, numbers + half, row, panel, kMatrixRows, sums);

@@ -1,0 +1,47 @@
+// Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#if (defined(__x86_64__) && defined(__GNUC__))
+#include <cpuid.h>
+#include <immintrin.h>
+#define FASTGEN_EVICTS
+#endif
+
+namespace {
+
+using torch::stable::Tensor;
+
+#ifdef FASTGEN_EVICTS
+constexpr uintptr_t kLine = 64;
+
+bool evicts() {
+  constexpr unsigned kFlushOptimised = 1u << 23;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & kFlushOptimised) != 0;
+}
+
+__attribute__((target("clflushopt"))) void flush(uintptr_t begin, uintptr_t end) {
+  for (uintptr_t line = begin / kLine * kLine; line < end; line += kLine) {
+    _mm_clflushopt(reinterpret_cast<void*>(line));
+  }
+  _mm_mfence();
+}
+#else
+bool evicts() { return false; }
+void flush(uintptr_t, uintptr_t) {}
+#endif
+
+// Whether this processor can. The numbers of the tensor lie next to each other, in any order.
+bool evict(Tensor x) {
+  static const bool can = evicts();
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  if (can) flush(begin, begin + x.numel() * x.element_size());
+  return can;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("evict", TORCH_BOX(&evict)); }

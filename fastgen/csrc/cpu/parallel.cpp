@@ -1,0 +1,221 @@
+// A team of threads for one program at a time. The schema is defined in fastgen/ops/_team.py.
+#include "parallel.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// How often a thread looks for work before it sleeps: for about 0.2 ms, which is longer than what lies between two
+// operators of a program.
+constexpr int kLooks = 4096;
+
+void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+  _mm_pause();
+#elif defined(__aarch64__) && !defined(_MSC_VER)
+  asm volatile("yield");
+#endif
+}
+
+// The processor that the calling thread is on; -1 where that is not known.
+int processor() {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Takes the calling thread to another processor, if it may use one. A system with other work to do likes to wake a thread
+// where the one is that wakes it, and then each of them waits for the other to give way.
+void leave(int processor) {
+#ifdef __linux__
+  cpu_set_t all, others;
+  if (sched_getaffinity(0, sizeof(all), &all) != 0) return;
+  others = all;
+  CPU_CLR(processor, &others);
+  if (CPU_COUNT(&others) != 0 && sched_setaffinity(0, sizeof(others), &others) == 0) {
+    sched_setaffinity(0, sizeof(all), &all);
+  }
+#endif
+}
+
+// The calling thread is at a part of a range already.
+thread_local bool inside = false;
+
+// A thread, and the part of a range that it is to run.
+class Worker {
+ public:
+  // `left` is one less when a part is done.
+  explicit Worker(std::atomic<int64_t>& left) : left_(left) { std::thread([this] { work(); }).detach(); }
+
+  void start(int64_t begin, int64_t end, fastgen::Range run, void* context, int starts_on) {
+    begin_ = begin, end_ = end, run_ = run, context_ = context, starts_on_ = starts_on;
+    // Either this sees that the thread sleeps, or that one sees the new number before it does.
+    number_.store(number_.load() + 1);
+    if (sleeps_.load()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      woken_.notify_one();
+    }
+  }
+
+  // What the last part has thrown; nothing from then on.
+  std::exception_ptr taken_error() { return std::exchange(error_, nullptr); }
+
+ private:
+  void work() {
+    inside = true;
+    for (uint64_t seen = 0;; ++seen) {
+      for (int look = 0; number_.load() == seen && look < kLooks; ++look) pause();
+      if (number_.load() == seen) sleep(seen);
+      if (starts_on_ >= 0 && starts_on_ == processor()) leave(starts_on_);
+      try {
+        run_(begin_, end_, context_);
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+      left_.fetch_sub(1);
+    }
+  }
+
+  void sleep(uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeps_.store(true);
+    woken_.wait(lock, [&] { return number_.load() != seen; });
+    sleeps_.store(false);
+  }
+
+  std::atomic<int64_t>& left_;
+  alignas(64) std::atomic<uint64_t> number_{0};  // of the parts so far
+  std::atomic<bool> sleeps_{false};
+  int64_t begin_ = 0, end_ = 0;
+  fastgen::Range run_ = nullptr;
+  void* context_ = nullptr;
+  int starts_on_ = -1;  // the processor of the thread that has asked for the part
+  std::exception_ptr error_;
+  std::mutex mutex_;
+  std::condition_variable woken_;
+};
+
+// The thread that has taken it, and workers, of which there are as many as have ever been asked for.
+class Team {
+ public:
+  void grow(int64_t threads) {
+    while (static_cast<int64_t>(workers_.size()) < threads - 1) workers_.push_back(std::make_unique<Worker>(left_));
+    threads_ = threads;
+  }
+
+  // The parts are those of torch.
+  void run(int64_t begin, int64_t end, int64_t grain, fastgen::Range run, void* context) {
+    const int64_t count = end - begin, least = std::max<int64_t>(grain, 1);
+    const int64_t parts = std::min(threads_, (count + least - 1) / least), size = (count + parts - 1) / parts;
+    const int64_t others = (count + size - 1) / size - 1;
+    const int here = processor();
+    left_.store(others);
+    for (int64_t i = 0; i < others; ++i) {
+      const int64_t from = begin + (i + 1) * size;
+      workers_[i]->start(from, std::min(from + size, end), run, context, here);
+    }
+    std::exception_ptr error;
+    inside = true;
+    try {
+      run(begin, std::min(begin + size, end), context);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    inside = false;
+    for (int look = 0; left_.load() != 0; ++look) {
+      // A thread that has lost its processor to another process may need this one.
+      look < kLooks ? pause() : std::this_thread::yield();
+    }
+    for (int64_t i = 0; i < others; ++i) {
+      const std::exception_ptr other = workers_[i]->taken_error();
+      if (error == nullptr) error = other;
+    }
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+ private:
+  int64_t threads_ = 1;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  alignas(64) std::atomic<int64_t> left_{0};
+};
+
+// Never freed: its threads wait when the process ends.
+Team* team = nullptr;
+int64_t process = 0;  // that its threads are in: a fork has none of them
+std::mutex taking;
+bool is_taken = false;
+thread_local Team* own = nullptr;
+
+int64_t this_process() {
+#ifdef _WIN32
+  return 1;
+#else
+  return getpid();
+#endif
+}
+
+// See fastgen/ops/_team.py.
+bool take_team(int64_t threads) {
+  if (threads < 2 || own != nullptr || inside) return false;
+  const std::lock_guard<std::mutex> lock(taking);
+  if (is_taken && process == this_process()) return false;
+  if (process != this_process()) team = new Team, process = this_process();
+  try {
+    team->grow(threads);
+  } catch (const std::system_error&) {  // no more threads for this process
+    return false;
+  }
+  own = team;
+  return is_taken = true;
+}
+
+void give_team_back() {
+  if (own == nullptr) return;
+  const std::lock_guard<std::mutex> lock(taking);
+  own = nullptr, is_taken = false;
+}
+
+}  // namespace
+
+namespace fastgen {
+
+bool run_in_team(int64_t begin, int64_t end, int64_t grain, Range run, void* context) {
+  if (inside) {  // a part of a part
+    if (begin < end) run(begin, end, context);
+    return true;
+  }
+  if (own == nullptr) return false;
+  if (begin < end) own->run(begin, end, grain, run, context);
+  return true;
+}
+
+}  // namespace fastgen
+
+// They have no tensors, so that no device chooses the kernel.
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CompositeExplicitAutograd, library) {
+  library.impl("take_team", TORCH_BOX(&take_team));
+  library.impl("give_team_back", TORCH_BOX(&give_team_back));
+}

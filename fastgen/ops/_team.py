@@ -1,0 +1,75 @@
+"""Threads of FastGen's own for the operators of a recorded program, where torch's would sleep between them.
+
+Torch's threads look out for the next operator for a few milliseconds, and then sleep. When a process has more of them
+than processors, they sleep at once (libgomp). A second thread that has used torch is enough, because it has threads of
+its own: a web server's, say. Then each operator wakes them, which takes as long as a small operator.
+
+So a program looks at how often its thread has had to wait for others in its sleep. If that was often, its next replays
+run on a team of threads (csrc/cpu/parallel.cpp). The parts of the work are the same, and so are the results.
+
+Where the thread may not use a processor for each of torch's threads, there is no team: while some of its threads looked
+out for work, others would wait for their processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fastgen.ops import _library
+
+_resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
+# Only Linux counts by threads.
+_OF_THREAD: int | None = getattr(_resource, "RUSAGE_THREAD", None)
+
+# Replays with a team after one whose thread has slept. Then it is looked at again how torch's threads wait.
+REPLAYS = 256
+# So often it may sleep in a replay: now and then another process has the processor.
+_MOST_SLEEPS = 8
+
+_left = 0
+
+
+@contextlib.contextmanager
+def for_replay() -> Iterator[None]:
+    """Inside this, FastGen's operators run on a team, if torch's threads have slept lately."""
+    global _left
+    threads = torch.get_num_threads()
+    if _left > 0 and threads <= _processors() and torch.ops.fastgen.take_team.default(threads):
+        try:
+            _left -= 1
+            yield
+        finally:
+            torch.ops.fastgen.give_team_back.default()
+        return
+    before = _sleeps()
+    yield
+    if _sleeps() - before > _MOST_SLEEPS and is_available():
+        _left = REPLAYS
+
+
+def is_available() -> bool:
+    """Whether there can be a team in this process."""
+    return _OF_THREAD is not None and _library.has_kernel("fastgen::take_team", "CompositeExplicitAutograd")
+
+
+def _processors() -> int:
+    """How many this thread may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sleeps() -> int:
+    """How often this thread has waited in its sleep so far."""
+    return 0 if _OF_THREAD is None else _resource.getrusage(_OF_THREAD).ru_nvcsw
+
+
+# From now on, FastGen's operators that this thread calls run on so many threads of FastGen's own. False if they do not:
+# it is fewer than two, the thread has the team already, or another one has it.
+_library.define("take_team(int threads) -> bool")
+_library.define("give_team_back() -> ()")

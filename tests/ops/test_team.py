@@ -1,0 +1,167 @@
+"""FastGen's own threads: the same results as on torch's, one thread's at a time, and when they are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from fastgen.ops import _library, dot_linear, linear, rms_norm
+from fastgen.ops import _team as team
+
+needs_kernel = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
+take, give_back = torch.ops.fastgen.take_team.default, torch.ops.fastgen.give_team_back.default
+
+
+@pytest.fixture
+def no_team():
+    """Nothing is left of a test."""
+    yield
+    give_back()
+    team._left = 0
+
+
+def others_time() -> float:
+    return time.process_time() - time.thread_time()
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_results_are_those_of_torchs_threads(rows, threads, no_team):
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(301, 128), torch.randn(301)
+    x, many = torch.randn(rows, 128), torch.randn(rows * 50, 576)
+
+    def run():
+        return (
+            dot_linear.dot_linear(x, weight, bias),
+            linear.streamed_linear(x, weight, bias),
+            linear.packed_linear(x, linear.pack(weight), bias, 301),
+            rms_norm.rms_norm(many, torch.ones(576), 1e-6),
+        )
+
+    expected = run()
+    assert take(threads)
+    for _ in range(20):  # with workers that sleep at first, and that look out for work then
+        for found, wanted in zip(run(), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@needs_kernel
+def test_work_is_divided(no_team):
+    x, weight = torch.randn(2000, 576), torch.ones(576)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rms_norm.rms_norm(x, weight, 1e-6)
+        assert take(2)
+        before, own_before = others_time(), time.thread_time()
+        for _ in range(200):
+            rms_norm.rms_norm(x, weight, 1e-6)
+        assert others_time() - before > (time.thread_time() - own_before) / 10  # and not just by how clocks are read
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_one_thread_has_it(no_team):
+    assert not take(1)
+    assert take(2)
+    assert not take(2)  # it has it already
+    found = []
+
+    def other():
+        found.append(take(2))
+        give_back()
+
+    for is_free in (False, True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert found.pop() is is_free
+        give_back()
+    assert take(2)
+
+
+@needs_kernel
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_fork_has_threads_of_its_own():
+    code = """
+import os, signal, torch
+from fastgen.ops import _team as team
+from fastgen.ops import rms_norm
+torch.set_num_threads(1)
+x, weight = torch.randn(2000, 64), torch.ones(64)
+expected = rms_norm.rms_norm(x, weight, 1e-6)
+assert torch.ops.fastgen.take_team(2)
+assert torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected)
+torch.ops.fastgen.give_team_back()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # where it waits for threads that it does not have
+    taken = torch.ops.fastgen.take_team(2)
+    os._exit(0 if taken and torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_kernel
+@pytest.mark.skipif(team._OF_THREAD is None, reason="how often a thread sleeps is not known on this system")
+def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
+    sleeps, threads = 0, torch.get_num_threads()
+    monkeypatch.setattr(team, "_sleeps", lambda: sleeps)
+    monkeypatch.setattr(team, "REPLAYS", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
+    monkeypatch.setattr(team, "_processors", lambda: max(threads, 2))
+
+    def has_team() -> bool:
+        taken = take(2)
+        if taken:
+            give_back()
+        return not taken
+
+    def replay(slept: int) -> bool:
+        nonlocal sleeps
+        with team.for_replay():
+            sleeps += slept
+            return has_team()
+
+    assert not replay(0)
+    assert not replay(team._MOST_SLEEPS)
+    assert not replay(team._MOST_SLEEPS + 1)
+    assert [replay(0) for _ in range(4)] == [True, True, True, False]
+    assert not replay(0)
+    assert not has_team()
+
+
+@needs_kernel
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
+def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
+    """Otherwise they take turns, and each of them looks out for work first."""
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        team._left = 2
+        with team.for_replay():
+            assert take(2)  # it was free
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@needs_kernel
+def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_team):
+    team._left = 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(team, "_processors", lambda: 2)
+    with pytest.raises(KeyError), team.for_replay():
+        assert not take(2)  # it has it
+        raise KeyError
+    assert take(2)
