@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,6 +29,8 @@ _NEVER = -1
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 # Calls that leave less behind than this are not worth looking for what can be given back.
 _MIN_TRIMMED = 2**26
+# A smaller tensor of zeros is one of torch's.
+_MIN_MAPPED = 2**20
 
 _inside = False
 _left_behind = 0  # bytes, by the calls since the last one that looked
@@ -60,6 +64,25 @@ def kept(device: torch.device) -> Iterator[None]:
             if _left_behind > _MIN_TRIMMED:
                 _left_behind = 0
                 library.malloc_trim(ctypes.c_size_t(0))
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. On a CPU, a large one takes memory only where it is written to: page by page.
+
+    It is no part of the C library's memory, so the system gets it back as soon as it is freed.
+
+    Raises:
+        MemoryError: the system does not give as much; of a small tensor, or on another device, torch's own error.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _MIN_MAPPED:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        pages = mmap.mmap(-1, size, **private)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate memory: {size} bytes ({error.strerror})") from error
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def backend() -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import norms
+from fastgen.decoding.modules import modules_of
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
 from fastgen.memory import free_host_memory
@@ -380,7 +381,7 @@ class FastLayers:
     def _install(self) -> None:
         model, precision = self._model(), cache(_precision)
         self._budget = _PackingBudget()
-        for module in model.modules() if model is not None else ():
+        for module in modules_of(model) if model is not None else ():
             replacement = self._replacement(module, precision)
             if replacement is None:
                 continue

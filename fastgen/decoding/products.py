@@ -201,7 +201,7 @@ class GroupedProduct(NamedTuple):
     parts: tuple[Tensor | None, ...]  # numbers, scales, zeros, minimums
     order: Tensor | None
     bias: Tensor | None
-    sizes: tuple[int, int]  # bits and group size
+    sizes: tuple[int, int, bool]  # bits, group size, and whether groups are rotated
 
 
 def input_of(operation: Operation) -> Any:
@@ -251,8 +251,8 @@ def _alone(work: Any) -> Any:
 def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | GroupedProduct | None:
     """`faster`, for an operator of torch that writes its result there; None for one that is no product."""
     if operator is _GROUPED:
-        x, *parts, order, bias, _, bits, group_size = args
-        return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size))
+        x, *parts, order, bias, _, bits, group_size, rotated = args
+        return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size, rotated))
     if operator not in OPERATORS:
         return None
     return faster(result, args[-2], args[-1].t(), args[0] if len(args) == 3 else None)

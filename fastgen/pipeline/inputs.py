@@ -26,7 +26,7 @@ def choose_column(source: Source, settings: DataOptions) -> str:
     if wanted is None and len(columns) != 1 and "translation" in columns and settings.src_lang:
         return f"translation.{settings.src_lang}"
     if wanted is None and len(columns) != 1:
-        raise SetupError(f"{source.name}: choose the input column, {_listed(columns)}")
+        raise SetupError(f"{source.name}: choose the input column (--input-column), {_listed(columns)}")
     return _checked(source, columns[0] if wanted is None else wanted, "input column")
 
 
@@ -138,8 +138,10 @@ def _problem(column: str, text: Any) -> Problem | None:
     """Why a text cannot be used."""
     if text is _MISSING:
         return Problem("missing-column", f"the record has no column {column!r}")
+    if text is None:
+        return Problem("wrong-type", f"column {column!r} has no value (null)")
     if not isinstance(text, str):
-        return Problem("wrong-type", f"column {column!r} is a {type(text).__name__}, not a string")
+        return Problem("wrong-type", f"column {column!r} has a value of type {type(text).__name__}, not a string")
     if _SURROGATE.search(text):
         return Problem("invalid-utf8", "the text is not valid UTF-8")
     if "\0" in text:

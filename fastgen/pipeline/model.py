@@ -82,6 +82,9 @@ class SequenceScores:
     adds up the log-probability of each chosen token (beam search does its own sum) and empties the stored tensor.
     """
 
+    releases_cache = True
+    """FastGen need not fill the cache that a call returns: nobody looks at it."""
+
     def __init__(self, beams: bool) -> None:
         self.releases_scores = beams
         """FastGen need not make what would only be let go."""

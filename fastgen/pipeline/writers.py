@@ -248,7 +248,9 @@ def check_writable(path: Path) -> None:
             raise SetupError(f"cannot write {path}: the directory {parent} does not exist")
         writable = os.access(parent, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))
     if not writable:
-        raise SetupError(f"cannot write {path}: permission denied")
+        # Without POSIX it is not known.
+        is_read_only = hasattr(os, "statvfs") and os.statvfs(followed(path).parent).f_flag & os.ST_RDONLY
+        raise SetupError(f"cannot write {path}: {'read-only file system' if is_read_only else 'permission denied'}")
 
 
 def check_absent(path: Path, remedy: str = "--overwrite replaces it") -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,6 +227,12 @@ def test_a_kill_when_the_output_was_in_place_already(bart, inputs, tmp_path, cap
 def test_an_unwritable_output(bart, inputs, tmp_path, capsys, monkeypatch):
     # As root every file can be written, so the answer of the system is given for it.
     monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert call(bart, inputs, tmp_path / "out.txt") == 2
+    assert "permission denied" in one_line(capsys)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert call(bart, inputs, tmp_path / "out.txt") == 2
+    assert "read-only file system" in one_line(capsys)
+    monkeypatch.delattr("os.statvfs")
     assert call(bart, inputs, tmp_path / "out.txt") == 2
     assert "permission denied" in one_line(capsys)
 

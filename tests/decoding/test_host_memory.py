@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import settings
+from fastgen import memory, settings
 from fastgen.decoding import host_memory
 
 resource = pytest.importorskip("resource")
@@ -185,3 +185,28 @@ def test_generate_keeps_it(calls):
     with fastgen.disabled():
         model.generate(tokens, max_new_tokens=2)
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_take_memory_where_they_are_written_to(dtype):
+    before = host_memory._resident()
+    made = host_memory.zeros((4, BLOCK // 4 // dtype.itemsize), dtype, torch.device("cpu"))
+    assert made.nbytes == BLOCK and made.dtype is dtype
+    assert host_memory._resident() - before < BLOCK // 8
+    made[1] = 1
+    assert BLOCK // 8 < host_memory._resident() - before < BLOCK // 2
+    assert made[:, :: PAGE // 2].float().mean(dim=1).tolist() == [0, 1, 0, 0]
+    del made
+    assert host_memory._resident() - before < BLOCK // 8
+
+
+def test_zeros_that_there_is_no_memory_for():
+    with pytest.raises(MemoryError, match="281474976710656 bytes") as raised:
+        host_memory.zeros((2**46,), torch.float32, torch.device("cpu"))
+    assert memory.is_out(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 7), ()])
+def test_small_tensors_of_zeros(shape):
+    made = host_memory.zeros(shape, torch.float32, torch.device("cpu"))
+    assert torch.equal(made, torch.zeros(shape))

@@ -14,6 +14,7 @@ from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import dot_linear, linear
 from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders import programs
 from tests.equivalence.encoder_models import OF_SEQ2SEQ, WITHOUT_PADDING, build, class_of, inputs
 
@@ -170,3 +171,12 @@ def test_code_of_others_runs_each_time(model: Any) -> None:
             for _ in range(5):
                 one(**inputs([9]))
         assert len(seen) == 5 and not _recorded()
+
+
+def test_modules_are_those_of_the_model() -> None:
+    """Also where one is in two places, and where a place is empty."""
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(shared, torch.nn.Sequential(torch.nn.ReLU(), shared), torch.nn.ModuleList())
+    model.register_module("nothing", None)
+    found = models.modules_of(model)
+    assert len(found) == 5 and {*map(id, found)} == {*map(id, model.modules())}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
 from fastgen.optimizer.transformers.encoders import call, passes
-from fastgen.optimizer.transformers.encoders.stacks import PACKED
+from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
 from tests.equivalence.encoder_models import (
     HEADS,
     LONGEST,
@@ -85,6 +87,8 @@ def _assert_same(found: Any, expected: Any, mask: Tensor, padding: str, toleranc
         assert list(found) == list(expected)
     for one, other in zip(_tensors(found), _tensors(expected), strict=True):
         assert one.shape == other.shape and one.dtype is other.dtype
+        if mask.dim() > 2 and other.dim() == mask.dim():  # states of choices, a row each
+            mask = mask.flatten(0, -2)
         if padding == "zero" and other.shape[: mask.dim()] == mask.shape:
             if _accelerated():
                 assert not one[~mask.bool()].any()
@@ -127,6 +131,17 @@ def test_every_architecture(architecture: str, head: str, side: str, padding: st
             assert not _accelerated()
         elif side == "right" and (architecture, head) not in READS_PADDING:
             assert _accelerated() == 1, _reasons()
+
+
+def test_the_page_names_every_architecture_with_its_way() -> None:
+    """docs/encoders.md: what the models that the tests run are served by."""
+    ways = {PACKED: "one row", GROUPED: "groups", COUNTING: "groups, with padding behind the texts only"}
+    expected = {name: ways[call.known_of(build(name)).way] for name in (*WITHOUT_PADDING, *OF_SEQ2SEQ)}
+    page = (Path(__file__).parents[2] / "docs/encoders.md").read_text()
+    rows = re.findall(r"^\| ((?:one row|groups|original)[^|]*) \| (.*) \|$", page, re.MULTILINE)
+    found = {name: way.partition(":")[0] for way, names in rows for name in re.findall("`(.*?)`", names)}
+    assert found == expected | dict.fromkeys(OTHERS, "original")
+    assert f"all {len(found)} with" in page
 
 
 @pytest.fixture
@@ -275,24 +290,32 @@ def test_calls_left_to_the_original_code(reason: str) -> None:
     assert not _accelerated() and reason in _reasons()[0]
 
 
-@pytest.mark.parametrize("architecture", WITHOUT_PADDING)
-def test_states_of_all_layers(architecture: str) -> None:
-    """They are those of the library: at real tokens, where the library records one row of tokens."""
-    for head in ("", "TokenClassification"):
-        if class_of(architecture, head) is None:
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("architecture", [*WITHOUT_PADDING, *OF_SEQ2SEQ])
+def test_states_of_all_layers(architecture: str, side: str) -> None:
+    """They are those of the library at real tokens: of one row of tokens, and of groups of texts."""
+    for head in ("", "TokenClassification", "MultipleChoice"):
+        if class_of(architecture, head) is None or (head and architecture in OF_SEQ2SEQ):
             continue
-        model, given = build(architecture, head), {**inputs(LENGTHS), "output_hidden_states": True}
-        is_one_row = call.known_of(model).way == PACKED
+        model, given = build(architecture, head), {**inputs(LENGTHS, side), "output_hidden_states": True}
+        if head == "MultipleChoice":
+            if (architecture, head) in READS_PADDING:
+                continue
+            given |= {name: given[name][:6].view(3, 2, -1) for name in ("input_ids", "attention_mask")}
         for padding, as_dict in (("exact", True), ("zero", True), ("zero", False)):
+            expected = _plain(model, {**given, "return_dict": as_dict})
+            assert len(_tensors(expected)) > 2  # the last states and those before
             _check(model, {**given, "return_dict": as_dict}, padding)
-            assert _accelerated() == (is_one_row and padding == "zero"), _reasons()
-        assert is_one_row or _reasons() == ["arguments that ask for more (output_hidden_states)"]
+            # With padding in front, poolers read it, and some models count positions from it.
+            assert side == "left" or _accelerated() == (padding == "zero"), _reasons()
 
 
 def test_states_that_are_asked_for_in_another_way(classifier: Any) -> None:
     model, given = copy.deepcopy(classifier), inputs(LENGTHS)
-    _check(model, {**given, "output_hidden_states": [0, -2]}, "zero")
-    assert not _accelerated() and _reasons() == ["an argument of the layers (output_hidden_states)"]
+    for some in (model, build("ModernBert")):
+        _check(some, {**given, "output_hidden_states": [0, -2]}, "zero")
+        assert not _accelerated() and _reasons() == ["an argument of the layers (output_hidden_states)"]
+    _check(build("ModernBert"), {**given, "output_hidden_states": 2}, "zero")
     model.config.output_hidden_states = True
     _check(model, given, "zero")
     assert _accelerated() == 1, _reasons()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -29,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.kv import LayerKV
+from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import SharedLayer
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
@@ -256,6 +259,81 @@ def test_error_that_the_user_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="planted"):
         ours = run(LLAMA.build(), LLAMA.make_inputs(), lambda: {**BEAM, "logits_processor": [Catches()]})
     assert_same(original, ours)
+
+
+@loops
+def test_a_call_with_users_code_leaves_no_cycle(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has made is freed as soon as nobody has it, and not when Python looks for garbage.
+
+    The library asks criteria for attributes that they may lack.
+    """
+
+    class Never(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            assert not hasattr(self, "missing")
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    class Asks(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            assert not hasattr(processors[0], "missing")  # of what FastGen has put in its place
+            return scores
+
+    processors: list[Any] = []
+    wrap = user_code.wrap
+    monkeypatch.setattr(
+        user_code, "wrap", lambda given, errors: (wrap(given, errors), processors.extend(given["logits_processor"]))[0]
+    )
+    with loop_of(loop):
+        gc.collect()
+        gc.disable()
+        try:
+            options = {**BEAM, "return_dict_in_generate": True, "stopping_criteria": [Never()]}
+            result = run(LLAMA.build(), LLAMA.make_inputs(), {**options, "logits_processor": [Asks()]})
+            processors.clear()
+            keys = weakref.ref(result.past_key_values.layers[0].keys)
+            assert accelerated() and keys() is not None
+            del result
+            assert keys() is None
+        finally:
+            gc.enable()
+
+
+@loops
+def test_a_criterion_can_say_that_nobody_looks_at_the_cache(loop: str) -> None:
+    class Never(StoppingCriteria):
+        releases_cache = True
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    options = {**BEAM, "return_dict_in_generate": True, "output_scores": True}
+    with loop_of(loop):
+        for family in (BART, LLAMA):
+            original = run(family.build(), family.make_inputs(), options)
+            result = run(family.build(), family.make_inputs(), {**options, "stopping_criteria": [Never()]})
+            assert original.past_key_values.get_seq_length() and not result.past_key_values.get_seq_length()
+            result["past_key_values"] = original["past_key_values"]
+            assert_same(original, result)
+    assert accelerated() == 4
+
+
+@loops
+def test_a_criterion_that_passes_attributes_on(loop: str) -> None:
+    """It has any that it is asked for, as a `Mock` does, and means nothing by it."""
+
+    class Stops(StoppingCriteria):
+        def __getattr__(self, name: str) -> Any:
+            if name == "eos_token_id":  # with which the library does more
+                raise AttributeError(name)
+            return Mock()
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return torch.full(input_ids.shape[:1], bool(input_ids.shape[1] >= 12), dtype=torch.bool)
+
+    options = {**BEAM, "return_dict_in_generate": True, "max_new_tokens": 40, "eos_token_id": None}
+    with loop_of(loop):
+        check(LLAMA.build(), LLAMA.make_inputs(), {**options, "stopping_criteria": [Stops()]})
+    assert accelerated() == 1
 
 
 @pytest.mark.parametrize("error", [MyError("mine"), KeyboardInterrupt("mine")], ids=repr)

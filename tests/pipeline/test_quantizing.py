@@ -334,7 +334,7 @@ def test_columns_and_references(llama, bart, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = options(bart, tmp_path / "out", tmp_path / "rows.jsonl", input_column="s", reference_column="t")
     assert [tuple(text) for text in Texts(given.reading(given.calibration, None))] == [(r["s"], r["t"]) for r in rows]
-    with pytest.raises(SetupError, match="choose the input column"):
+    with pytest.raises(SetupError, match=r"choose the input column \(--input-column\)"):
         run(llama, tmp_path / "out", tmp_path / "rows.jsonl")
     (tmp_path / "sources.txt").write_text("in the beginning\n")
     with pytest.raises(SetupError, match="has sources without references"):

@@ -100,6 +100,9 @@ def test_bad_lines_of_json(tmp_path):
         8: "invalid-utf8", 9: "invalid-utf8", 10: "empty",
     }  # fmt: skip
     assert [record.text for record in found if isinstance(record, Record)] == ["one", "bare"]
+    messages = {each.line: each.problem.message for each in found if isinstance(each, BadRecord)}
+    assert messages[2] == "column 'text' has a value of type int, not a string"
+    assert messages[6] == "column 'text' has no value (null)"
 
 
 def test_bad_lines_of_csv(tmp_path):

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
+from fastgen.decoding import host_memory
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
 from fastgen.ops.attention import gather_suffix
@@ -37,6 +38,7 @@ class StepState:
         self._columns = torch.arange(capacity, device=device)
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
         self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
+        self._reached = 0  # before rows went back
 
     def of_width(self, width: int) -> StepState:
         """The same place, for a step that stores fewer positions. It goes where this one goes."""
@@ -53,10 +55,20 @@ class StepState:
         other.position = other.positions[0]
         return other
 
+    def reach(self) -> int:
+        """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
+        return min(max(int(self.filled.max()), self._reached), self.capacity)
+
+    def keep_reach(self) -> None:
+        """To be called before rows go back: what they have stored stays where it is."""
+        self._reached = self.reach()
+
     def begin(self, inputs: slice = slice(None)) -> None:
         """Nothing is stored of these inputs; the others go on."""
         rows = slice(*(inputs.indices(self.batch)[end] * self.per_input for end in range(2)))
         self.numbers[:, rows] = self._first
+        if inputs == slice(None):
+            self._reached = 0
         if self.ancestry is not None:
             self.ancestry[rows] = self._own[rows]
 
@@ -76,6 +88,7 @@ class StepState:
     def take_over(self, other: StepState) -> None:
         """Goes on where `other`, which has a smaller capacity, is."""
         self.numbers.copy_(other.numbers)
+        self._reached = other.reach()
         if self.ancestry is not None and other.ancestry is not None:
             self.ancestry[:, : other.capacity] = other.ancestry
             self.ancestry[:, other.capacity :] = self._own
@@ -117,7 +130,8 @@ class StaticKV:
         self.ends = torch.zeros_like(self.starts)
 
         def zeros(rows: int, length: int) -> tuple[Tensor, ...]:
-            return tuple(part.new_zeros(rows, part.shape[1], length, part.shape[3]) for part in (keys, values))
+            shapes = [(rows, part.shape[1], length, part.shape[3]) for part in (keys, values)]
+            return tuple(host_memory.zeros(shape, keys.dtype, keys.device) for shape in shapes)
 
         self._prefix = zeros(state.batch, prefix_capacity)
         self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
@@ -140,19 +154,22 @@ class StaticKV:
         for old, new in zip(self._prefix, (keys, values), strict=True):
             old[inputs] = 0  # what is masked must still be numbers
             old[inputs][:count, :, first : first + length] = new
-        for part in self._suffix:
-            part.unflatten(0, (self._state.batch, -1))[inputs] = 0
+        stored = self._state.reach() if self._suffix else 0
+        for part in self._suffix:  # what nothing was written to is zero, and on a CPU takes no memory
+            part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :stored] = 0
         for bound, new in zip((self.starts, self.ends), (starts, ends), strict=True):
             bound[inputs] = 0
             bound[inputs][:count] = new + first
 
     def take_over(self, other: StaticKV) -> None:
-        """Goes on with what `other`, whose suffix has a smaller capacity, has stored."""
+        """Goes on with what `other`, whose suffix has a smaller capacity, has stored. The state does so after it."""
         pairs = zip(self._prefix, other._prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new)
+        stored = self._state.reach()
         for old, new in zip(self._suffix, other._suffix, strict=True):
             old[:, :, : new.shape[2]] = new
+            old[:, :, new.shape[2] : stored] = 0
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""

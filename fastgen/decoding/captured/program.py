@@ -21,7 +21,7 @@ from fastgen.decoding import arena, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import elementwise
+from fastgen.ops import _team, elementwise
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -49,7 +49,7 @@ class Program:
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
-        with torch.inference_mode():
+        with torch.inference_mode(), _team.for_replay():
             for call in self._calls:
                 call()
 

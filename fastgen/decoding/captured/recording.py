@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.ops.triton import kv_write
 
 _aten = torch.ops.aten
 
@@ -91,7 +93,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self._numbers: dict[int, int] = {}  # of storages, by address of the storage object
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved: set[int] = set()
+        self._undo: list[Callable[[], Any]] = []
         self._host: set[int] = set()  # storages of tensors made from host values
         self._generators: dict[torch.Generator, Tensor] = {}
         self._draws = False
@@ -112,8 +115,11 @@ class _Recorder(TorchDispatchMode):
             return self._lift(func, args)
 
         changed = _written(func, args, kwargs)
-        for written in changed:
-            self._save(written)
+        if func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
+            self._undo.append(kv_write.undo(*args[2:]))  # K and V are large
+        else:
+            for written in changed:
+                self._save(written)
         self._draws |= torch.Tag.nondeterministic_seeded in func.tags
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
@@ -125,14 +131,14 @@ class _Recorder(TorchDispatchMode):
         # What changes only how a tensor is laid out is in the places of those that follow.
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if writes or any(place is not None for place in fresh) or not fresh:
-            in_place = frozenset(self._number(written.untyped_storage()) for written in changed)
+            in_place = frozenset(self._numbers_of(changed))
             self.recording.operations.append(Operation(func, places, structure, fresh, in_place))
         return result
 
     def put_back(self) -> None:
         """A capture executes nothing: restores what was written."""
-        for storage, before in self._saved.values():
-            storage.copy_(before)
+        for undo in reversed(self._undo):
+            undo()
         for generator, state in self._generators.items():
             if self._draws:  # or another thread's draws would repeat
                 generator.set_state(state)
@@ -187,11 +193,16 @@ class _Recorder(TorchDispatchMode):
             self.recording.storages.append(storage)
         return number
 
+    def _numbers_of(self, tensors: list[Tensor]) -> set[int]:
+        return {self._number(tensor.untyped_storage()) for tensor in tensors}
+
     def _save(self, tensor: Tensor) -> None:
         """Keeps the contents of memory that was there before the capture, when it is first written to."""
         number = self._number(tensor.untyped_storage())
         if number not in self.recording.made and number not in self._saved:
-            self._saved[number] = tensor.untyped_storage(), tensor.untyped_storage().clone()
+            self._saved.add(number)
+            storage = tensor.untyped_storage()
+            self._undo.append(partial(storage.copy_, storage.clone()))
 
     def _remember(self, generator: torch.Generator) -> None:
         if generator not in self._generators:

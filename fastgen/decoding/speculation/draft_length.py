@@ -19,6 +19,10 @@ _MOST_ACCEPTANCE = 0.995
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128
 # While tokens are drafted, what a plain step takes is measured again after this many steps.
 _PLAIN_INTERVAL = 64
+# Of what rows gain more than the one with fewest tokens, this part counts where drafts are found in a text.
+_LEAD_COUNTS = 0.5
+# That may cost no more than this part of the time without drafts, besides the tolerance.
+_MOST_LEAD = 0.08
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
 
@@ -94,6 +98,10 @@ class DraftLength:
     first `horizon` tokens are taken as generated. So a draft may be shorter at the beginning than later, and in a
     very short call there may be none.
 
+    Where drafts are found in a text, rows have theirs at different times, and the row with fewest tokens is another one
+    each time. Then half of what rows on the average gain more than it counts, too, up to 8 % of the call. So a batch in
+    which one row never has a draft may get slower by a tenth.
+
     Args:
         costs: of this machine, model and draft; may be kept for the next call.
         rows: of the batch.
@@ -116,13 +124,20 @@ class DraftLength:
         self._all = _Acceptance(acceptance * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._rows = [_Acceptance() for _ in range(rows)]
         self._tokens, self._slowest = [0] * rows, 0  # of each row, and of that which has fewest
-        self._ahead = 0.0  # seconds that drafts have gained
+        # Seconds that drafts have gained for the slowest row, and the part that counts of what others have gained more.
+        self._ahead, self._lead = 0.0, 0.0
         self._interval, self._waited = _FIRST_INTERVAL, 0
 
     @property
     def acceptance(self) -> float:
         """Of the last steps and all rows: the probability that a drafted token is accepted if those before are."""
         return self._all.rate
+
+    @property
+    def most_gain(self) -> float:
+        """What `gain` would be if all tokens were accepted."""
+        costs = self._costs.steps(len(self._rows), self._lengths[-1])
+        return 1 - min(costs[k] / (k + 1) for k in self._lengths) / costs[0]
 
     @property
     def gain(self) -> float:
@@ -146,7 +161,7 @@ class DraftLength:
             return 0
         costs = self._costs.steps(len(rows), lengths[-1])
         rates = [self._rate(row) for row in rows]
-        spare = self._spare(costs[0])
+        spare = self._spare(costs[0], are_found=available is not None)
         expected = float(len(rows))
         best, fastest = 0, expected / costs[0]
         powers = list(rates)
@@ -181,7 +196,9 @@ class DraftLength:
         for row, kept in zip(rows, accepted, strict=True):
             self._tokens[row] += 1 + kept
         before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
-        self._ahead += (self._slowest - before) * costs[0] - costs[k]
+        taken = self._slowest - before
+        self._ahead += taken * costs[0] - costs[k]
+        self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * costs[0]
         trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
         made = sum(count for count, _ in trials)
         if not made:
@@ -203,9 +220,11 @@ class DraftLength:
         rate = (known.kept + _SHARED_WEIGHT * self._all.rate) / (known.trials + _SHARED_WEIGHT)
         return min(rate, _MOST_ACCEPTANCE)
 
-    def _spare(self, plain: float) -> float:
-        """Seconds that the call may still lose."""
-        return self._ahead + self._tolerance * plain * max(self._slowest, self._horizon)
+    def _spare(self, plain: float, are_found: bool) -> float:
+        """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
+        whole = plain * max(self._slowest, self._horizon)
+        lead = min(self._lead, _MOST_LEAD * whole) if are_found else 0.0
+        return self._ahead + lead + self._tolerance * whole
 
     def _probe(self, k: int, costs: list[float], spare: float) -> int:
         """Steps without drafts: now and then a short one is tried."""
@@ -291,6 +310,10 @@ class Pauses:
         # The first one may have been disturbed.
         self._length = -1 if gains else min(2 * self._length + 1, MOST_PAUSES) if self._length >= 0 else 0
         self._left = max(self._length, 0)
+
+    def give_up(self) -> None:
+        """Drafts cannot gain anything, whatever comes of them: a trial has to wait as long as can be."""
+        self._left = self._length = MOST_PAUSES
 
 
 def _interpolated(table: list[tuple[int, float]], at: int) -> float:

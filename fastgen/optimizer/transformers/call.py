@@ -55,6 +55,7 @@ class Call:
     compaction: BatchCompaction | None = None  # the rows that the model runs on, where finished inputs may leave
     draft: Any = None  # what the call asks to draft its tokens with
     prefilled: Any = None  # the outputs of the first pass, made ahead of the library's loop
+    cache_is_dropped: bool = False  # nobody looks at the one that the call returns
     _returns_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +80,13 @@ class Call:
 
     def __exit__(self, *exception: Any) -> None:
         self._packed.close()
+        self.users_errors.forget()
         Call._active.reset(self._token)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether what the call returns has the cache in it, and it may be looked at."""
+        return self._returns_cache and not self.cache_is_dropped
 
     def decline(self, reason: str) -> None:
         """This call goes on with the original code."""
@@ -100,7 +107,7 @@ class Call:
             if not self.declined:
                 counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
             return
-        if self._returns_cache or self.cache_is_the_users:
+        if self.returns_cache or self.cache_is_the_users:
             self.store.hand_over()
         else:
             self.store.restore()

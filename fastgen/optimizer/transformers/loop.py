@@ -53,6 +53,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     model_kwargs = arguments.pop("model_kwargs", {})
     call.runs_user_code = user_code.wrap(arguments, call.users_errors)
     call.scores_are_private &= not call.runs_user_code
+    criteria = arguments["stopping_criteria"]
+    call.cache_is_dropped = any(user_code.says(each, "releases_cache") for each in criteria)
     if settings.current().captured_step == "never" or model.device.type not in ("cpu", "cuda"):
         return wrapped(**arguments, **model_kwargs)
     config = arguments["generation_config"]
@@ -69,7 +71,8 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
         # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
         experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
-        with graph.taken(model.device), experts, torch.inference_mode(False), torch.no_grad():
+        ready = contextlib.nullcontext() if draft is None else draft.ready()
+        with ready, graph.taken(model.device), experts, torch.inference_mode(False), torch.no_grad():
             result = _run(call, arguments, model_kwargs, draft)
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
@@ -154,7 +157,10 @@ def _check_on_cpu(model: Any, tokens: Tensor) -> None:
     if settings.current().linear_products == "fixed" and settings.current().captured_step == "auto":
         # Whether a step has been recorded depends on the calls before, and its results may differ in the last digits.
         raise CannotBeCaptured("linear_products is fixed, and captured_step is not always, on the CPU")
-    rows, most = tokens.shape[0], _most_rows(model)
+    rows = tokens.shape[0]
+    if rows <= _FEW_ROWS_ON_CPU:
+        return
+    most = _most_rows(model)
     if rows > most and rows * _size_of_weights(model) > _MAX_WORK_ON_CPU:
         raise CannotBeCaptured(f"more than {most} sequences in a model with large weights, on the CPU")
 

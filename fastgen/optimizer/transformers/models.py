@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.nn.modules import module as any_module
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from fastgen.decoding.modules import modules_of
+
 # Where models are from whose forward passes are known to treat the rows of a batch alike.
 _LIBRARIES = ("transformers.", "fastgen.models.")
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
@@ -93,9 +95,11 @@ def modules_unsupported(model: Any) -> str | None:
     """
     if any_module._global_forward_hooks or any_module._global_forward_pre_hooks:
         return "forward hooks are registered on the model"
-    for module in model.modules():
+    for module in modules_of(model):
         if module.training:
             return "the model, or a part of it, is in training mode"
+        if not module._forward_hooks and not module._forward_pre_hooks:
+            continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
                 return "forward hooks are registered on the model"

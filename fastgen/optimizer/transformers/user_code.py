@@ -49,11 +49,20 @@ class Errors:
             self._last = error
             raise
 
+    def forget(self) -> None:
+        """Nothing has been raised. An error holds the frames that it came through, and so what the call has made."""
+        self._last = None
+
     def caused(self, error: BaseException | None) -> bool:
         """Whether `error` is what the user's code has raised last, or came of it."""
         while error is not None and error is not self._last:
             error = error.__cause__ or error.__context__
         return error is not None
+
+
+def says(criterion: Any, name: str) -> bool:
+    """Whether a criterion has this attribute, and it is true; an object that has every attribute says nothing by it."""
+    return getattr(criterion, name, False) is True
 
 
 def passed_to(arguments: dict[str, Any]) -> list[Any]:

@@ -105,6 +105,63 @@ def test_a_call_leaves_nothing_to_the_next(device):
         state.advance(torch.arange(BATCH * PER_INPUT, device=device))
 
 
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("inputs", [slice(None), slice(1, 2)])
+def test_nothing_of_the_last_call_is_left_in_the_buffers(device, width, inputs):
+    """NaN that a call has stored would spoil the scores of positions that a mask leaves out."""
+    state, kv = make(device, capacity=CAPACITY + width - 1, width=width)
+    spoilt = torch.full((BATCH * PER_INPUT, KV_HEADS, width, DIM), torch.nan, device=device)
+    kv.load(*prompt(device), at_end=True)
+    state.begin()
+    for _ in range(4):
+        kv.write(spoilt, spoilt)
+        state.advance(None)
+    kv.load(*(part[inputs] for part in prompt(device)), at_end=True, inputs=inputs)
+    state.begin(inputs)
+    for part in kv._suffix:
+        assert not part.unflatten(0, (BATCH, PER_INPUT))[inputs].count_nonzero()
+
+
+def test_nothing_is_left_of_rows_that_went_back(device):
+    """Nor by the call after a call that took them over in larger buffers."""
+    (small_state, small), (state, kv) = make(device), make(device, capacity=2 * CAPACITY)
+    new = torch.ones(BATCH * PER_INPUT, KV_HEADS, 1, DIM, device=device)
+    small.load(*prompt(device), at_end=True)
+    small_state.begin()
+    for _ in range(5):
+        small.write(new, new)
+        small_state.advance(None)
+    small_state.keep_reach()
+    small_state.advance(None, -3)
+    kv.take_over(small)
+    state.take_over(small_state)
+    for part_state, part in ((small_state, small), (state, kv)):
+        assert part_state.reach() == 6 and all(own.count_nonzero() for own in part._suffix)
+        part.load(*prompt(device), at_end=True)
+        part_state.begin()
+        assert part_state.reach() == 1 and not any(own.count_nonzero() for own in part._suffix)
+
+
+def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
+    """They may have been those of another call, which has got further than this one will."""
+    (small_state, small), (state, kv) = make(device), make(device, capacity=2 * CAPACITY)
+    new = torch.ones(BATCH * PER_INPUT, KV_HEADS, 1, DIM, device=device)
+    kv.load(*prompt(device), at_end=True)
+    state.begin()
+    for _ in range(2 * CAPACITY):
+        kv.write(new * torch.nan, new)
+        state.advance(None)
+    small.load(*prompt(device), at_end=True)
+    small_state.begin()
+    for _ in range(2):
+        small.write(new, new)
+        small_state.advance(None)
+    kv.take_over(small)
+    state.take_over(small_state)
+    for part in kv._suffix:
+        assert bool((part[:, :, :2] == 1).all()) and not part[:, :, 2:].count_nonzero()
+
+
 @pytest.mark.parametrize("spelled_out", [False, True])
 def test_a_step_of_two_positions(device, spelled_out):
     """The first sees what was there and itself, and stays. The second sees that one too, and is gone afterwards."""
@@ -250,8 +307,8 @@ def test_taking_over(device):
     for number in range(5):
         if number == 2:
             many.load(*prompt(device), at_end=True)  # of another call
-            large.take_over(small)
             many.take_over(few)
+            large.take_over(small)
             state, kv = large, many
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
         history.append(keys, values)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fastgen import settings
+from fastgen.decoding import host_memory
 from fastgen.decoding.arena import LEAST_CHUNK, Arena
 from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
@@ -34,6 +35,51 @@ needs_kernel = pytest.mark.skipif(not linear.is_available(), reason="the extensi
 aten = torch.ops.aten
 SAME_BITS = [aten.neg.default, aten.relu.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default]
 SAME_BITS += [aten.pow.Tensor_Scalar, aten.clone.default, aten._to_copy.default]
+
+
+@pytest.mark.parametrize("position", [0, 3, 9, -1])
+@pytest.mark.parametrize("others", ["", "before", "between", "behind"])
+def test_what_a_capture_writes_to_keys_and_values_is_undone(position: int, others: str) -> None:
+    """Also positions that are written twice, and among operators that write to all of it."""
+    caches = [torch.randn(2, 3, 5, 4) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    at = torch.tensor([position, 3])
+
+    def other(when: str) -> None:
+        if when == others:
+            for cache in caches:
+                cache.mul_(2)
+
+    def writes() -> None:
+        other("before")
+        torch.ops.fastgen.kv_write(torch.ones(2, 3, 4), torch.ones(2, 3, 4), *caches, at)
+        at.add_(1)
+        other("between")
+        torch.ops.fastgen.kv_write(torch.ones(2, 3, 4), torch.ones(2, 3, 4), *caches, at)
+        torch.ops.fastgen.kv_write(torch.zeros(2, 3, 4), torch.ones(2, 3, 4), *caches, at)
+        other("behind")
+
+    made = Program()
+    made.capture(writes)
+    assert at.tolist() == [position, 3]
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
+    made.replay()
+    found, caches, at = caches, before, torch.tensor([position, 3])
+    writes()
+    assert all(torch.equal(*pair) for pair in zip(caches, found, strict=True))
+
+
+@pytest.mark.skipif(not host_memory._resident(), reason="what a process holds is not told")
+def test_a_capture_copies_no_more_of_keys_and_values_than_it_writes() -> None:
+    def held_by_a_capture(capacity: int) -> int:
+        caches = [host_memory.zeros((1, 1, capacity, 256), torch.float32, torch.device("cpu")) for _ in range(2)]
+        new, at, made = torch.ones(1, 1, 256), torch.tensor(7), Program()
+        before = host_memory._resident()
+        made.capture(lambda: torch.ops.fastgen.kv_write(new, new, *caches, at))
+        return host_memory._resident() - before
+
+    held_by_a_capture(16)  # the first one imports what torch needs
+    assert held_by_a_capture(2**16) < 2**25  # of 2**26 bytes each; the system may have pages of 2**21
 
 
 class Replayed(Program):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,8 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
+# A call of so many replays says how long a step takes.
+_ENOUGH_STEPS = 8
 
 # Inputs of the model with a row per sequence: masks, and what the next step gets of them as it is.
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -76,7 +79,7 @@ class Decoding:
         # What the call returns of every step, by name.
         names = RECORDS if self._config.return_dict_in_generate else ()
         self._kept: dict[str, list[Tensor]] = {name: [] for name in names if getattr(self._config, f"output_{name}")}
-        if self._criteria and all(getattr(x, "releases_scores", False) for x in self._criteria):
+        if self._criteria and all(user_code.says(x, "releases_scores") for x in self._criteria):
             self._criteria = []  # they only let go what is not kept then
             self._kept.pop("scores", None)
         # The name of the mask of the sequences themselves.
@@ -131,7 +134,8 @@ class Decoding:
         if not config.return_dict_in_generate:
             return sequences
         store = self._call.store
-        store.hold(*step.stored())
+        if self._call.returns_cache:
+            store.hold(*step.stored())
         found: dict[str, Any] = {name: tuple(kept) for name, kept in self._kept.items()}
         if isinstance(search, BeamSearch):
             found["beam_indices"] = search.result_indices(*count)
@@ -178,14 +182,19 @@ class Decoding:
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
         step.choose_first(prompt.logits, self._host)
-        done = 1
+        done, begun = 1, None
         while not step.is_over() and done < prompt.new_tokens:
             if done > step.key.capacity:
                 step = self._larger(step)
+                begun = None
             self._start(step, partial(step.start, self._model, done, self._host))
+            if begun is None and step.is_captured:  # from here on all steps are replays
+                begun = done, time.perf_counter()
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.key.capacity + 1:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
+        if begun is not None and done - begun[0] > _ENOUGH_STEPS:
+            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (done - 1 - begun[0]))
         return step
 
     def _start(self, step: CapturedStep, run: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen import caches, settings
 from fastgen.decoding.layers import Replacement
+from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
@@ -87,7 +88,15 @@ def refuse(model: Any, key: Key, reason: str) -> None:
 
 def is_refused(model: Any, key: Key) -> bool:
     """Whether a step of this key is known not to be capturable."""
-    return key in _of(model).refused
+    cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
+    return cached is not None and key in cached.refused and key in _of(model).refused
+
+
+def seconds(model: Any, key: Key) -> float | None:
+    """What a step of this key was measured to take in the last calls; None if no such step is kept."""
+    cached = _models.get(model)
+    step = None if cached is None else cached.steps.get(key)
+    return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
@@ -129,8 +138,10 @@ def _of(model: Any) -> _OfModel:
 
 def state_of(model: Any) -> Hashable:
     """What a step has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
-    modules = tuple((id(module), type(module), _forward(module), _settings(module)) for module in model.modules())
-    tensors = tuple(_memory(t) for t in (*model.parameters(), *model.buffers()))
+    found = modules_of(model)
+    modules = tuple([(id(module), type(module), _forward(module), _settings(module)) for module in found])
+    held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
+    tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
     now = settings.current()
     products = now.packed_weights == "never", now.linear_products
     chosen = *products, now.weight_dtype, now.weight_group_size, now.few_bits_inputs
@@ -152,9 +163,11 @@ def _settings(owner: Any) -> Hashable:
     Adapters are switched on and off in this way, scales are set, and implementations chosen.
     """
     return tuple(
-        (name, value if type(value) in _ATOMS else _frozen(value))
-        for name, value in vars(owner).items()
-        if name not in _OF_TORCH
+        [
+            (name, value if type(value) in _ATOMS else _frozen(value))
+            for name, value in vars(owner).items()
+            if name not in _OF_TORCH
+        ]
     )
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +148,7 @@ class CapturedStep:
         self._present = 0
         self._lengths: tuple[list[int], list[int]] = ([], [])
         self._graphs: list[tuple[graph.Graph | Program, OnHost | None]] = []
+        self.seconds_of_calls: deque[float] = deque(maxlen=4)  # what a step of the last calls has taken
         self._warm_ups = 0
 
     def _new_search(self, *sizes: Any, samples: bool) -> BeamSearch | RowSearch:
@@ -338,11 +340,11 @@ class CapturedStep:
 
     def take_over(self, other: CapturedStep) -> None:
         """Goes on where `other` is, a step of the same key with less capacity."""
-        self._state.take_over(other._state)
-        self._seen.copy_(other._seen)
         self._start, self._present, self._lengths = other._start, other._present, other._lengths
         for kv, old in zip((*self._own, *self._cross), (*other._own, *other._cross), strict=True):
             kv.take_over(old)
+        self._state.take_over(other._state)
+        self._seen.copy_(other._seen)
         for name, buffer in self._inputs.items():
             old = other._inputs[name]
             buffer.zero_()

@@ -227,7 +227,7 @@ def _unsupported(model: Any, known: _Model, given: dict[str, Any], mask: Tensor,
         return "a mask with holes"
     more = [name for name in _MORE if given.get(name) not in (None, False)]
     more += [name for name in _FURTHER_OUTPUTS if given.get(name) is None and getattr(config, name, False)]
-    if more and not (more == ["output_hidden_states"] and known.way == PACKED and padding == "zero"):
+    if more and not (more == ["output_hidden_states"] and padding == "zero"):
         return f"arguments that ask for more ({', '.join(more)})"
     if getattr(config, "is_decoder", False):
         return "the model is a decoder"
@@ -278,6 +278,8 @@ def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return result
     result = passes.padded(result)
+    if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one
+        mask = mask.flatten(0, -2)
     if zeros and result.shape[: mask.dim()] == mask.shape:
         padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
         result = torch.where(padding & result.isnan(), 0.0, result)

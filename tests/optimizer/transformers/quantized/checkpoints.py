@@ -29,11 +29,11 @@ from tests.quantization.definitions import random_weight
 VOCABULARY = 96
 
 
-def llama() -> PreTrainedModel:
+def llama(intermediate_size: int = 96) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPTQConfig
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
+from fastgen import settings
+from fastgen.decoding.captured.program import Program
+from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
 from fastgen.quantization.layers import QuantizedLinear
@@ -127,6 +130,36 @@ def test_no_floating_copy_is_left(tmp_path: Path) -> None:
         held = [*layer.parameters(), *layer.buffers()]
         assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
     assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
+
+
+def test_a_run_leaves_no_weight_in_floating_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither loading nor the steps of calls, captured ones among them, keep an unpacked copy."""
+    replays, replay = [], Program.replay
+    monkeypatch.setattr(Program, "replay", lambda self: (replays.append(1), replay(self))[1])
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    reference, tensors = quantize(llama(intermediate_size=1024), CASES["gptq"])
+    save(tmp_path, reference, tensors, gptq_config())
+    inputs, least = inputs_of(reference), 64 * 1024
+    del reference, tensors
+    before = set(map(id, _large(least)))
+    model = load(tmp_path)
+    with settings.changed(captured_step="always", few_bits_inputs="int8"):
+        for _ in range(2):
+            model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert replays
+    assert not [tensor.shape for tensor in _large(least) if id(tensor) not in before]
+    # With exact inputs, recorded steps unpack: so there is something to find.
+    with settings.changed(captured_step="always", few_bits_inputs="exact"):
+        model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert [tensor.shape for tensor in _large(least) if id(tensor) not in before]
+
+
+def _large(least: int) -> list[torch.Tensor]:
+    """The tensors in floating point of so many numbers that there are in this process."""
+    gc.collect()
+    # By type alone: what else there is may do something when it is asked.
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    return [each for each in tensors if each.is_floating_point() and not each.is_meta and each.numel() >= least]
 
 
 def test_status(tmp_path: Path) -> None:
