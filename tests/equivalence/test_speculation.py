@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import random
+import threading
 import weakref
 from typing import Any
 
@@ -14,9 +15,13 @@ import torch
 import transformers
 
 import fastgen
+from fastgen import settings
+from fastgen.decoding.captured import graph
+from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths
+from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from tests import near_ties
@@ -441,3 +446,30 @@ def test_frequencies_that_depend_on_the_longest_sequence(kind: str, length: int,
 
         near_ties.check(run)
     assert counts()["accelerated"] == 0
+
+
+def test_an_assistants_layers_are_waited_for_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has them in another form, and may wait for the turn itself."""
+    family = KNOWN["llama"]
+    model, assistant = family.build(), copy.deepcopy(family.build())
+    waits, goes_on, is_free = threading.Event(), FastLayers._freed.wait, []
+    monkeypatch.setattr(FastLayers._freed, "wait", lambda *given: (waits.set(), goes_on(*given))[1])
+    with settings.changed(packed_weights="never"):
+        layers = fast_layers(assistant)
+        layers.__enter__()
+    options = {**GREEDY, "assistant_model": assistant}
+    found: list[torch.Tensor] = []
+    caller = threading.Thread(target=lambda: found.append(model.generate(**family.make_inputs(2), **options)))
+    caller.start()
+    try:
+        assert waits.wait(30)
+        turn = graph._turn_of(model.device)
+        is_free.append(turn.acquire(blocking=False))
+        if is_free[0]:
+            turn.release()
+    finally:
+        layers.__exit__()
+        caller.join()
+    assert is_free == [True]
+    assert_speculates(1)
+    assert torch.equal(found[0], model.generate(**family.make_inputs(2), **GREEDY))

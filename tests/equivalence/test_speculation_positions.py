@@ -12,6 +12,8 @@ import transformers
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import fastgen
+from fastgen.decoding.speculation.prompt_lookup import PromptLookup
+from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.models import SHORT
@@ -207,6 +209,27 @@ def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         same(model, inputs, {**options, "stopping_criteria": StoppingCriteriaList([Ends(tuple(said[0].tolist()))])})
     assert_speculates(2)
+
+
+def test_what_a_row_has_stored_before_it_was_cut_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call has to clear it. Here one row is far ahead of the other when a criterion ends both."""
+    family = KNOWN["llama"]
+    model, inputs, length = family.build(), family.make_inputs(2), 60
+    options = {**GREEDY, "max_new_tokens": length, "eos_token_id": None}
+    with fastgen.disabled():
+        said = model.generate(**inputs, **options)[0, -length:].tolist()
+
+    def propose(self: PromptLookup, row: int, most: int, **more: Any) -> list[int]:
+        known = len(self._rows[row]._tokens) - int(inputs["attention_mask"][row].sum())
+        return said[known : known + most] if row == 0 else []
+
+    monkeypatch.setattr(PromptLookup, "propose", propose)
+    end = inputs["input_ids"].shape[1] + 6
+    model.generate(**inputs, **options, prompt_lookup_num_tokens=8, stopping_criteria=[Ends((), end)])
+    assert_speculates(1)
+    ((step,),) = [[*kept.steps.values()] for kept in graph_cache._models.values()]
+    stored = [int(own.count_nonzero(dim=(0, 1, 3)).nonzero().max()) + 1 for kv in step._own for own in kv._suffix]
+    assert int(step._state.filled.max()) < max(stored) <= step._state.reach()
 
 
 def test_sampling_with_criteria_and_scores() -> None:

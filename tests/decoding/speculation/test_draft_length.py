@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Pauses, Schedule
+from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Costs, DraftLength, Pauses, Schedule
 
 # What FastGen takes for SmolLM2 on a CPU, relative to a plain step: the rows of a product, and a step in 8 bits.
 VERIFY = {1: 1.0, 2: 1.08, 5: 1.2, 8: 1.45, 16: 1.9, 32: 3.2, 64: 6.0}
@@ -190,6 +190,38 @@ def test_one_row_of_many():
     assert sum(many.lengths) / len(many.lengths) < 0.5
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_have_drafts_at_different_times(seed):
+    """The slowest row gains nothing from many rounds, but is another one each time: the call gains."""
+    costs = {8: 1.25, 16: 1.7, 24: 2.1, 40: 2.8, 72: 4.6}
+
+    def run(rate: float) -> float:
+        truth = Costs(costs).steps
+        call = Call(
+            lambda *_: rate, 8, seed=seed, truth=lambda rows, k: truth(8, k)[k], found=lambda x: 8 * (x.random() < 0.8)
+        )
+        return call.run(DraftLength(Costs(costs), 8, (0, 2, 4, 8), horizon=128))
+
+    assert run(0.9) > 1.1
+    assert run(0.0) > PLAIN
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.95, 1.0])
+def test_a_row_of_which_nothing_is_accepted(rate):
+    """What is found for the other rows makes the call slower by a tenth at the most: it ends with this row."""
+
+    class OfAllRows(Costs):
+        """A step works on those that are finished, too."""
+
+        def _table(self, rows: int, most: int) -> list[float]:
+            return super()._table(8, most)
+
+    costs = OfAllRows({8: 1.25, 16: 1.7, 24: 2.1, 40: 2.8, 72: 4.6})
+    truth = costs.steps(8, 8)
+    call = Call(lambda row, _: rate if row else 0.0, 8, truth=lambda _, k: truth[k], found=lambda _: 8)
+    assert call.run(DraftLength(costs, 8, (0, 2, 4, 8), horizon=128)) > 0.9
+
+
 def test_only_lengths_that_there_are():
     """The best of them, though one that there is not would be better, and of what is available no more than serves."""
     chooser = DraftLength(Costs(VERIFY, INT8), 1, (0, 2, 4, 8), acceptance=0.9, horizon=1000)
@@ -209,6 +241,22 @@ def test_gain():
     assert chooser.gain == pytest.approx(3.5 / 5)
     chooser.observe([0], 0, [0], [0])
     assert chooser.gain == pytest.approx(3.5 / 6)
+
+
+def test_most_gain():
+    """If everything were accepted, with the best of the lengths that there are."""
+    assert DraftLength(Costs({1: 1.0, 5: 1.5}), 1, (0, 4)).most_gain == pytest.approx(0.7)
+    # A small model, whose steps in few bits hardly take less time.
+    assert DraftLength(Costs({1: 0.37, 5: 0.8, 9: 0.9}, {1: 0.33}), 1, (0, 2, 4, 8)).most_gain < 0.07
+
+
+def test_pauses_where_nothing_can_be_gained():
+    """The first such call is the last for long."""
+    pauses = Pauses()
+    pauses.give_up()
+    assert [pauses.pauses() for _ in range(MOST_PAUSES + 1)] == [True] * MOST_PAUSES + [False]
+    pauses.give_up()
+    assert pauses.pauses()
 
 
 def test_pauses():

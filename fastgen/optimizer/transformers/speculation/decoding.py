@@ -84,15 +84,18 @@ class SpeculativeDecoding(Decoding):
         return type(result)(**{**result, "scores": scores, "logits": logits})
 
     def _steps_to_record_for(self) -> int | None:
-        steps = None if self._draft.asked_for else super()._steps_to_record_for()
+        steps = super()._steps_to_record_for()
+        at_once_from = self._draft.recorded_at_once_from
+        if steps is None or (at_once_from is not None and self._prompt.new_tokens >= at_once_from):
+            return None
         # There are several parts to be recorded: it takes more steps until they have paid.
-        return None if steps is None else -(-steps // _PARTS)
+        return steps if at_once_from is not None else -(-steps // _PARTS)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
         return SpeculativeStep(self._key, self._prompt, made)
 
     def _make_key(self) -> Key:
-        key = super()._make_key()
+        self._plain_key = key = super()._make_key()
         draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
         capacity = key.new_capacity if self._draft.has_buffers else key.capacity
@@ -133,16 +136,20 @@ class SpeculativeDecoding(Decoding):
         self._draft.take(step)
         self._positions = self._make_positions(rows)
         self._follow(step)
-        pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule)
+        plain = graph_cache.seconds(self._model, self._plain_key)
+        pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
+        begun = time.perf_counter()
         while not bool(step.search.done):
             longest = int(step.search.length.max()) - step.key.prompt_capacity
             if longest > step.key.capacity:
                 larger = self._larger(step)
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
-            self._round(step, pace)
+            begun = self._round(step, pace, begun)
         gains = pace.gains()
-        if gains is not None:
+        if pace.is_hopeless:
+            self._pauses.give_up()
+        elif gains is not None:
             self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         self._draft.end()
@@ -160,9 +167,9 @@ class SpeculativeDecoding(Decoding):
         if self._positions.is_needed:
             self._positions.take(step)
 
-    def _round(self, step: SpeculativeStep, pace: Pace) -> None:
-        """Some tokens are drafted and checked."""
-        search, begun = step.search, time.perf_counter()
+    def _round(self, step: SpeculativeStep, pace: Pace, begun: float) -> float:
+        """Some tokens are drafted and checked; the time that the last round has ended at, and this one."""
+        search = step.search
         unfinished = search.unfinished.flatten().tolist()
         rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
         lengths = search.length.flatten().tolist()
@@ -183,7 +190,9 @@ class SpeculativeDecoding(Decoding):
         counts, accepted = ([each[row] for row in rows] for each in of_all)
         pace.observe(step, rows, drafted, counts, accepted)
         counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
-        step.host_times.append(time.perf_counter() - begun)
+        ended = time.perf_counter()
+        step.host_times.append(ended - begun)
+        return ended
 
 
 class Assistant(Decoding):

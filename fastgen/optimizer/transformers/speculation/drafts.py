@@ -15,7 +15,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.own_weights import OwnWeights, versions
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
-from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call
+from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
@@ -39,15 +39,20 @@ class Draft:
         has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
         threshold: a draft ends with the first token that is less probable to who drafts.
-        asked_for: the call itself asks for a draft; a step is recorded for it whether or not others follow.
+        recorded_at_once_from: the call itself asks for a draft. If it asks for so many tokens, too, a step is recorded
+            whether or not others follow: it takes about as long as a plain call whose step is not recorded.
     """
 
     kind: Hashable
     is_model = True
-    asked_for = False
+    recorded_at_once_from: int | None = None
     schedule: Schedule | None = None
     threshold: float = 0.0
     has_buffers = False
+
+    def ready(self) -> AbstractContextManager[Any]:
+        """To be entered before the call takes its turn: what may wait for calls of other threads, which wait too."""
+        return contextlib.nullcontext()
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
@@ -115,7 +120,7 @@ class OwnWeightsDraft(_OwnModelDraft):
 class EarlyExitDraft(_OwnModelDraft):
     """The first layers of the model, and its output layer (`assistant_early_exit` of `generate`)."""
 
-    asked_for = True
+    recorded_at_once_from = 128
 
     def __init__(self, model: Any, count: int) -> None:
         self._base, self._count = getattr(model, model.base_model_prefix), count
@@ -142,7 +147,7 @@ class LookupDraft(Draft):
 
     kind = "tokens"
     is_model = False
-    asked_for = True
+    recorded_at_once_from = 64
 
     def __init__(self, most: int, max_ngram: int, source: Tensor | None = None, padding: int | None = None) -> None:
         self._most, self._max_ngram, self._source, self._padding = most, max_ngram, source, padding
@@ -150,7 +155,8 @@ class LookupDraft(Draft):
         self._proposed: dict[int, list[int]] = {}
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
-        self._index = PromptLookup(step.key.rows, self._max_ngram, self._most, decoding.eos)
+        # Of the places where the words stand, the last one: the library takes the first, which is less often right.
+        self._index = PromptLookup(step.key.rows, self._max_ngram, self._most, decoding.eos, latest=True)
         self._known = []
         for number, tokens in enumerate([] if self._source is None else self._source.tolist()):
             # An encoder may have tokens that the decoder lacks.
@@ -187,7 +193,7 @@ class AssistantDraft(Draft):
         threshold: a draft ends with the first token that the assistant gives less than this; 0 for none.
     """
 
-    asked_for = True
+    recorded_at_once_from = 128
     has_buffers = True
 
     def __init__(self, assistant: Any, schedule: Schedule | None, threshold: float = 0.0) -> None:
@@ -196,6 +202,9 @@ class AssistantDraft(Draft):
     @property
     def kind(self) -> Hashable:
         return "an assistant", id(self._assistant)
+
+    def ready(self) -> AbstractContextManager[Any]:
+        return fast_layers(self._assistant)  # which `begin` enters once more, and then without waiting
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         state = graph_cache.state_of(self._assistant)

@@ -20,11 +20,19 @@ _LEAST_GAIN = 0.07
 
 
 class _StepCosts(Costs):
-    """A step works on all of its rows, those that are finished too."""
+    """A step works on all of its rows, those that are finished too.
 
-    def __init__(self, rows: int, verify: dict[int, float], draft: float) -> None:
+    Args:
+        plain_is_given: by plain calls. A round without a draft would not say more about it.
+    """
+
+    def __init__(self, rows: int, verify: dict[int, float], draft: float, plain_is_given: bool) -> None:
         super().__init__(verify, {rows: draft})
-        self._all_rows = rows
+        self._all_rows, self._plain_is_given = rows, plain_is_given
+
+    @property
+    def plain_is_old(self) -> bool:
+        return not self._plain_is_given and super().plain_is_old
 
     def _table(self, rows: int, most: int) -> list[float]:
         return super()._table(self._all_rows, most)
@@ -39,12 +47,20 @@ class Pace:
         tokens: that each row may get, at the most.
         has_model: the draft takes time.
         schedule: chooses instead, where the user has set one.
+        plain: seconds of a step of a plain call; None where nobody has measured it. A round without a draft counts for
+            it then, which takes a little longer.
     """
 
     def __init__(
-        self, step: SpeculativeStep, rows: int, tokens: int, has_model: bool, schedule: Schedule | None = None
+        self,
+        step: SpeculativeStep,
+        rows: int,
+        tokens: int,
+        has_model: bool,
+        schedule: Schedule | None = None,
+        plain: float | None = None,
     ) -> None:
-        self._rows, self._tokens, self._has_model = rows, tokens, has_model
+        self._rows, self._tokens, self._has_model, self._plain = rows, tokens, has_model, plain
         self._chooser: DraftLength | Schedule | None = schedule
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._set_up(step)
@@ -79,14 +95,14 @@ class Pace:
             self._early.append((rows, length, drafted, accepted))
             return
         # Not what this round took: something else may have run on the machine meanwhile.
-        check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
-        seconds = None if check is None or draft is None else check + length * draft
-        if seconds is not None and length and step.host_times:
-            # A plain call has no such rounds: what drafts gain is compared with its steps.
-            seconds += statistics.median(step.host_times)
-        self._chooser.observe(rows, length, drafted, accepted, seconds)
+        self._chooser.observe(rows, length, drafted, accepted, self._seconds(step, length))
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether calls would not take less time than plain ones if all that is drafted were accepted."""
+        return isinstance(self._chooser, DraftLength) and self._chooser.most_gain < _LEAST_GAIN
 
     def gains(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
@@ -98,14 +114,26 @@ class Pace:
         parts = (_AT_FIRST + 1, 0) if self._has_model else (_AT_FIRST + 1,)
         return all(step.seconds(part) is not None for part in parts)
 
+    def _seconds(self, step: SpeculativeStep, length: int) -> float | None:
+        """What a round takes that drafts `length` tokens; without a draft, a step of a plain call."""
+        if not length:
+            return step.seconds(1) if self._plain is None else self._plain
+        check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
+        if check is None or draft is None:
+            return None
+        # A plain call has no such rounds.
+        return check + length * draft + (statistics.median(step.host_times) if step.host_times else 0.0)
+
     def _set_up(self, step: SpeculativeStep) -> None:
-        if self._chooser is not None or not self._is_known(step) or step.seconds(1) is None:
+        plain = self._seconds(step, 0)
+        if self._chooser is not None or not self._is_known(step) or plain is None:
             return
         rows = step.key.rows
-        verify = {rows * part: found for part in step.times if part and (found := step.seconds(part)) is not None}
+        verify = {rows * part: found for part in step.times if part > 1 and (found := step.seconds(part)) is not None}
+        verify[rows] = plain
         draft = step.seconds(0) if self._has_model else 0.0
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
-        costs = _StepCosts(rows, verify, draft or 0.0)
+        costs = _StepCosts(rows, verify, draft or 0.0, self._plain is not None)
         self._chooser = DraftLength(costs, self._rows, LENGTHS, acceptance, horizon=self._tokens)
         for early in self._early:
             self._chooser.observe(*early)

@@ -1,0 +1,69 @@
+"""Calls that would gain nothing from drafts, or from recording, are plain calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import fastgen
+from fastgen.decoding.speculation import draft_length
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
+
+pytestmark = pytest.mark.usefixtures("speculates_at_once")
+
+
+def not_used() -> dict[str, int]:
+    return fastgen.stats()[ENTRY_POINT]["not used"]
+
+
+@pytest.mark.parametrize("seconds, speculates", [(1e-9, 1), (1e3, 4)])
+def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: float, speculates: int) -> None:
+    """Where these take less time than a draft and its check even if all is accepted, the first trial is the last."""
+    monkeypatch.setattr(graph_cache, "seconds", lambda *_: seconds)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 63)
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    fastgen.enable(self_speculation="int8")
+    for _ in range(4):
+        same(model, family.make_inputs(2), {**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
+    assert counts()["accelerated"] == speculates
+    if speculates < 4:
+        assert not_used() == {"drafts have gained nothing in the calls before": 4 - speculates}
+
+
+def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To calls with a draft, from the calls without one."""
+    found = []
+    seconds = graph_cache.seconds
+
+    def look(*arguments: object) -> float | None:
+        found.append(seconds(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(graph_cache, "seconds", look)
+    family = KNOWN["gpt2"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    for draft in ({"prompt_lookup_num_tokens": 4}, {}, {"prompt_lookup_num_tokens": 4}):
+        same(model, inputs, GREEDY, **draft)
+    assert_speculates(2)
+    assert found[0] is None
+    assert 0 < found[1] < 60
+
+
+@pytest.mark.parametrize("draft", ["lookup", "assistant"])
+def test_steps_of_short_calls_are_recorded_when_they_pay(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
+    """Though the call asks for a draft; those of a long one at once."""
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    for kind in (LookupDraft, AssistantDraft):
+        monkeypatch.setattr(kind, "recorded_at_once_from", 60)
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    asked = {"prompt_lookup_num_tokens": 4} if draft == "lookup" else {"assistant_model": disturbed(model, 0.0)}
+    for calls, length in ((0, 24), (1, 60), (1, 24), (1, 24), (1, 24), (2, 24)):
+        same(model, family.make_inputs(1), {**GREEDY, "max_new_tokens": length, "eos_token_id": None}, **asked)
+        assert counts()["accelerated"] == calls
+    assert [*not_used()] == ["too few steps so far to pay for recording one, on the CPU"]
