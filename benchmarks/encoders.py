@@ -1,16 +1,18 @@
-"""Encoders with and without padding: seconds of Transformers and of FastGen, in turn, and whether the results agree.
+"""Encoders with and without padding: seconds of Transformers, FastGen and others, in turn, and whether they agree.
 
-    python -m benchmarks.encoders [--model FOLDER] [--only NAME ...] [--texts N] [--repetitions N] [--layers N] [--help]
+    python -m benchmarks.encoders [--model FOLDER] [--only NAME ...] [--sides NAME ...] [--texts N] [--help]
 
-FOLDER holds all-MiniLM-L6-v2 as sentence-transformers saves it; without it, the shape has random weights. Lengths of
-the mixture are 3 to 400 tokens, log-normal, in the order they come. Padding is zero in the results (`padding="zero"`),
-as programs have it that look at real tokens alone. Recorded passes are recorded before they are timed.
+FOLDER holds all-MiniLM-L6-v2 as sentence-transformers saves it; without it, the shape has random weights, and the row
+of sentence-transformers is left out. Lengths of the mixture are 3 to 400 tokens, log-normal, 40 in the mean, in the
+order they come. Padding is zero in the results (`padding="zero"`), as programs have it that look at real tokens alone.
+Recorded passes are recorded before they are timed. OpenVINO and ONNX Runtime take part after `make bench-openvino` and
+`make bench-onnxruntime`; `taskset -c 0,1` pins all processes to the same cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import random
 import statistics
 import subprocess
@@ -19,24 +21,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import fastgen
-from benchmarks.measure import alternate, timed
-from benchmarks.memory import PeakMemory
+from benchmarks import encoder_sides
+from benchmarks.backends.base import Unsupported
+from benchmarks.encoder_sides import BASELINE, SIDES, SUBJECT, Batch, run
+from benchmarks.machine import ROOT
+from benchmarks.measure import alternate, format_seconds, timed
+from benchmarks.memory import PeakMemory, storage_bytes
 from fastgen import settings
-from fastgen.optimizer.transformers.encoders import programs
 
-Batch = dict[str, torch.Tensor]
-SIDES = ("transformers", "fastgen")
+Times = dict[str, list[float]]
 FIRST_WORD, VOCABULARY = 1000, 20000
+LONGEST, BATCH = 400, 32
 SEED = 1
+# Of the largest number: FastGen's promise, and what is taken for the same model in another library.
+PROMISED, OTHERS_DIFFER = 1e-5, 1e-3
 
 
 def mixture(count: int) -> list[int]:
     """Lengths of texts, 3 to 400 tokens, about 40 in the mean."""
     generator = random.Random(SEED)
-    return [min(400, max(3, int(generator.lognormvariate(3.3, 0.9)))) for _ in range(count)]
+    return [min(LONGEST, max(3, int(generator.lognormvariate(3.3, 0.9)))) for _ in range(count)]
 
 
 def uniform(count: int) -> list[int]:
@@ -76,41 +84,88 @@ def base(kind: str, layers: int | None) -> Any:
     return getattr(transformers, f"{kind}Model")(config(**large, **depth)).eval()
 
 
-def run(model: Any, some: list[Batch], side: str) -> list[torch.Tensor]:
-    """The states at real tokens, of each batch."""
-    with torch.inference_mode():
-        if side == "transformers":
+def texts(lengths: list[int]) -> list[str]:
+    """English texts of about these lengths in tokens."""
+    words, start, found = (ROOT / "examples/data/heldout.src.txt").read_text().split(), 0, []
+    for length in lengths:
+        count = max(1, length - 2)  # a token at each end is none of the text
+        found.append(" ".join(words[(start + n) % len(words)] for n in range(count)))
+        start += count
+    return found
+
+
+def compared(model: Any, some: list[Batch], names: Sequence[str], repetitions: int) -> tuple[Times, float]:
+    """Seconds of each side that takes part, and the largest difference of FastGen's numbers from those of Transformers.
+
+    The difference is a part of the largest number, where that is above 1. Others must agree to `OTHERS_DIFFER`.
+
+    Raises:
+        RuntimeError: another library gives other results.
+    """
+    sides: dict[str, encoder_sides.Side] = {}
+    try:
+        for name in names:
+            try:
+                sides[name] = encoder_sides.make(name, model, some)
+            except Unsupported as reason:
+                print(f"{name} takes no part: {reason}", file=sys.stderr)
+                continue
+            sides[name].run()  # a warm-up
+        found = {name: side.states() for name, side in sides.items()}
+        for name in found.keys() - {SUBJECT}:
+            if not (difference := _difference(found[BASELINE], found[name])) <= OTHERS_DIFFER:  # NaN is no agreement
+                raise RuntimeError(f"the results of {name} differ from those of {BASELINE} by {difference:.1e}")
+        runs = {name: lambda side=side: timed(side.run) for name, side in sides.items()}
+        times = {name: [seconds for seconds, _ in each] for name, each in alternate(runs, repetitions).items()}
+        return times, _difference(found[BASELINE], found[SUBJECT])
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """NaN where one of them has it."""
+    pairs = zip(expected, found, strict=True)
+    # Not Python's `max`, which keeps a number that comes before NaN.
+    return float(torch.stack([(a - b).abs().max() / a.abs().max().clamp(min=1.0) for a, b in pairs]).max())
+
+
+def sentences(folder: Path, count: int, repetitions: int) -> tuple[Times, float]:
+    """The same of sentence-transformers' `encode`, which sorts texts by length."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu")
+    model.max_seq_length = LONGEST
+    some = texts(mixture(count))
+
+    def encode(side: str) -> torch.Tensor:
+        if side == BASELINE:
             with fastgen.disabled():
-                return [model(**batch).last_hidden_state[batch["attention_mask"].bool()] for batch in some]
-        return [model(**batch).last_hidden_state[batch["attention_mask"].bool()] for batch in some]
+                return torch.from_numpy(model.encode(some, batch_size=BATCH, show_progress_bar=False))
+        return torch.from_numpy(model.encode(some, batch_size=BATCH, show_progress_bar=False))
+
+    expected, found = (encode(side) for side in (BASELINE, SUBJECT))
+    runs = {side: lambda side=side: timed(lambda: encode(side)) for side in (BASELINE, SUBJECT)}
+    times = {side: [seconds for seconds, _ in each] for side, each in alternate(runs, repetitions).items()}
+    return times, _difference([expected], [found])
 
 
-def compared(model: Any, some: list[Batch], repetitions: int) -> tuple[dict[str, float], float]:
-    """Median seconds of each side, and the largest difference of two numbers, as a part of the largest."""
-    sides: dict[str, Callable[[], tuple[float, Any]]] = {
-        side: lambda side=side: timed(lambda: run(model, some, side)) for side in SIDES
-    }
-    expected, found = (run(model, some, side) for side in SIDES)
-    difference = max(
-        float((a - b).abs().max()) / max(1.0, float(a.abs().max())) for a, b in zip(expected, found, strict=True)
-    )
-    if len(some) > 1 and all(some[0] is each for each in some):  # as often as a pass must have come to be recorded
-        for _ in range(-(-programs.PAYS_FROM // len(some))):
-            run(model, some, "fastgen")
-    results = alternate(sides, repetitions)
-    return {side: statistics.median(seconds for seconds, _ in results[side]) for side in SIDES}, difference
-
-
-def peak(model: Any, some: list[Batch], side: str) -> int:
-    """Bytes of this process at its peak, beyond those before the batches."""
+def peak(model: Any, some: list[Batch], side: str) -> dict[str, int]:
+    """Bytes of this process at its peak: beyond those before the batches, and all; and those of the weights."""
     run(model, batches([3], 1), side)
+    before = psutil.Process().memory_info().rss
     with PeakMemory(torch.device("cpu")) as memory:
-        run(model, some, side)
-    return memory.bytes or 0
+        for batch in some:  # what a batch gives is not kept
+            run(model, [batch], side)
+    return {
+        "growth": memory.bytes,
+        "whole": before + memory.bytes,
+        "weights": storage_bytes(model.parameters()),
+    }
 
 
 def _rows(options: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, list[Batch]]]]:
-    layers, texts = options.layers, options.texts
+    layers, count = options.layers, options.texts
     one = {
         f"latency-{length}": lambda length=length: (minilm(options.model, layers), batches([length], 1) * 20)
         for length in (10, 40, 200)
@@ -119,7 +174,7 @@ def _rows(options: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, list
         f"{kind.lower()}-base": lambda kind=kind: (base(kind, layers), batches(uniform(20), 20))
         for kind in ("Bert", "Albert", "DistilBert")
     }
-    mixed = {"minilm": lambda: (minilm(options.model, layers), batches(mixture(texts), 32))}
+    mixed = {"minilm": lambda: (minilm(options.model, layers), batches(mixture(count), BATCH))}
     return {**mixed, **shapes, **one}
 
 
@@ -127,36 +182,61 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoders", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="all-MiniLM-L6-v2 (default: its shape)")
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="rows: minilm, bert-base, latency-10, int8, memory, ..."
+        "--only", nargs="+", metavar="NAME", help="rows: minilm, sentences, bert-base, latency-10, int8, memory, ..."
     )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME", help=", ".join(SIDES))
+    parser.add_argument("--threads", type=int, metavar="N", help="of every side (default: as torch has)")
     parser.add_argument("--texts", type=int, default=320, metavar="N", help="of the mixture (default: 320)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each side (default: 3)")
     parser.add_argument("--layers", type=int, metavar="N", help="of random models (default: as their kind has)")
-    parser.add_argument("--peak-of", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--peak-of", choices=(BASELINE, SUBJECT), help=argparse.SUPPRESS)
     return parser
 
 
 def _int8(options: argparse.Namespace) -> None:
-    model, some = minilm(options.model, options.layers), batches(mixture(min(options.texts, 160)), 32)
-    run(model, some, "fastgen")
-    exact, _ = timed(lambda: run(model, some, "fastgen"))
-    with settings.changed(weight_dtype="int8", packed_weights="keep"):
-        run(model, some, "fastgen")
-        rounded, _ = timed(lambda: run(model, some, "fastgen"))
-    print(f"| int8 | {exact:.4f} (float32) | {rounded:.4f} | {exact / rounded:.2f} | |", flush=True)
+    model, some = minilm(options.model, options.layers), batches(mixture(min(options.texts, 160)), BATCH)
+    run(model, some, SUBJECT)
+
+    def rounded() -> tuple[float, Any]:
+        with settings.changed(weight_dtype="int8", packed_weights="keep"):
+            return timed(lambda: run(model, some, SUBJECT))
+
+    rounded()  # its weights are packed
+    runs = {"float32": lambda: timed(lambda: run(model, some, SUBJECT)), SUBJECT: rounded}
+    found = alternate(runs, options.repetitions)
+    _print_row("int8 of FastGen", {name: [seconds for seconds, _ in each] for name, each in found.items()}, "")
 
 
 def _memory(arguments: Sequence[str]) -> None:
     """Each side in a process of its own."""
-    found = []
-    for side in SIDES:
+    found = {}
+    for side in (BASELINE, SUBJECT):
         command = [sys.executable, "-m", "benchmarks.encoders", *arguments, "--peak-of", side]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
-        found.append(int(done.stdout.split()[-1]))
-    print(
-        f"| memory, MiB | {found[0] / 2**20:.1f} | {found[1] / 2**20:.1f} | {found[0] / max(found[1], 1):.2f} | |",
-        flush=True,
-    )
+        # What it says when it fails is shown.
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[side] = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n| memory, MiB | {BASELINE} | {SUBJECT} | part |\n| --- | --- | --- | --- |")
+    for name, what in _MEMORY.items():
+        one, other = found[BASELINE][name] / 2**20, found[SUBJECT][name] / 2**20
+        print(f"| {what} | {one:.1f} | {other:.1f} | {other / one:.2f} |", flush=True)
+
+
+_MEMORY = {
+    "growth": "at the peak, beyond the process with its loaded model",
+    "whole": "the whole process at the peak",
+    "weights": "of that, weights",
+}
+
+
+def _print_row(name: str, times: Times, difference: str) -> None:
+    """Medians, and how many times as fast as each other side FastGen is: of medians, and of runs after each other."""
+    medians = ", ".join(f"{side} {format_seconds(statistics.median(each))}" for side, each in times.items())
+    ratios = []
+    for side in times.keys() - {SUBJECT}:
+        pairs = [one / other for one, other in zip(times[side], times[SUBJECT], strict=True)]
+        ratio = statistics.median(times[side]) / statistics.median(times[SUBJECT])
+        ratios.append(f"{ratio:.2f} x {side} ({min(pairs):.2f} to {max(pairs):.2f})")
+    print(f"| {name} | {medians} | {', '.join(sorted(ratios))} | {difference} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,19 +245,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     fastgen.enable(padding="zero")
     torch.manual_seed(SEED)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     if options.peak_of:
-        print(peak(minilm(options.model, options.layers), batches(mixture(options.texts), 32), options.peak_of))
+        model, some = minilm(options.model, options.layers), batches(mixture(options.texts), BATCH)
+        print(json.dumps(peak(model, some, options.peak_of)))
         return 0
     wanted, are_same = options.only, True
-    print("| | Transformers, s | FastGen, s | times as fast | largest difference |\n| --- | --- | --- | --- | --- |")
+    names = [side for side in SIDES if side in {*options.sides, BASELINE, SUBJECT}]
+    print("| | medians of the times | FastGen is | largest difference |\n| --- | --- | --- | --- |", flush=True)
+
+    def show(name: str, found: tuple[Times, float]) -> None:
+        nonlocal are_same
+        times, difference = found
+        _print_row(name, times, f"{difference:.1e}")
+        are_same = are_same and difference <= PROMISED
+
     for name, make in _rows(options).items():
-        if wanted and name not in wanted:
-            continue
-        model, some = make()
-        seconds, difference = compared(model, some, options.repetitions)
-        one, other = (seconds[side] for side in SIDES)
-        print(f"| {name} | {one:.4f} | {other:.4f} | {one / other:.2f} | {difference:.1e} |", flush=True)
-        are_same = are_same and difference <= 1e-5
+        if not wanted or name in wanted:
+            show(name, compared(*make(), names, options.repetitions))
+    if options.model and (not wanted or "sentences" in wanted):
+        show("sentences", sentences(options.model, options.texts, options.repetitions))
     if not wanted or "int8" in wanted:
         _int8(options)
     if not wanted or "memory" in wanted:

@@ -9,6 +9,7 @@ recorded, and their parts measured, before anything is timed. Float32 tokens mus
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -33,17 +34,6 @@ TEXT = (
     "water. Old Martin sat on a crate and mended his nets, as he had done for forty years. The gulls waited for him to "
     "finish his breakfast. At seven the bell of the church rang, and the first children ran down the hill to school. "
 )
-# Answers that repeat nothing of the prompt.
-UNSUITED = tuple(
-    f"Invent {what}." for what in (
-        "ten unusual names for a cat", "a short poem about rust", "five odd inventions", "a riddle about a lighthouse",
-        "a list of imaginary spices", "a dialogue of two clouds", "seven titles of novels", "a recipe with moonlight",
-        "a new sport and its rules", "an insult of a polite pirate", "three proverbs of a desert people",
-        "a lullaby for a robot", "names of eight fantastic rivers", "a weather report from Mars",
-        "the first lines of a thriller", "a toast for a mathematician", "six slogans for a slow train",
-        "a letter from a forgotten umbrella", "four superstitions of sailors", "the menu of a restaurant under water",
-    )
-)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -81,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only or case.name in options.only:
             rows.append(measured(case, options))
             print(rows[-1], flush=True)
-    if not options.only or "unsuited" in options.only:
-        print(unsuited(options), flush=True)
+    for draft in DRAFTS:
+        if not options.only or f"unsuited, {draft}" in options.only:
+            print(unsuited(draft, options), flush=True)
     return 0
 
 
@@ -114,9 +105,9 @@ def measured(case: Case, options: argparse.Namespace) -> str:
     results: dict[str, torch.Tensor] = {}
     for _ in range(options.repetitions):
         for name, side in sides.items():
-            start = time.perf_counter()
+            start = options.clock()
             results[name] = side()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(options.clock() - start)
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     counts = fastgen.stats().get("transformers.speculation", {})
     checks = max(counts.get("checks", 0), 1)
@@ -130,24 +121,92 @@ def measured(case: Case, options: argparse.Namespace) -> str:
     )  # fmt: skip
 
 
-def unsuited(options: argparse.Namespace) -> str:
-    """The worst of prompts that prompt lookup does not suit, as the ratio of plain seconds to those with a draft."""
-    ratios = []
-    for prompt in UNSUITED:
-        case = Case("", "smollm2", (prompt,), {})
-        model, inputs = _load(case, options)
-        arguments = {**inputs, "do_sample": False, "max_new_tokens": 64, "pad_token_id": 2}
-        found: dict[str, list[float]] = {"plain": [], "drafted": []}
-        for repetition in range(2 + options.repetitions):
-            for name, extra in (("plain", {}), ("drafted", LOOKUP)):
-                start = time.perf_counter()
-                _generate(model, {**arguments, **extra})
-                if repetition >= 2:
-                    found[name].append(time.perf_counter() - start)
-        ratios.append(statistics.median(found["plain"]) / statistics.median(found["drafted"]))
-    ratios.sort()
-    worst, median = ratios[0], statistics.median(ratios)
-    return f"prompt lookup, {len(ratios)} unsuited prompts: {worst:.2f} at the worst, {median:.2f} median"
+class Unsuited(NamedTuple):
+    """A prompt that drafts do not suit: text, or so many random tokens."""
+
+    prompt: str | int
+    new_tokens: int | None = None  # None for those of the command line
+    options: dict[str, Any] = {}
+
+
+HOT = {"do_sample": True, "temperature": 1.5}
+GRID = (
+    *(Unsuited(count) for count in (5, 40, 100, 200)),
+    *(
+        Unsuited(prompt)
+        for prompt in (
+            "def quicksort(items):", "#include <stdio.h>\nint main(", "SELECT name, count(*) FROM",
+            "3.14159265358979", "2 3 5 7 11 13 17 19 23", "Invent ten unusual names for a cat.",
+            "Invent a riddle about a lighthouse.", "Invent seven titles of novels.",
+            "Invent the menu of a restaurant under water.",
+        )
+    ),
+    *(
+        Unsuited(prompt, options=HOT)
+        for prompt in ("A short poem about rust.", "A dialogue of two clouds.", "A lullaby for a robot.", "A toast.")
+    ),
+    *(Unsuited("Is water wet? Answer yes or no.", count) for count in (8, 12, 16)),
+)  # fmt: skip
+# What drafts: a setting, and options of the call. The assistant is made of the first layers of the model.
+ASSISTANT_LAYERS = 8
+DRAFTS = {"own weights": "int8", "prompt lookup": "off", "an assistant": "off"}
+
+
+def unsuited(draft: str, options: argparse.Namespace) -> str:
+    """How many times as fast as plain ones the calls of each prompt of `GRID` are: the worst, the median, and all.
+
+    Every call counts after the steps have been recorded, also those that only try whether drafts gain something.
+    """
+    model, _ = _load(Case("", "smollm2", QUESTIONS[:1], {}), options)
+    fastgen.reset_stats()
+    extra = {"own weights": {}, "prompt lookup": LOOKUP, "an assistant": {"assistant_model": _first_layers(model)}}[
+        draft
+    ]
+    sides = {"plain": ("off", {}), "drafted": (DRAFTS[draft], extra)}
+    found: dict[int, dict[str, float]] = {number: dict.fromkeys(sides, 0.0) for number in range(len(GRID))}
+    for repetition in range(options.warm_ups + options.repetitions):
+        for number, case in enumerate(GRID):
+            inputs = _inputs(case, options)
+            new_tokens = case.new_tokens or options.new_tokens
+            arguments = {"do_sample": False, "pad_token_id": 2, "min_new_tokens": new_tokens, **case.options, **inputs}
+            for name in sides if repetition % 2 else reversed(sides):
+                setting, asked = sides[name]
+                fastgen.enable(self_speculation=setting)
+                start = options.clock()
+                _generate(model, {**arguments, "max_new_tokens": new_tokens, **asked})
+                if repetition >= options.warm_ups:
+                    found[number][name] += options.clock() - start
+    fastgen.enable(self_speculation="off")
+    ratios = {number: seconds["plain"] / seconds["drafted"] for number, seconds in found.items()}
+    worst = min(ratios, key=ratios.__getitem__)
+    plain, drafted = (sum(seconds[name] for seconds in found.values()) for name in sides)
+    if options.details:
+        for number, ratio in ratios.items():
+            print(f"{ratio:.3f} {found[number]['plain']:.3f} {GRID[number]}", flush=True)
+        print(fastgen.stats().get("transformers.speculation"))
+    return (
+        f"{len(GRID)} unsuited prompts, {draft}: {ratios[worst]:.2f} at the worst ({GRID[worst].prompt!r}), "
+        f"{statistics.median(ratios.values()):.2f} median, {plain / drafted:.2f} all together"
+    )
+
+
+def _first_layers(model: Any) -> Any:
+    """A model of the first layers, embedding and output layer of another one."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = ASSISTANT_LAYERS
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:ASSISTANT_LAYERS]
+    made = type(model)(config).to(model.dtype).eval()
+    names = made.state_dict().keys()
+    made.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in names})
+    return made
+
+
+def _inputs(case: Unsuited, options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    if isinstance(case.prompt, str):
+        return _load(Case("", "smollm2", (case.prompt,), {}), options)[1]
+    drawn = torch.randint(100, 40_000, (1, case.prompt), generator=torch.Generator().manual_seed(case.prompt))
+    return {"input_ids": drawn, "attention_mask": torch.ones_like(drawn)}
 
 
 _models: dict[tuple[str, torch.dtype], tuple[Any, Any]] = {}
@@ -182,12 +241,19 @@ def _generate(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=[], help="rows of these names; unsuited")
+    parser.add_argument("--only", nargs="+", default=[], help="rows of these names; 'unsuited, own weights' and so on")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--transformers", action="store_true", help="time the library, too")
-    return parser.parse_args(arguments)
+    parser.add_argument("--details", action="store_true", help="each of the unsuited prompts")
+    parser.add_argument("--cpu-time", dest="clock", action="store_const", const=time.thread_time,
+                        default=time.perf_counter, help="count the processor's time, of one thread")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.clock is time.thread_time:
+        torch.set_num_threads(1)
+        time.perf_counter = time.thread_time  # what FastGen measures of its steps, too
+    return options
 
 
 if __name__ == "__main__":

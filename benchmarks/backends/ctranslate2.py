@@ -7,13 +7,14 @@ is the word "7", and those attributes of BART's configuration that Transformers 
 from __future__ import annotations
 
 import copy
-import tempfile
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.backends.base import Backend, Job, Unsupported
+from benchmarks.backends.base import Job, Unsupported
+from benchmarks.backends.elsewhere import Elsewhere
 
 # What is known to mean the same in both. Anything else would compare different work.
 _KNOWN_OPTIONS = {"num_beams", "no_repeat_ngram_size", "num_return_sequences", "do_sample"}
@@ -26,91 +27,48 @@ _BART = {
 }
 
 
-class CTranslate2(Backend):
-    """Args:
-    name, rival: of the backend.
-    compute_type: what CTranslate2 computes in; the weights are converted to it when they are loaded.
+class CTranslate2(Elsewhere):
+    """In a process of its own, in this environment: its threads and torch's would take each other's time.
+
+    Args:
+        name, rival: of the backend.
+        compute_type: what CTranslate2 computes in; the weights are converted to it when they are loaded.
     """
+
+    library = "CTranslate2"
+    script = Path(__file__).with_name("ctranslate2_process.py")
 
     def __init__(self, name: str, compute_type: str, rival: str = "fastgen") -> None:
         super().__init__(name, rival)
         self._compute_type = compute_type
-        self._engine: Any = None
 
-    def setup(self, job: Job) -> None:
-        super().setup(job)
+    def python(self) -> Path:
         try:
-            import ctranslate2
+            import ctranslate2  # noqa: F401
         except ImportError as error:
             raise Unsupported(f"CTranslate2 is not installed ({error})") from error
-        self.version = ctranslate2.__version__
-        self._check(job)
-        self._encoder_decoder = job.model.config.is_encoder_decoder
-        kind = ctranslate2.Translator if self._encoder_decoder else ctranslate2.Generator
-        with tempfile.TemporaryDirectory(prefix="ctranslate2-") as folder:
-            convert(job.model, folder)
-            self._engine = kind(
-                folder, device="cpu", compute_type=self._compute_type, inter_threads=1, intra_threads=job.threads
-            )
-        if self._engine.compute_type not in (self._compute_type, f"{self._compute_type}_float32"):
-            raise Unsupported(f"CTranslate2 computes {self._compute_type} as {self._engine.compute_type} here")
-        # Padding is not part of what it gets; it packs the batch itself.
-        self._prompts = [
-            [str(token) for token in tokens[mask.bool()].tolist()]
-            for tokens, mask in zip(job.inputs["input_ids"].cpu(), job.inputs["attention_mask"].cpu(), strict=True)
-        ]
+        return Path(sys.executable)
 
-    @staticmethod
-    def _check(job: Job) -> None:
-        options = job.workload.options
-        if options.get("do_sample"):
-            raise Unsupported("CTranslate2 draws other samples")
-        unknown = sorted(set(options) - _KNOWN_OPTIONS)
+    def check(self, job: Job) -> None:
+        unknown = sorted(set(job.workload.options) - _KNOWN_OPTIONS)
         if unknown:
             raise Unsupported(f"no counterpart in CTranslate2 for {', '.join(unknown)}")
-        if job.model.device.type != "cpu":
-            raise Unsupported(f"CTranslate2 is compared on the CPU, not on {job.model.device}")
 
-    def run(self, new_tokens: int) -> Tensor:
-        options = self.job.workload.options
-        common = {
-            "beam_size": options.get("num_beams", 1),
-            "no_repeat_ngram_size": options.get("no_repeat_ngram_size", 0),
-            "num_hypotheses": options.get("num_return_sequences", 1),
-            "max_batch_size": len(self._prompts),
+    def question(self, job: Job, folder: Path) -> dict[str, Any]:
+        model, options = folder / "model", job.workload.options
+        model.mkdir()
+        convert(job.model, str(model))
+        return {
+            "folder": str(model),
+            "compute_type": self._compute_type,
+            "encoder_decoder": job.model.config.is_encoder_decoder,
+            "start": job.model.generation_config.decoder_start_token_id,
+            "options": {
+                "beam_size": options.get("num_beams", 1),
+                "no_repeat_ngram_size": options.get("no_repeat_ngram_size", 0),
+                "num_hypotheses": options.get("num_return_sequences", 1),
+            },
         }
-        if self._encoder_decoder:
-            results = self._engine.translate_batch(
-                self._prompts,
-                min_decoding_length=new_tokens,
-                max_decoding_length=new_tokens,
-                max_input_length=0,
-                **common,
-            )
-            found = [tokens for result in results for tokens in result.hypotheses]
-            start = [[self.job.model.generation_config.decoder_start_token_id]] * len(found)
-            return _tensor(start, found)
-        results = self._engine.generate_batch(
-            self._prompts, min_length=new_tokens, max_length=new_tokens, include_prompt_in_result=False, **common
-        )
-        found = [tokens for result in results for tokens in result.sequences]
-        prompts = self.job.inputs["input_ids"].cpu().repeat_interleave(common["num_hypotheses"], dim=0)
-        return _tensor(prompts.tolist(), found)
-
-    def close(self) -> None:
-        self._engine = None
-
-
-def _tensor(before: list[list[int]], words: list[list[str]]) -> Tensor:
-    """The tokens as `generate` returns them.
-
-    Raises:
-        RuntimeError: the outputs are not of one length.
-    """
-    lengths = {len(line) for line in words}
-    if len(lengths) != 1:
-        raise RuntimeError(f"CTranslate2 generated between {min(lengths)} and {max(lengths)} tokens")
-    return torch.tensor([[*prefix, *map(int, line)] for prefix, line in zip(before, words, strict=True)])
 
 
 class _Vocabulary:

@@ -1,6 +1,7 @@
-"""A backend in an environment and a process of its own, because its libraries do not go together with FastGen's.
+"""A backend in a process of its own, and mostly an environment of its own.
 
-`make bench-NAME` makes the environment. A script loads the model there, and generates on request
+Its libraries do not go together with FastGen's, or their threads would take each other's time. `make bench-NAME` makes
+an environment. A script loads the model there, and runs it on request
 (`elsewhere_process.py`). While another backend runs, that process waits for its next line.
 """
 
@@ -26,13 +27,83 @@ _LINES_OF_ERROR = 3
 _SECONDS_TO_END = 10
 
 
+def python_of(environment: str, library: str) -> Path:
+    """The interpreter of an environment in `.venvs` that is for a library.
+
+    Raises:
+        Unsupported: there is no such environment.
+    """
+    python = ENVIRONMENTS / environment / "bin" / "python"
+    if not python.exists():
+        raise Unsupported(f"there is no environment with {library}: `make bench-{environment}` makes it")
+    return python
+
+
+class Process:
+    """A script in a process of its own, asked and answering in lines of JSON.
+
+    Args:
+        library: how the reader of the results calls it.
+        python: the interpreter.
+        script: has `load(asked)`, as `elsewhere_process.py` says.
+    """
+
+    def __init__(self, library: str, python: Path, script: Path) -> None:
+        self._library = library
+        self._temporary = tempfile.TemporaryDirectory(prefix="fastgen-benchmark-")
+        self.folder = Path(self._temporary.name)  # for files; it is there until the process is closed
+        self._errors = self.folder / "errors.txt"
+        # Its libraries must not find this process' own.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                # -P: the folder of the script, with modules that are called like libraries, is not searched.
+                [str(python), "-P", str(_FOLDER / "elsewhere_process.py"), str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=kept,
+            )
+
+    def ask(self, question: Any) -> Any:
+        """The answer to a question.
+
+        Raises:
+            RuntimeError: the process has ended; the message ends in what it said last.
+        """
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            try:
+                status = process.wait(timeout=_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:  # it hangs where it should end
+                process.kill()
+                status = process.wait()
+            said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
+            ended = f"the process with {self._library} has ended with status {status}"
+            raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._temporary.cleanup()
+
+
 class Elsewhere(Backend):
     """What such backends share.
 
     Attributes:
         library: how the reader of the results calls it.
-        environment: its folder in `.venvs`.
-        script: has `load(asked)`, which gets what `question` returns.
+        environment: its folder in `.venvs`, unless `python` says something else.
+        script: has `load(asked)`, which gets what `question` returns, and generates.
     """
 
     library: str
@@ -41,36 +112,23 @@ class Elsewhere(Backend):
 
     def __init__(self, name: str, rival: str = "fastgen") -> None:
         super().__init__(name, rival)
-        self._process: subprocess.Popen[str] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: Process | None = None
 
     def setup(self, job: Job) -> None:
         super().setup(job)
-        python = ENVIRONMENTS / self.environment / "bin" / "python"
-        if not python.exists():
-            raise Unsupported(f"there is no environment with {self.library}: `make bench-{self.environment}` makes it")
         if job.model.device.type != "cpu":
             raise Unsupported(f"{self.library} is compared on the CPU, not on {job.model.device}")
         if job.workload.options.get("do_sample"):
             raise Unsupported(f"{self.library} draws other samples")
         self.check(job)
-        self._folder = tempfile.TemporaryDirectory(prefix=f"{self.environment}-")
-        question = self.question(job, Path(self._folder.name))
-        self._errors = Path(self._folder.name, "errors.txt")
-        # Its libraries must not find this process' own.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                # -P: the folder of the script, with modules that are called like libraries, is not searched.
-                [str(python), "-P", str(_FOLDER / "elsewhere_process.py"), str(self.script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-            )
+        self._process = Process(self.library, self.python(), self.script)
+        question = self.question(job, self._process.folder)
         inputs = {name: job.inputs[name].tolist() for name in ("input_ids", "attention_mask")}
-        self.version = self._ask({"threads": job.threads, "inputs": inputs, **question})["version"]
+        self.version = self._process.ask({"threads": job.threads, "inputs": inputs, **question})
+
+    def python(self) -> Path:
+        """The interpreter of the process. Raises Unsupported where it is not there."""
+        return python_of(self.environment, self.library)
 
     @abstractmethod
     def check(self, job: Job) -> None:
@@ -90,32 +148,10 @@ class Elsewhere(Backend):
         """
 
     def run(self, new_tokens: int) -> Tensor:
-        return torch.tensor(self._ask({"new_tokens": new_tokens})["tokens"])
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            try:
-                status = process.wait(timeout=_SECONDS_TO_END)
-            except subprocess.TimeoutExpired:  # it hangs where it should end
-                process.kill()
-                status = process.wait()
-            said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
-            ended = f"the process with {self.library} has ended with status {status}"
-            raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
-        return json.loads(line)
+        assert self._process is not None
+        return torch.tensor(self._process.ask(new_tokens))
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._process = self._folder = None
+            self._process.close()
+        self._process = None

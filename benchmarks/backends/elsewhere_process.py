@@ -1,8 +1,9 @@
 """The process of a backend in an environment without FastGen: `elsewhere.py` starts it with the path of a script.
 
-It reads lines of JSON: first the model and what to generate from, then how many tokens, as often as it is asked. The
+It reads lines of JSON: first the model and what to run it on, then what is to be done, as often as it is asked. The
 script has a function `load`, which gets the first line and returns the version of its library, and a function that
-generates as many new tokens as it is told and returns all tokens, as `generate` does.
+gets each further line and returns the answer. To generate, that is how many new tokens, and all tokens, as `generate`
+returns them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
 
     asked = json.loads(sys.stdin.readline())
-    version, generate = runpy.run_path(sys.argv[1])["load"](asked)
-    answer(version=version)
+    version, work = runpy.run_path(sys.argv[1])["load"](asked)
+    answer(version)
     for line in sys.stdin:
-        answer(tokens=generate(json.loads(line)["new_tokens"]))
+        answer(work(json.loads(line)))
 
 
 if __name__ == "__main__":

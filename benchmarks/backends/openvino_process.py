@@ -9,7 +9,7 @@ from typing import Any
 def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     import torch
 
-    _declare_operators_of_torchvision(torch)
+    declare_operators_of_torchvision(torch)
 
     import openvino
     from optimum.intel import OVModelForCausalLM, OVModelForSeq2SeqLM
@@ -39,7 +39,7 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     return openvino.__version__, generate
 
 
-def _declare_operators_of_torchvision(torch: Any) -> None:
+def declare_operators_of_torchvision(torch: Any) -> None:
     """Where torchvision does not fit the build of torch, it asks for operators that are missing."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):

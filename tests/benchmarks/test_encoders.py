@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import fastgen
-from benchmarks import encoders
+from benchmarks import encoder_sides, encoders
+from benchmarks.backends import elsewhere
+
+_HERE = ["--sides", "Transformers", "FastGen", "--repetitions", "1", "--layers", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -15,18 +20,105 @@ def exact_afterwards():
 
 
 def test_rows_are_measured_and_agree(capsys):
-    arguments = ["--layers", "1", "--texts", "6", "--repetitions", "1", "--only", "minilm", "albert-base", "int8"]
-    assert encoders.main(arguments) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert [line.split()[1] for line in lines] == ["minilm", "albert-base", "int8"]
+    assert encoders.main([*_HERE, "--texts", "6", "--only", "minilm", "albert-base", "int8", "memory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[2:5]] == ["minilm", "albert-base", "int8"]
+    assert [len(line.split("|")) for line in lines[6:]] == [6] * 5
 
 
 def test_other_results_are_noticed(monkeypatch):
-    run = encoders.run
+    run = encoder_sides.run
     monkeypatch.setattr(
-        encoders, "run", lambda model, some, side: [x + (side == "fastgen") for x in run(model, some, side)]
+        encoder_sides, "run", lambda model, some, side: [x + (side == "FastGen") for x in run(model, some, side)]
     )
-    assert encoders.main(["--layers", "1", "--texts", "2", "--repetitions", "1", "--only", "minilm"]) == 1
+    assert encoders.main([*_HERE, "--texts", "2", "--only", "minilm"]) == 1
+
+
+def test_nan_is_another_result(monkeypatch):
+    """Also in a later batch than the first."""
+    run = encoder_sides.run
+
+    def with_nan(model, some, side):
+        *before, last = run(model, some, side)
+        return [*before, last * float("nan") if side == "FastGen" else last]
+
+    monkeypatch.setattr(encoder_sides, "run", with_nan)
+    assert encoders.main([*_HERE, "--texts", "40", "--only", "minilm"]) == 1
+
+
+@pytest.fixture
+def other_library(tmp_path, monkeypatch):
+    """An environment that is this one, with a script that runs the model as it is, and adds a number."""
+    python = tmp_path / "openvino" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(elsewhere, "ENVIRONMENTS", tmp_path)
+
+    def make(added: float | str) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(_OTHER.format(added=added, path=sys.path))
+        monkeypatch.setattr(encoder_sides.There, "script", script)
+
+    return make
+
+
+_OTHER = """
+import sys
+sys.path = {path}
+import torch, transformers
+
+def load(asked):
+    assert asked["library"] == "openvino" and asked["threads"] == torch.get_num_threads()
+    model, states = transformers.AutoModel.from_pretrained(asked["folder"]).eval(), []
+
+    def work(target):
+        print("no answer")
+        if target is not None:
+            return torch.save(states, target)
+        with torch.no_grad():
+            states[:] = [
+                model(ids, attention_mask=mask).last_hidden_state[mask.bool()] + {added}
+                for ids, mask in torch.load(asked["batches"])
+            ]
+
+    return "7", work
+"""
+
+
+def test_another_library_takes_part_in_a_process_of_its_own(other_library, capsys):
+    other_library(0.0)
+    assert encoders.main([*_HERE[3:], "--texts", "3", "--only", "minilm"]) == 0
+    said = capsys.readouterr()
+    assert "x OpenVINO (" in said.out and "ONNX Runtime" not in said.out
+    assert "make bench-onnxruntime" in said.err
+
+
+@pytest.mark.parametrize("added", [0.1, "float('nan')"])
+def test_other_results_of_another_library_are_an_error(other_library, added):
+    other_library(added)
+    with pytest.raises(RuntimeError, match="results of OpenVINO differ"):
+        encoders.main([*_HERE[3:], "--texts", "3", "--only", "minilm"])
+
+
+def test_no_process_is_left_where_a_model_cannot_be_saved(other_library, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no space left")
+
+    other_library(0.0)
+    processes, start = [], elsewhere.subprocess.Popen
+    monkeypatch.setattr(
+        elsewhere.subprocess, "Popen", lambda *args, **kwargs: processes.append(start(*args, **kwargs)) or processes[0]
+    )
+    model, some = encoders.minilm(None, 1), encoders.batches([3], 1)
+    monkeypatch.setattr(type(model), "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space left"):
+        encoder_sides.make("OpenVINO", model, some)
+    assert processes[0].poll() is not None
+
+
+def test_texts_are_about_as_long_as_asked_for():
+    assert [len(text.split()) for text in encoders.texts([3, 40, 400])] == [1, 38, 398]
+    assert len({*encoders.texts([10] * 20)}) == 20
 
 
 def test_lengths():

@@ -66,6 +66,13 @@ def test_does_not_merge_with_others(tmp_path, part):
     assert [each["name"] for each in previous["workloads"]] == ["a"]
 
 
+def test_a_little_more_memory_is_no_other_machine(tmp_path):
+    with_memory = [{**ABOUT, "machine": {**ABOUT["machine"], "memory_gib": size}} for size in (23.6, 23.5, 15.5)]
+    Results(tmp_path, with_memory[0], []).add(record("a"))
+    assert list(Results(tmp_path, with_memory[1], []).records) == ["a"]
+    assert Results(tmp_path, with_memory[2], []).records == {}
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}'])
 def test_a_broken_file_is_moved_aside(tmp_path, content):
     (tmp_path / "results.json").write_text(content)
