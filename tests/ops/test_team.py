@@ -90,6 +90,26 @@ def test_one_thread_has_it(no_team):
 
 
 @needs_kernel
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to processors")
+def test_its_threads_use_the_processors_of_the_thread_that_has_it():
+    code = """
+import os, torch
+torch.set_num_threads(1)
+from fastgen.ops import _team as team
+before = {int(name) for name in os.listdir("/proc/self/task")}
+assert torch.ops.fastgen.take_team(3)
+workers = {int(name) for name in os.listdir("/proc/self/task")} - before
+assert len(workers) == 2
+for processors in ({min(os.sched_getaffinity(0))}, os.sched_getaffinity(0)):
+    torch.ops.fastgen.give_team_back()
+    os.sched_setaffinity(0, processors)
+    assert torch.ops.fastgen.take_team(2)
+    assert all(os.sched_getaffinity(worker) == processors for worker in workers)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_kernel
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_fork_has_threads_of_its_own():
     code = """
@@ -101,13 +121,15 @@ x, weight = torch.randn(2000, 64), torch.ones(64)
 expected = rms_norm.rms_norm(x, weight, 1e-6)
 assert torch.ops.fastgen.take_team(2)
 assert torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected)
-torch.ops.fastgen.give_team_back()
-child = os.fork()
-if child == 0:
-    signal.alarm(20)  # where it waits for threads that it does not have
-    taken = torch.ops.fastgen.take_team(2)
-    os._exit(0 if taken and torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected) else 1)
-assert os.waitpid(child, 0)[1] == 0
+for has_it in (True, False):  # the thread that forks
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # where it waits for threads that it does not have
+        equal = torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected)
+        taken = torch.ops.fastgen.take_team(2)
+        os._exit(0 if equal and taken and torch.equal(rms_norm.rms_norm(x, weight, 1e-6), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    torch.ops.fastgen.give_team_back()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

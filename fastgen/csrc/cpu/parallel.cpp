@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -18,7 +19,7 @@
 #include <sched.h>
 #endif
 #ifndef _WIN32
-#include <unistd.h>
+#include <pthread.h>
 #endif
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -26,9 +27,10 @@
 
 namespace {
 
-// How often a thread looks for work before it sleeps: for about 0.2 ms, which is longer than what lies between two
-// operators of a program.
-constexpr int kLooks = 4096;
+// A thread looks for work for so long before it sleeps, which is longer than what lies between two operators of a program.
+constexpr std::chrono::microseconds kLooks{200};
+// It looks so often between two looks at the clock. How long a pause is depends on the processor.
+constexpr int kPauses = 32;
 
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -36,6 +38,19 @@ void pause() {
 #elif defined(__aarch64__) && !defined(_MSC_VER)
   asm volatile("yield");
 #endif
+}
+
+// Waits until `done()`, for kLooks at most. Returns whether it is.
+template <class Done>
+bool look_for(const Done& done) {
+  const auto until = std::chrono::steady_clock::now() + kLooks;
+  do {
+    for (int i = 0; i < kPauses; ++i) {
+      if (done()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < until);
+  return done();
 }
 
 // The processor that the calling thread is on; -1 where that is not known.
@@ -68,7 +83,15 @@ thread_local bool inside = false;
 class Worker {
  public:
   // `left` is one less when a part is done.
-  explicit Worker(std::atomic<int64_t>& left) : left_(left) { std::thread([this] { work(); }).detach(); }
+  explicit Worker(std::atomic<int64_t>& left) : left_(left) {
+    std::thread thread([this] { work(); });
+    handle_ = thread.native_handle();
+    thread.detach();
+  }
+
+#ifdef __linux__
+  void bind(const cpu_set_t& processors) { pthread_setaffinity_np(handle_, sizeof(processors), &processors); }
+#endif
 
   void start(int64_t begin, int64_t end, fastgen::Range run, void* context, int starts_on) {
     begin_ = begin, end_ = end, run_ = run, context_ = context, starts_on_ = starts_on;
@@ -87,8 +110,7 @@ class Worker {
   void work() {
     inside = true;
     for (uint64_t seen = 0;; ++seen) {
-      for (int look = 0; number_.load() == seen && look < kLooks; ++look) pause();
-      if (number_.load() == seen) sleep(seen);
+      if (!look_for([&] { return number_.load() != seen; })) sleep(seen);
       if (starts_on_ >= 0 && starts_on_ == processor()) leave(starts_on_);
       try {
         run_(begin_, end_, context_);
@@ -107,6 +129,7 @@ class Worker {
   }
 
   std::atomic<int64_t>& left_;
+  std::thread::native_handle_type handle_;  // the thread never ends
   alignas(64) std::atomic<uint64_t> number_{0};  // of the parts so far
   std::atomic<bool> sleeps_{false};
   int64_t begin_ = 0, end_ = 0;
@@ -121,9 +144,11 @@ class Worker {
 // The thread that has taken it, and workers, of which there are as many as have ever been asked for.
 class Team {
  public:
-  void grow(int64_t threads) {
+  // The thread that takes it asks for so many threads.
+  void join(int64_t threads) {
     while (static_cast<int64_t>(workers_.size()) < threads - 1) workers_.push_back(std::make_unique<Worker>(left_));
     threads_ = threads;
+    bind();
   }
 
   // The parts are those of torch.
@@ -145,10 +170,9 @@ class Team {
       error = std::current_exception();
     }
     inside = false;
-    for (int look = 0; left_.load() != 0; ++look) {
-      // A thread that has lost its processor to another process may need this one.
-      look < kLooks ? pause() : std::this_thread::yield();
-    }
+    const auto all_done = [&] { return left_.load() == 0; };
+    // A thread that has lost its processor to another process may need this one.
+    while (!all_done() && !look_for(all_done)) std::this_thread::yield();
     for (int64_t i = 0; i < others; ++i) {
       const std::exception_ptr other = workers_[i]->taken_error();
       if (error == nullptr) error = other;
@@ -157,6 +181,19 @@ class Team {
   }
 
  private:
+  // The workers may use the processors that the calling thread may.
+  void bind() {
+#ifdef __linux__
+    cpu_set_t now;
+    if (sched_getaffinity(0, sizeof(now), &now) != 0 || CPU_EQUAL(&now, &processors_)) return;
+    processors_ = now;
+    for (const auto& worker : workers_) worker->bind(now);
+#endif
+  }
+
+#ifdef __linux__
+  cpu_set_t processors_{};
+#endif
   int64_t threads_ = 1;
   std::vector<std::unique_ptr<Worker>> workers_;
   alignas(64) std::atomic<int64_t> left_{0};
@@ -164,38 +201,46 @@ class Team {
 
 // Never freed: its threads wait when the process ends.
 Team* team = nullptr;
-int64_t process = 0;  // that its threads are in: a fork has none of them
-std::mutex taking;
-bool is_taken = false;
+std::atomic<bool> is_taken{false};  // no lock: a fork could find it locked by a thread that it does not have
 thread_local Team* own = nullptr;
 
-int64_t this_process() {
-#ifdef _WIN32
-  return 1;
-#else
-  return getpid();
+// A fork has none of the team's threads.
+void forget_team() {
+  team = own = nullptr;
+  inside = false;
+  is_taken.store(false);
+}
+
+Team* new_team() {
+#ifndef _WIN32
+  static const int once = pthread_atfork(nullptr, nullptr, forget_team);
+  if (once != 0) return nullptr;
 #endif
+  return new Team;
 }
 
 // See fastgen/ops/_team.py.
 bool take_team(int64_t threads) {
-  if (threads < 2 || own != nullptr || inside) return false;
-  const std::lock_guard<std::mutex> lock(taking);
-  if (is_taken && process == this_process()) return false;
-  if (process != this_process()) team = new Team, process = this_process();
+  if (threads < 2 || own != nullptr || inside || is_taken.exchange(true)) return false;
+  if (team == nullptr) team = new_team();
+  bool has_all = team != nullptr;
   try {
-    team->grow(threads);
+    if (has_all) team->join(threads);
   } catch (const std::system_error&) {  // no more threads for this process
-    return false;
+    has_all = false;
   }
-  own = team;
-  return is_taken = true;
+  if (has_all) {
+    own = team;
+  } else {
+    is_taken.store(false);
+  }
+  return has_all;
 }
 
 void give_team_back() {
   if (own == nullptr) return;
-  const std::lock_guard<std::mutex> lock(taking);
-  own = nullptr, is_taken = false;
+  own = nullptr;
+  is_taken.store(false);
 }
 
 }  // namespace
