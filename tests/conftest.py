@@ -58,6 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.mkldnn.set_flags(config.getoption("--onednn") == "on")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The wheel takes minutes to build, so it comes first: at the end, the other processes would wait for it."""
+    items.sort(key=lambda item: item.path.name != "test_packaging.py")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return (
         f"torch {torch.__version__}: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "

@@ -72,13 +72,14 @@ def test_first_difference():
 
 
 def test_status_names_versions_patches_and_operators():
-    pytest.importorskip("transformers.models.prophetnet.modeling_prophetnet")  # which has a patch of its own
     status = fastgen.status()
     assert status.enabled and status.versions["torch"] == torch.__version__
     assert status.versions["transformers"] == transformers.__version__
     states = status.patches
     assert states["transformers.generation.utils.GenerationMixin.generate"] == "applied"
-    assert {state for name, state in states.items() if name.startswith("transformers.")} == {"applied"}
+    # Those of models that this process has not imported wait. tests/equivalence/test_versions.py imports them all.
+    of_library = {state for name, state in states.items() if name.startswith("transformers.")}
+    assert of_library <= {"applied", "waiting for import"}
     assert status.operators["captured_step"] == graph.backend()
     assert status.operators["attention"] and status.operators["no_repeat_ngram"]
     text = str(status)
