@@ -9,6 +9,7 @@ import pytest
 import fastgen
 from benchmarks import encoder_sides, encoders
 from benchmarks.backends import elsewhere
+from fastgen.ops import quantized_linear
 
 _HERE = ["--sides", "Transformers", "FastGen", "--repetitions", "1", "--layers", "1"]
 
@@ -24,6 +25,12 @@ def test_rows_are_measured_and_agree(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[2:5]] == ["minilm", "albert-base", "int8"]
     assert [len(line.split("|")) for line in lines[6:]] == [6] * 5
+
+
+def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *arguments: f"no {precision} here")
+    assert encoders.main([*_HERE, "--texts", "3", "--only", "int8"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == ["| int8 of FastGen | not measured: no int8 here | | |"]
 
 
 def test_other_results_are_noticed(monkeypatch):
