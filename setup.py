@@ -70,6 +70,8 @@ def extensions() -> list[Extension]:
         return []
 
     def extension(device: str, pattern: str, libraries: list[str], macros: list[tuple[str, str | None]]) -> Extension:
+        # gcc makes no vectors of a loop that chooses between two numbers where computing the other one could trap.
+        options = ["-fno-trapping-math"] if device == "cpu" else []
         return Extension(
             f"fastgen.ops.libfastgen_{device}",
             sources=sorted(path.as_posix() for path in (CSRC / device).glob(pattern)),
@@ -81,7 +83,7 @@ def extensions() -> list[Extension]:
                 ("TORCH_TARGET_VERSION", f"0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}000000000000"),
                 *macros,
             ],
-            extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3"],
+            extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3", *options],
             language="c++",
             optional=True,
         )

@@ -1,0 +1,53 @@
+"""What the compiler makes of the loops of the operators on the CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+_ROOT = Path(__file__).parents[2]
+_CSRC = _ROOT / "fastgen/csrc/cpu"
+_LOOP = """
+#include "elementwise/functions.h"
+__attribute__((target("avx2"))) void loop(const float* x, float* y, int n) {
+#pragma GCC ivdep
+  for (int i = 0; i < n; ++i) y[i] = fastgen::FUNCTION(x[i]);
+}
+"""
+
+
+def _options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those with which the package compiles."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", found.update)
+    monkeypatch.delenv("FASTGEN_NO_EXT", raising=False)
+    monkeypatch.chdir(_ROOT)
+    runpy.run_path("setup.py")
+    return next(each.extra_compile_args for each in found["ext_modules"] if each.name.endswith("_cpu"))
+
+
+def _gcc() -> str | None:
+    """For this processor's instructions; it alone says what has become vectors."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return compiler if "Free Software Foundation" in version else None
+
+
+@pytest.mark.skipif(_gcc() is None, reason="there is no gcc for x86")
+@pytest.mark.parametrize("function", ["sigmoid", "silu", "hyperbolic_tangent", "gelu", "gelu_tanh"])
+def test_activations_become_vectors(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "loop.cpp"
+    source.write_text(_LOOP.replace("FUNCTION", function))
+    command = [_gcc(), *_options(monkeypatch), f"-I{_CSRC}", "-fopt-info-vec-optimized", "-c", str(source)]
+    made = subprocess.run([*command, "-o", str(tmp_path / "loop.o")], capture_output=True, text=True, check=True)
+    assert "loop vectorized using 32 byte vectors" in made.stderr
