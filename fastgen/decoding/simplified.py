@@ -26,13 +26,14 @@ _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 def simplified(recording: Recording) -> Recording:
     """The recording without allocations, constants, copies that never differ, and results that nobody reads.
 
-    What is added to a product is its bias.
+    What is added to a product is its bias. Lines of an embedding are selected by an operator that writes them to where
+    they belong: that of embeddings makes a copy.
 
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
     """
     found = Recording()
     found.storages = recording.storages
-    operations = [each for each in recording.operations if not each.is_allocation]
+    operations = [_selected(each) for each in recording.operations if not each.is_allocation]
     constants = _constants(operations)
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
@@ -128,6 +129,23 @@ def _with_bias(product: Operation, addition: Operation) -> Operation | None:
     rows = dataclasses.replace(out, size=result.size, stride=result.stride)
     structure = tree_structure(((None,) * 3, {}))
     return Operation(_aten.addmm.default, [column, *product.leaves], structure, [rows])
+
+
+def _selected(operation: Operation) -> Operation:
+    """The lines of an embedding as rows, [tokens, width]; any other operator as it is."""
+    if operation.function is not _aten.embedding.default:
+        return operation
+    weight, ids = operation.leaves[:2]
+    (result,) = operation.fresh
+    if not isinstance(ids, Place) or result is None:
+        return operation
+    if not (ids.size and ids.is_contiguous and result.is_contiguous):
+        return operation
+    tokens = math.prod(ids.size)
+    row = dataclasses.replace(ids, size=(tokens,), stride=(1,))
+    rows = dataclasses.replace(result, size=(tokens, result.size[-1]), stride=(result.size[-1], 1))
+    structure = tree_structure(((None,) * 3, {}))
+    return Operation(_aten.index_select.default, [weight, Constant(0), row], structure, [rows])
 
 
 def _has_layout(one: Place, other: Place) -> bool:

@@ -1,7 +1,8 @@
-"""Several elementwise operators and norms in one call, on the CPU, for small tensors in float32, bfloat16 or float16.
+"""Several elementwise operators and norms in one call, on the CPU, in float32, bfloat16 or float16.
 
 A rotary position embedding, say, is spelled out as ten operators. With the few numbers of a decoding step, starting an
-operator takes longer than computing it.
+operator takes longer than computing it. So this is for small tensors; a few operators serve
+tensors of any size, because torch's take longer.
 
 Additions, subtractions, products, squares, cubes, ReLU, copies and conversions give the bits that torch's operators
 give. The others are computed in float32 and rounded once. The error of SiLU, sigmoid and tanh is at most 2.4e-7 of the
@@ -36,6 +37,10 @@ _BYTES = {1: 3, 4: 4, 8: 5}  # by the bytes of a number: other types, whose numb
 # Beyond this torch uses several threads, where there are some.
 _MAX_NUMBERS = 2**15 - 1
 _MAX_NUMBERS_OF_NORMS = 2**14
+_MOST_NUMBERS = 2**28  # of the kernel
+# Functions, and forms of GELU, for which torch has nothing faster: where memory is planned, its norm makes other memory
+# for the result, which it copies, and its tanh in GELU takes four times as long.
+_OF_ANY_SIZE = {(_aten.native_layer_norm.default, None), (_aten.silu.default, None), (_aten.gelu.default, "tanh")}
 _MAX_DIMS = 8
 _MAX_STRIDE = 2**28
 _OPERANDS = 3
@@ -88,8 +93,10 @@ def instructions(
     if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
     out = results[0]
-    is_small = out.device.type == "cpu" and out.numel() <= _MAX_NUMBERS and out.dim() <= _MAX_DIMS
-    return maker(function, out, *args, **kwargs) if is_small else None
+    has_any_size = (function, kwargs.get("approximate")) in _OF_ANY_SIZE
+    most = _MOST_NUMBERS if has_any_size else _MAX_NUMBERS
+    is_served = out.device.type == "cpu" and out.numel() <= most and out.dim() <= _MAX_DIMS
+    return maker(function, out, *args, **kwargs) if is_served else None
 
 
 def _function(function: Any, out: Tensor, x: Tensor) -> list[Instruction] | None:
@@ -147,7 +154,7 @@ def _layer_norm(
     function: Any, out: Tensor, x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> list[Instruction] | None:
     given = [each for each in (x, weight, bias) if each is not None]
-    if len(shape) != 1 or out.numel() > _MAX_NUMBERS_OF_NORMS or not out.numel() or not _are_numbers(out, *given):
+    if len(shape) != 1 or not out.numel() or not _are_numbers(out, *given):
         return None
     parts = tuple(each if each is None else each.expand_as(out) for each in (weight, bias))
     return [Instruction(_LAYER, out, (x, *parts), (eps, 0.0))]

@@ -237,3 +237,43 @@ def test_what_is_no_bias(added: Callable[[Tensor], Tensor]) -> None:
 def test_in_half_precision_both_results_are_rounded() -> None:
     weight, bias = WEIGHT.bfloat16(), BIAS.bfloat16()
     assert "mm" in left(lambda: OUT[:, :2].copy_(X.bfloat16() @ weight + bias))
+
+
+IDS, LINES = torch.tensor([[4, 0, 6], [6, 6, 1]]), torch.randn(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (IDS[0], "index_select"),
+        (IDS[:1], "index_select"),
+        (IDS.int(), "index_select"),
+        (IDS[0, :0], "index_select"),
+        (IDS[:, :0], "embedding"),
+        (IDS[:, 1], "embedding"),
+        (IDS.t(), "embedding"),
+        (IDS[0, 2], "embedding"),
+    ],
+)
+def test_lines_of_an_embedding(ids: Tensor, expected: str) -> None:
+    result = torch.zeros(*ids.shape, 5)
+
+    def step() -> None:
+        result.copy_(torch.nn.functional.embedding(ids, LINES, padding_idx=0))
+
+    assert expected in left(step)
+    step()
+    once = result.clone()
+    program = Program()
+    program.capture(step)
+    program.replay()
+    assert torch.equal(result, once) and torch.equal(result, LINES[ids.long()])
+
+
+def test_an_embedding_of_what_is_no_line_fails() -> None:
+    ids, result = torch.tensor([1, 2]), torch.zeros(2, 5)
+    program = Program()
+    program.capture(lambda: result.copy_(torch.nn.functional.embedding(ids, LINES)))
+    ids[1] = 7
+    with pytest.raises((IndexError, RuntimeError)):
+        program.replay()

@@ -431,3 +431,34 @@ def test_arguments_of_other_kinds(change: str) -> None:
         code = {"length": code[:, 1:], "int32": code.int(), "part": code[0]}[change]
     with pytest.raises(RuntimeError, match="elementwise"):
         torch.ops.fastgen.elementwise(memory, code)
+
+
+# More numbers than one thread takes.
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 40000), (130, 300), (2, 3, 17000), (40000, 1)])
+def test_any_size(shape: tuple[int, ...], threads: int) -> None:
+    x, before = torch.randn(shape), torch.get_num_threads()
+    weight, bias = torch.randn(shape[-1]), torch.randn(shape[-1])
+    apart = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    torch.set_num_threads(threads)
+    try:
+        norm = executed(aten.native_layer_norm.default, [x, shape[-1:], weight, bias, 1e-5], torch.empty_like(x))
+        last = x[-1:].clone()
+        alone = executed(aten.native_layer_norm.default, [last, shape[-1:], weight, bias, 1e-5], torch.empty_like(last))
+        assert torch.equal(norm[-1:], alone)
+        exact = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double())
+        torch.testing.assert_close(norm.double(), exact, rtol=1e-4, atol=1e-5)
+        for numbers in (x, apart):
+            silu = executed(aten.silu.default, [numbers], torch.empty_like(numbers))
+            torch.testing.assert_close(silu, F.silu(numbers), rtol=1e-6, atol=1e-6)
+            gelu = executed(aten.gelu.default, [numbers], torch.empty_like(numbers), approximate="tanh")
+            torch.testing.assert_close(gelu, F.gelu(numbers, approximate="tanh"), rtol=1e-5, atol=1e-6)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_tensors_are_left_to_torch_where_it_is_as_fast() -> None:
+    x = torch.zeros(2**15)
+    for function, options in ((aten.gelu.default, {}), (aten.relu.default, {}), (aten.tanh.default, {})):
+        assert elementwise.instructions(function, [x], options, [x]) is None
+        assert elementwise.instructions(function, [x[1:]], options, [x[1:]]) is not None

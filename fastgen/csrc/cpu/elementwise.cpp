@@ -1,10 +1,11 @@
 // Several elementwise operators and norms in one call, for tensors so small that starting an operator takes longer than
-// computing it. The schema is defined in fastgen/ops/elementwise.py.
+// computing it, and some for tensors of any size. The schema is defined in fastgen/ops/elementwise.py.
 #include "bfloat16.h"
 #include "elementwise/functions.h"
 #include "elementwise/lines.h"
 #include "float16.h"
 #include "instruction_set.h"
+#include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -28,7 +29,7 @@ namespace portable {
 
 #ifdef FASTGEN_X86
 namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2")))
+#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
 #include "elementwise/loops.h"
 }  // namespace avx2
 
@@ -129,6 +130,9 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
   return sizes;
 }
 
+// From so many numbers on, several threads take parts of them.
+constexpr int64_t kForThreads = 1 << 15;
+
 // The last dimension is a line, the others are gone through one after the other.
 void execute(const Operands& operands, const Sizes& sizes, const Options& options, Line line, int64_t dim,
              std::array<int64_t, kTensors> offsets) {
@@ -145,6 +149,21 @@ void execute(const Operands& operands, const Sizes& sizes, const Options& option
     pieces[n] = {each.data ? each.data + offsets[n] * bytes_of(each.type) : nullptr, each.type, each.strides[dim]};
   }
   line(pieces, sizes.of[dim], options);
+}
+
+// The same, with a part of the first dimension for each thread, if there is enough to do.
+void execute_in_parts(const Operands& operands, const Sizes& sizes, const Options& options, Line line, bool is_norm) {
+  int64_t numbers = 1;
+  for (int64_t dim = 0; dim < sizes.dims; ++dim) numbers *= sizes.of[dim];
+  if (numbers < kForThreads || (is_norm && sizes.dims == 1)) return execute(operands, sizes, options, line, 0, {});
+  const int64_t grain = std::max(kForThreads / (numbers / sizes.of[0]), int64_t{1});
+  parallel_for(0, sizes.of[0], grain, [&](int64_t begin, int64_t end) {
+    Sizes part = sizes;
+    part.of[0] = end - begin;
+    std::array<int64_t, kTensors> offsets;
+    for (int n = 0; n < kTensors; ++n) offsets[n] = begin * operands[n].strides[0];
+    execute(operands, part, options, line, 0, offsets);
+  });
 }
 
 struct Memory {
@@ -225,7 +244,7 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
     }
     const Sizes sizes = merged(operands, instruction);
     const Options options{{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
-    execute(operands, sizes, options, line_of(instruction.kind), 0, {});
+    execute_in_parts(operands, sizes, options, line_of(instruction.kind), is_norm(instruction.kind));
   }
 }
 
