@@ -462,3 +462,14 @@ def test_large_tensors_are_left_to_torch_where_it_is_as_fast() -> None:
     for function, options in ((aten.gelu.default, {}), (aten.relu.default, {}), (aten.tanh.default, {})):
         assert elementwise.instructions(function, [x], options, [x]) is None
         assert elementwise.instructions(function, [x[1:]], options, [x[1:]]) is not None
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 3), (40, 1000), (2, 20, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gelu_with_tanh(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for x in (torch.randn(shape).to(dtype), torch.randn(shape).to(dtype).transpose(0, -1)):
+        expected = F.gelu(x, approximate="tanh")
+        found = elementwise.gelu_tanh(x)
+        assert found.shape == x.shape and found.dtype is dtype and found is not x
+        rounding = 1e-2 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-6)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import counters
+from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import LINEAR, FastLayers
+from fastgen.ops import elementwise
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
@@ -23,8 +27,16 @@ ENTRY_POINT = "transformers.generate"
 
 # The classes of linear layers, and whether their weight is stored transposed.
 LINEAR_LAYERS = {**LINEAR, Conv1D: True}
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    # What is recorded is torch's operator: it becomes FastGen's later.
+    has_memory = not (is_capturing() or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    return elementwise.gelu_tanh(x) if has_memory else F.gelu(x, approximate="tanh")
+
+
 # Activations that pass over their input operation by operation, and the one operation that they are.
-_ACTIVATIONS = {NewGELUActivation: partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {NewGELUActivation: _gelu_tanh}
 
 
 def fast_layers(model: Any) -> FastLayers:
