@@ -14,6 +14,9 @@ Weights may be *rotated* before they are rounded: each group is multiplied with 
 n, and so are the inputs, before they are rounded. As H H^T = n, which the inputs are divided by, the product stays.
 What is much larger than the rest of its group is spread over the whole group, and costs fewer digits (Ashkboos et al.,
 "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, section 3). The bound then holds for what is rotated.
+
+Scales and minimums may be *multiples*: bytes times two numbers in float16 of eight groups in a row. GGUF's Q4_K has
+them so. In groups of 32 they take 5 bits for 8 weights, where those in float32 take 16.
 """
 
 from __future__ import annotations
@@ -32,14 +35,30 @@ _PANEL = 32
 BITS = (4, 8)
 # Smaller scales have too few digits in float16.
 _LEAST_HALF = 2.0**-18
+# Groups whose scales and minimums are multiples of the same numbers.
+BLOCK_GROUPS = 8
+# Of a panel's outputs, such numbers in float16: a scale and a minimum of each.
+_UNIT_BYTES = 2 * 2 * _PANEL
+
+
+class Multiples(NamedTuple):
+    """Scales and minimums as bytes times a number for each block, which is eight groups in a row."""
+
+    scales: Tensor  # [outputs, groups], uint8
+    minimums: Tensor  # the same
+    scale_units: Tensor  # [outputs, groups / 8], float16
+    minimum_units: Tensor  # the same
 
 
 class PackedWeight(NamedTuple):
     """What `pack` makes of a weight."""
 
     numbers: Tensor  # [panels, groups * group_size / 4 or 8, 32, 4], uint8: a line has 4 or 8 inputs of each output
-    scales: Tensor  # [panels, groups, 32], float16 or float32
-    zeros: Tensor | None  # the same, uint8
+    # [panels, groups, 32], float16 or float32. Multiples, of scales and minimums: uint8 [panels, blocks, 640], for each
+    # block 32 units of scales and 32 of minimums in float16, then for each of its groups 32 bytes of scales and 32 of
+    # minimums.
+    scales: Tensor
+    zeros: Tensor | None  # as scales that are no multiples, uint8
     minimums: Tensor | None  # the same, of the type of the scales
     order: Tensor | None  # [inputs], int64: which input each column belongs to
     outputs: int
@@ -75,16 +94,11 @@ def pack(
     """
     _check(numbers, scales, zeros, minimums, bits, group_size, order)
     outputs, inputs = numbers.shape
-    panels, groups = -(-outputs // _PANEL), -(-inputs // group_size)
-    wide = torch.zeros(panels * _PANEL, groups * group_size, dtype=torch.uint8, device=numbers.device)
-    wide[:outputs, :inputs] = numbers
-    fours = wide.view(panels, _PANEL, -1, 4).transpose(1, 2)  # [panels, fours of inputs, outputs, 4]
-    lines = (fours if bits == 8 else fours[:, 0::2] | fours[:, 1::2] << 4).contiguous()
     factors = [each for each in (scales, minimums) if each is not None]
     is_half = all(torch.equal(each.half().to(each.dtype), each) for each in factors)
     dtype = torch.float16 if is_half else torch.float32
     return PackedWeight(
-        lines,
+        _in_lines(numbers, bits, group_size),
         _by_panels(scales.to(dtype)),
         None if zeros is None else _by_panels(zeros),
         None if minimums is None else _by_panels(minimums.to(dtype)),
@@ -94,6 +108,42 @@ def pack(
         bits,
         group_size,
     )
+
+
+def pack_multiples(numbers: Tensor, multiples: Multiples, *, bits: int, group_size: int) -> PackedWeight:
+    """`pack` for scales and minimums that are multiples, and stay so. The inputs are whole blocks.
+
+    Raises:
+        ValueError: shapes, types or sizes are not as `Multiples` and `pack` say.
+    """
+    outputs, inputs = numbers.shape
+    groups = inputs // group_size
+    _check(numbers, multiples.scales.half(), None, multiples.minimums.half(), bits, group_size, None)
+    for name, each, shape, dtype in (
+        ("scales", multiples.scales, (outputs, groups), torch.uint8),
+        ("minimums", multiples.minimums, (outputs, groups), torch.uint8),
+        ("scale_units", multiples.scale_units, (outputs, groups // BLOCK_GROUPS), torch.float16),
+        ("minimum_units", multiples.minimum_units, (outputs, groups // BLOCK_GROUPS), torch.float16),
+    ):
+        if each.shape != shape or each.dtype is not dtype:
+            raise ValueError(f"{name} must be {dtype}, {list(shape)}, not {each.dtype}, {list(each.shape)}")
+    if inputs % (group_size * BLOCK_GROUPS):
+        raise ValueError(f"{inputs} inputs are no whole blocks of {BLOCK_GROUPS} groups of {group_size}")
+    units = torch.stack([_by_panels(multiples.scale_units), _by_panels(multiples.minimum_units)], dim=2)
+    each = torch.stack([_by_panels(multiples.scales), _by_panels(multiples.minimums)], dim=2)  # [panels, groups, 2, 32]
+    octets = units.flatten(2).view(torch.uint8), each.unflatten(1, (-1, BLOCK_GROUPS)).flatten(2)
+    lines = _in_lines(numbers, bits, group_size)
+    return PackedWeight(lines, torch.cat(octets, dim=2), None, None, None, outputs, inputs, bits, group_size)
+
+
+def _in_lines(numbers: Tensor, bits: int, group_size: int) -> Tensor:
+    """The numbers as `PackedWeight` has them."""
+    outputs, inputs = numbers.shape
+    panels, groups = -(-outputs // _PANEL), -(-inputs // group_size)
+    wide = torch.zeros(panels * _PANEL, groups * group_size, dtype=torch.uint8, device=numbers.device)
+    wide[:outputs, :inputs] = numbers
+    fours = wide.view(panels, _PANEL, -1, 4).transpose(1, 2)  # [panels, fours of inputs, outputs, 4]
+    return (fours if bits == 8 else fours[:, 0::2] | fours[:, 1::2] << 4).contiguous()
 
 
 def rounded(weight: Tensor, bits: int, group_size: int, rotated: bool = False) -> PackedWeight:
@@ -162,7 +212,7 @@ def _by_panels(factors: Tensor) -> Tensor:
 def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tuple[Tensor, list[Tensor | None]]:
     """What `pack` was given, of all outputs or some, [n] int64: numbers, [n, inputs], scales, zeros and minimums.
 
-    Of a rotated weight, the numbers of the last group are all there.
+    Of a rotated weight, the numbers of the last group are all there. Multiples are multiplied, in float32.
     """
     if isinstance(outputs, slice):
         outputs = torch.arange(weight.outputs, device=weight.numbers.device)[outputs]
@@ -170,11 +220,20 @@ def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tup
     lines = weight.numbers[panels, :, lanes]  # [n, lines, 4]
     if weight.bits == 4:
         lines = torch.stack((lines & 15, lines >> 4), dim=2)
-    factors = weight.scales, weight.zeros, weight.minimums
     return (
         lines.flatten(1)[:, : None if weight.rotated else weight.inputs],
-        [None if factor is None else factor[panels, :, lanes] for factor in factors],
+        [None if factor is None else factor[panels, :, lanes] for factor in _factors(weight)],
     )
+
+
+def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scales, zeros and minimums, [panels, groups, 32]."""
+    if weight.scales.dtype is not torch.uint8:
+        return weight.scales, weight.zeros, weight.minimums
+    units = weight.scales[:, :, :_UNIT_BYTES].contiguous().view(torch.float16).unflatten(2, (1, 2, _PANEL))
+    each = weight.scales[:, :, _UNIT_BYTES:].unflatten(2, (BLOCK_GROUPS, 2, _PANEL))
+    scales, minimums = (units.float() * each).flatten(1, 2).unbind(2)
+    return scales, None, minimums
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype, outputs: Tensor | slice = slice(None)) -> Tensor:

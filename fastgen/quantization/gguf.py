@@ -3,7 +3,7 @@
 A row of a weight is a row of blocks, each with its own scale. Q4_0: a scale d in float16 and 32 numbers of 4 bits,
 which stand for d * (number - 8); the first 16 are the lower halves of the bytes. Q4_1: d, m and numbers for
 d * number + m. Q8_0: d and 32 signed bytes. Q4_K: 8 groups of 32 numbers with scales and minimums of 6 bits, which are
-multiples of two numbers in float16. These products need 17 bits, so they are kept in float32.
+multiples of two numbers in float16. These products need 17 bits; on a CPU the multiples are kept instead, a byte each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops.grouped_linear import Multiples
 from fastgen.quantization.checkpoint import ADVICE, expect
 from fastgen.quantization.grouped import GroupedWeight
 
@@ -25,6 +26,7 @@ class _Parts(NamedTuple):
     numbers: Tensor
     scales: Tensor
     minimums: Tensor | None
+    multiples: Multiples | None = None
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -57,7 +59,9 @@ def _q4_k(blocks: Tensor) -> _Parts:
     minimums = torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
     # 32 bytes hold two groups.
     numbers = _lower_then_upper(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
-    return _Parts(numbers, _half(blocks, 0).float() * scales, -(_half(blocks, 2).float() * minimums))
+    multiples = Multiples(scales, minimums, _half(blocks, 0), -_half(blocks, 2))
+    found = multiples.scale_units.float() * scales, multiples.minimum_units.float() * minimums
+    return _Parts(numbers, *found, multiples)
 
 
 class BlockType(NamedTuple):
@@ -109,7 +113,7 @@ class Blocks:
     def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
         shape = outputs, self.type.row_bytes(inputs)
         blocks = expect("blocks", tensors.get("blocks"), shape, (torch.uint8,)).reshape(-1, self.type.size)
-        numbers, scales, minimums = self.type.parts(blocks)
+        numbers, scales, minimums, multiples = self.type.parts(blocks)
         return GroupedWeight(
             numbers.reshape(outputs, inputs),
             scales.reshape(outputs, -1),
@@ -118,6 +122,7 @@ class Blocks:
             self.type.bits,
             self.type.group_size,
             None,
+            None if multiples is None else Multiples(*(each.reshape(outputs, -1) for each in multiples)),
         )
 
     def write(self, weight: GroupedWeight) -> dict[str, Tensor]:

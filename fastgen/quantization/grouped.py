@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops.grouped_linear import Multiples
+
 BITS = (4, 8)
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,6 +27,7 @@ class GroupedWeight(NamedTuple):
     bits: int  # 4 or 8
     group_size: int  # inputs per group
     order: Tensor | None  # int64 [inputs]: column i of `numbers` is the layer's input order[i]; None: as they are
+    multiples: Multiples | None = None  # what scales and minimums are products of, where the file has them so
 
 
 def dequantized(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
@@ -63,7 +66,7 @@ def check(weight: GroupedWeight) -> None:
     Raises:
         ValueError: a part has another shape or dtype than `GroupedWeight` says, or the order is not a permutation.
     """
-    numbers, scales, zeros, minimums, bits, group_size, order = weight
+    numbers, scales, zeros, minimums, bits, group_size, order, _ = weight
     if bits not in BITS:
         raise ValueError(f"weights have {bits} bits: 4 and 8 are served")
     if numbers.dim() != 2 or numbers.dtype != torch.uint8:

@@ -54,7 +54,7 @@ PARTS = ("numbers", "scales", "zeros", "minimums", "order")
 def pack(weight: GroupedWeight) -> PackedWeight:
     """The weight as it is kept. Raises ValueError as `grouped.check` does."""
     check(weight)
-    numbers, scales, zeros, minimums, bits, group_size, order = weight
+    numbers, scales, zeros, minimums, bits, group_size, order, multiples = weight
     outputs, inputs = numbers.shape
     if numbers.numel() and lines.is_for(numbers.device):
         packed = lines.pack(*weight[:4], bits=bits, group_size=group_size, order=order)
@@ -63,6 +63,9 @@ def pack(weight: GroupedWeight) -> PackedWeight:
     sizes = Sizes(outputs, inputs, bits, group_size, size, "panels" if size else "plain")
     if not size:
         return PackedWeight(numbers.contiguous(), scales, zeros, minimums, order, sizes)
+    if multiples is not None and size == group_size and order is None:
+        kept = grouped_linear.pack_multiples(numbers, multiples, bits=bits, group_size=size)
+        return PackedWeight(*kept[:5], sizes)
     parts = [None if part is None else _repeated(part, inputs, size) for part in (scales, zeros, minimums)]
     assert parts[0] is not None
     panels = grouped_linear.pack(numbers, parts[0], *parts[1:], bits=bits, group_size=size, order=order)
@@ -89,7 +92,7 @@ def _repeated(part: Tensor, inputs: int, size: int) -> Tensor:
 
 
 def unpack(packed: PackedWeight) -> GroupedWeight:
-    """The inverse of `pack`. Scales may have another type, in which they are the same."""
+    """The inverse of `pack`. Scales may have another type, in which they are the same; multiples are multiplied."""
     return _grouped(packed, slice(None), packed.order)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastgen.ops import grouped_linear
-from fastgen.ops.grouped_linear import PackedWeight
+from fastgen.ops.grouped_linear import Multiples, PackedWeight
 from tests.ops.instructions import instruction_set
 
 pytestmark = pytest.mark.skipif(not grouped_linear.is_available(), reason="no kernels")
@@ -243,6 +243,84 @@ def test_matrix_registers_give_the_same_bits(bits: int, form: str) -> None:
         with instruction_set("avx512"):
             assert torch.equal(grouped_linear.grouped_linear(x, packed).nan_to_num(), y.nan_to_num())
         assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
+
+
+def _multiples(outputs: int, groups: int, seed: int) -> tuple[Multiples, tuple[Tensor, Tensor]]:
+    """Multiples, and the scales and minimums that they are, by the definition."""
+    generator = torch.Generator().manual_seed(seed)
+    bytes_of = [torch.randint(0, 256, (outputs, groups), generator=generator, dtype=torch.uint8) for _ in range(2)]
+    units = [(torch.randn(outputs, groups // 8, generator=generator) * 1e-3).half() for _ in range(2)]
+    meant = [torch.empty(outputs, groups) for _ in range(2)]
+    for which in range(2):
+        for group in range(groups):
+            meant[which][:, group] = units[which][:, group // 8].float() * bytes_of[which][:, group].float()
+    return Multiples(*bytes_of, *units), (meant[0], meant[1])
+
+
+@given(
+    rows=st.integers(0, 50),
+    blocks=st.integers(1, 3),
+    outputs=st.integers(1, 100),
+    bits=st.sampled_from([4, 8]),
+    group_size=st.sampled_from([8, 32, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_multiples_are_the_scales_that_they_stand_for(
+    vectors: str | None,
+    rows: int,
+    blocks: int,
+    outputs: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    biased: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = blocks * 8 * group_size
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    multiples, (scales, minimums) = _multiples(outputs, 8 * blocks, seed)
+    packed = grouped_linear.pack_multiples(numbers, multiples, bits=bits, group_size=group_size)
+    wide = grouped_linear.pack(numbers, scales, None, minimums, bits=bits, group_size=group_size)
+    found, (scales_back, zeros, minimums_back) = grouped_linear.unpacked(packed)
+    assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and torch.equal(minimums_back, minimums)
+    assert zeros is None and torch.equal(
+        grouped_linear.dequantized(packed, dtype), grouped_linear.dequantized(wide, dtype)
+    )
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    with instruction_set(vectors):
+        assert torch.equal(grouped_linear.grouped_linear(x, packed, bias), grouped_linear.grouped_linear(x, wide, bias))
+    some = torch.randint(0, outputs, (rows,), generator=generator)
+    assert torch.equal(grouped_linear.rows(packed, some, dtype), grouped_linear.dequantized(packed, dtype)[some])
+    # Numbers of 4 bits in groups of 32: five bits for eight weights, and outputs in full panels.
+    sizes = packed.numbers.nbytes + packed.scales.nbytes
+    assert sizes * 8 == -(-outputs // 32) * 32 * inputs * (bits + 20 / group_size)
+
+
+def test_multiples_that_do_not_fit() -> None:
+    numbers = torch.zeros(40, 256, dtype=torch.uint8)
+    multiples, _ = _multiples(40, 8, 0)
+    packed = grouped_linear.pack_multiples(numbers, multiples, bits=4, group_size=32)
+    for wrong in (
+        packed._replace(scales=packed.scales[:, :, :-1].contiguous()),
+        packed._replace(zeros=packed.scales),
+        packed._replace(minimums=packed.scales.half()),
+        packed._replace(scales=packed.scales.transpose(0, 2)),
+    ):
+        with pytest.raises(RuntimeError, match="not packed for this product"):
+            grouped_linear.grouped_linear(torch.randn(3, 256), wrong)
+    for given_numbers, given_multiples, group_size in (
+        (numbers[:, :248], multiples, 31),
+        (numbers, multiples._replace(scale_units=multiples.scale_units.float()), 32),
+        (numbers, multiples._replace(scales=multiples.scales[:, :4]), 32),
+        (numbers, multiples._replace(minimum_units=multiples.minimum_units[:-1]), 32),
+        (numbers[:, :128], Multiples(*(each[:, :4] for each in multiples)), 32),
+    ):
+        with pytest.raises(ValueError):
+            grouped_linear.pack_multiples(given_numbers, given_multiples, bits=4, group_size=group_size)
 
 
 def test_several_products_with_one_input() -> None:

@@ -14,8 +14,10 @@ from fastgen import settings
 from fastgen.ops import grouped_linear
 from fastgen.ops.triton import grouped_linear as lines
 from fastgen.quantization import products
+from fastgen.quantization.gguf import BLOCK_TYPES, Blocks
 from fastgen.quantization.grouped import GroupedWeight, dequantized
 from tests.quantization.definitions import random_weight
+from tests.quantization.test_formats import blocks_of
 
 needs_kernels = pytest.mark.skipif(grouped_linear.unavailable() is not None, reason="no kernels")
 
@@ -45,6 +47,25 @@ def test_nothing_is_lost(inputs: int, group_size: int, bits: int, form: str) -> 
     assert torch.equal(
         products.rows(products.pack(weight), some, torch.float32), dequantized(weight, torch.float32)[some]
     )
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_gguf_blocks_keep_their_size(name: str) -> None:
+    """In memory they take hardly more than in the file, and stand for the same."""
+    kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
+    blocks, _ = blocks_of(kind, rows=64, per_row=3)
+    read = Blocks(kind).read({"blocks": blocks}, 64, 3 * kind.numbers)
+    packed = products.pack(read)
+    size = sum(part.nbytes for part in packed if isinstance(part, Tensor))
+    assert size <= 1.03 * blocks.nbytes
+    meant = dequantized(read, torch.float32)
+    assert torch.equal(dequantized(products.unpack(packed), torch.float32), meant)
+    some = torch.tensor([63, 0, 33, 33])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(products.rows(packed, some, dtype), meant.to(dtype)[some])
+    x = torch.randn(5, 3 * kind.numbers)
+    with settings.changed(few_bits_inputs="exact"):
+        torch.testing.assert_close(products.multiply(x, packed, None), x @ meant.t())
 
 
 @pytest.fixture

@@ -34,6 +34,9 @@
 namespace {
 
 using fastgen::Group;
+using fastgen::kBlockBytes;
+using fastgen::kBlockGroups;
+using fastgen::kUnitBytes;
 using fastgen::is_floating;
 using fastgen::kGrain;
 using fastgen::kMaxGroup;
@@ -59,10 +62,26 @@ struct Inputs {
 struct Weight {
   const uint8_t *numbers, *zeros;
   const void *scales, *minimums;  // float16 or float32
+  const uint8_t* multiples;       // of scales and minimums, in place of these; else null
   bool are_half;
   int32_t middle;  // the number that stands for 0, if neither zeros nor minimums are given
   int64_t bits, group_size, groups, panel_bytes, outputs;
+
+  bool has_minimums() const { return minimums != nullptr || multiples != nullptr; }
 };
+
+// Where the multiples of an output are, of which there are kPanel for each group of each panel.
+struct Place {
+  const uint16_t* unit;  // of the scale; that of the minimum is kPanel numbers behind it
+  const uint8_t* scale;  // and so is the minimum
+};
+
+inline Place place(const Weight& weight, int64_t at) {
+  const uint64_t group = static_cast<uint64_t>(at) / kPanel, lane = static_cast<uint64_t>(at) % kPanel;
+  const uint8_t* block = weight.multiples + group / kBlockGroups * kBlockBytes;
+  return {reinterpret_cast<const uint16_t*>(block) + lane,
+          block + kUnitBytes + group % kBlockGroups * 2 * kPanel + lane};
+}
 
 inline int32_t four(const int8_t* x) {
   int32_t bytes;
@@ -228,21 +247,25 @@ struct Packed {
     const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
     const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
     const ScalarType type = scales.scalar_type();
+    const bool are_multiples = type == ScalarType::Byte;
     const auto fits = [&](const Tensor& factors, ScalarType wanted) {
       return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == panels * groups * kPanel;
     };
+    const bool fit = are_multiples ? groups % kBlockGroups == 0 && scales.is_contiguous() && !zeros && !minimums &&
+                                         scales.numel() == panels * groups / kBlockGroups * kBlockBytes
+                                   : (type == ScalarType::Half || type == ScalarType::Float) && fits(scales, type) &&
+                                         !(zeros && minimums) && (!zeros || fits(*zeros, ScalarType::Byte)) &&
+                                         (!minimums || fits(*minimums, type));
     STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Byte && numbers.is_contiguous() &&
-                        numbers.numel() == panels * panel_bytes &&
-                        (type == ScalarType::Half || type == ScalarType::Float) && fits(scales, type) &&
-                        !(zeros && minimums) && (!zeros || fits(*zeros, ScalarType::Byte)) &&
-                        (!minimums || fits(*minimums, type)),
+                        numbers.numel() == panels * panel_bytes && fit,
                     "grouped_linear: the weight was not packed for this product");
     return {static_cast<const uint8_t*>(numbers.const_data_ptr()),
             zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr,
             scales.const_data_ptr(),
             minimums ? minimums->const_data_ptr() : nullptr,
+            are_multiples ? static_cast<const uint8_t*>(scales.const_data_ptr()) : nullptr,
             type == ScalarType::Half,
-            zeros || minimums ? 0 : 1 << (bits - 1),
+            zeros || minimums || are_multiples ? 0 : 1 << (bits - 1),
             bits,
             group_size,
             groups,
@@ -404,6 +427,7 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
   STD_TORCH_CHECK(std::all_of(from, from + count, [&](int64_t i) { return i >= 0 && i < outputs; }),
                   "grouped_rows: index out of range");
   const ScalarType kept = scales.scalar_type();
+  const auto read_unit = [](const uint16_t* unit) { return read(unit, 0, ScalarType::Half); };
   Tensor y = torch::stable::new_empty(like, {count, inputs});
   void* to = y.mutable_data_ptr();
   for (int64_t r = 0; r < count; ++r) {
@@ -413,9 +437,15 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
       const int64_t at = (panel * weight.groups + i / group_size) * kPanel + lane, four = i / 4;
       const uint8_t byte = bits == 8 ? bytes[four * line + i % 4] : bytes[four / 2 * line + i % 4];
       const int number = bits == 8 ? byte : four % 2 == 0 ? byte & 15 : byte >> 4;
-      const float scale = read(weight.scales, at, kept);
       const int zero = weight.zeros != nullptr ? weight.zeros[at] : weight.middle;
-      const float least = weight.minimums != nullptr ? read(weight.minimums, at, kept) : 0.0f;
+      float scale, least = 0.0f;
+      if (weight.multiples != nullptr) {
+        const Place of = place(weight, at);
+        scale = read_unit(of.unit) * of.scale[0], least = read_unit(of.unit + kPanel) * of.scale[kPanel];
+      } else {
+        scale = read(weight.scales, at, kept);
+        if (weight.minimums != nullptr) least = read(weight.minimums, at, kept);
+      }
       write(to, r * inputs + i, type, scale * static_cast<float>(number - zero) + least);
     }
   }

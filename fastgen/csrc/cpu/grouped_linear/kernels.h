@@ -29,7 +29,19 @@ struct Factors {
   Floats scale, middle = {}, least = {};
 };
 
+// A byte times a number in float16, of each output.
+FASTGEN_INLINE void load_multiples(Floats& to, const uint16_t* units, const uint8_t* bytes) {
+  FASTGEN_FLOAT16::load(to, units);
+  to *= __builtin_convertvector(*reinterpret_cast<const FewBytes*>(bytes), Floats);
+}
+
 FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
+  if (weight.multiples != nullptr) {
+    const Place of = place(weight, at);
+    load_multiples(to.scale, of.unit, of.scale);
+    load_multiples(to.least, of.unit + kPanel, of.scale + kPanel);
+    return;
+  }
   load_factors(to.scale, weight.scales, at, weight.are_half);
   if (weight.zeros != nullptr) {
     to.middle = __builtin_convertvector(*reinterpret_cast<const FewBytes*>(weight.zeros + at), Floats);
@@ -97,7 +109,7 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const Group& of = inputs.groups[(row + r) * weight.groups + group];
-        add_group(total[r][v], sum[r][v], factors, of, weight.zeros != nullptr, weight.minimums != nullptr);
+        add_group(total[r][v], sum[r][v], factors, of, weight.zeros != nullptr, weight.has_minimums());
       }
     }
   }

@@ -67,7 +67,7 @@ FASTGEN_TARGET inline void multiply(const Weight& weight, const Inputs& inputs, 
   const int64_t size = weight.group_size, depth = matrix_depth(size);
   const int8_t* x = inputs.numbers + row * inputs.stride;
   const Group* groups = inputs.groups + row * weight.groups;
-  const bool has_least = weight.minimums != nullptr, has_middle = has_least || weight.zeros != nullptr;
+  const bool has_least = weight.has_minimums(), has_middle = has_least || weight.zeros != nullptr;
   const float middle = weight.bits == 8 ? 128.0f : 8.0f;  // what `lay_out` has taken away
   alignas(kMatrixBytes) int32_t products[2][kMatrixRows * kMatrixRows];
   Floats total[kMatrixRows];
