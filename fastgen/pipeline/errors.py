@@ -49,10 +49,11 @@ def explained(what: str, reason: Callable[[Exception], str] | None = None) -> It
         raise SetupError(f"{what}: {(reason or one_line)(error)}") from error
 
 
-def check_installed(package: str, purpose: str) -> None:
-    """Raises `SetupError` where a package, named as it is imported, is not installed."""
+def check_installed(package: str, purpose: str, remedy: str = "") -> None:
+    """Raises `SetupError` where a package, named as it is imported, is not installed. The remedy is a command."""
     if importlib.util.find_spec(package) is None:
-        raise SetupError(f"{purpose} needs the package {package.replace('_', '-')}, which is not installed")
+        how = f": {remedy}" if remedy else ""
+        raise SetupError(f"{purpose} needs the package {package.replace('_', '-')}, which is not installed{how}")
 
 
 def one_line(error: BaseException) -> str:

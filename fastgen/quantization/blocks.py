@@ -165,11 +165,16 @@ class Carried:
             args, kwargs = self.inputs(block, sample)
             yield block.module(*args, **kwargs)
 
-    def finish(self, block: Block) -> None:
-        """The block is as it will be: keep what it returns now, in place of what the block before it returned."""
+    def finish(self, block: Block) -> list[Any]:
+        """The block is as it will be: keep what it returns now, in place of what the block before it returned.
+
+        Returns:
+            What it returns, for each sample.
+        """
         returned = list(self.run(block))
         self._finished.setdefault(block.stack, []).append(block.module)
         self._returned[block.stack] = returned
+        return returned
 
 
 @torch.no_grad()

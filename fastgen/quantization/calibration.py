@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastgen.quantization import autoround
 from fastgen.quantization.blocks import Block, Carried
 from fastgen.quantization.gptq import DAMPING, Plan, gptq, output_error, plan
 from fastgen.quantization.grouped import GroupedWeight, dequantized
@@ -19,7 +20,7 @@ _LEAST_GROUP = 16  # inputs; smaller groups have more scales than they save
 class Recipe(NamedTuple):
     """How layers are quantised."""
 
-    method: str = "gptq"  # or "rtn"
+    method: str = "gptq"  # or "rtn", or "autoround"
     bits: int = 4  # 4 or 8
     group_size: int = 64
     symmetric: bool = True
@@ -28,6 +29,8 @@ class Recipe(NamedTuple):
     """Layers whose relative output error is larger get 8 bits. Layers that share their input are treated alike."""
     eight: frozenset[str] = frozenset()
     """Layers that get 8 bits, whatever their errors."""
+    iterations: int = 200
+    """Steps of "autoround" for each block."""
 
 
 class Quantised(NamedTuple):
@@ -59,27 +62,44 @@ class _Inputs:
         self.hessian.addmm_(rows.T, rows)
 
 
-def quantise_block(block: Block, carried: Carried, recipe: Recipe, step: Callable[[], object]) -> dict[str, Quantised]:
+def quantise_block(
+    block: Block,
+    carried: Carried,
+    recipe: Recipe,
+    step: Callable[[], object],
+    wanted: Sequence[Any] = (),
+    config: Any = None,
+) -> dict[str, Quantised]:
     """The layers of a block by name, quantised. The block itself is not changed.
 
     A layer whose number of inputs has no group size is left out; see `group_size_of`.
 
     Args:
         step: called after each layer.
+        wanted: what the block returns on each sample in the model as it was: "autoround" comes near to it. Where it is
+            not given, and for layers that AutoRound leaves out, "gptq" is used.
+        config: the model's configuration, for "autoround".
 
     Raises:
         ValueError: an input or a weight is NaN or infinite.
     """
     layers = {name: layer for name, layer in block.linears.items() if group_size_of(layer.in_features, recipe)}
     found: dict[str, Quantised] = {}
+    tuned = _tuned(block, layers, carried, recipe, wanted, config) if recipe.method == "autoround" and wanted else {}
     for inputs in _collect(block, carried, layers):
         if not bool(inputs.hessian.isfinite().all()):
             raise ValueError(f"the inputs of {inputs.names[0]} are NaN or infinite on the calibration text")
         shared = {name: layers[name].weight for name in inputs.names}
         # Made once for all of them: most of the time goes into it.
-        rounding = plan(inputs.hessian, recipe.damping) if recipe.method == "gptq" else None
+        left = shared.keys() - tuned.keys()
+        rounding = plan(inputs.hessian, recipe.damping) if recipe.method != "rtn" and left else None
         kind = recipe._replace(bits=8) if recipe.eight.intersection(shared) else recipe
-        quantised = {name: quantise(weight, inputs.hessian, kind, rounding) for name, weight in shared.items()}
+        quantised = {
+            name: quantise(weight, inputs.hessian, kind, rounding)
+            if name in left
+            else _measured(tuned[name], weight, inputs.hessian)
+            for name, weight in shared.items()
+        }
         if recipe.max_error is not None and any(layer.error > recipe.max_error for layer in quantised.values()):
             more = recipe._replace(bits=8)
             quantised = {name: quantise(weight, inputs.hessian, more, rounding) for name, weight in shared.items()}
@@ -141,20 +161,40 @@ def quantise(weight: Tensor, hessian: Tensor, recipe: Recipe, rounding: Plan | N
     Raises:
         ValueError: no group size divides the inputs, or a weight is NaN or infinite.
     """
-    size = group_size_of(weight.shape[1], recipe) or recipe.group_size
-    # In the dtype of the weight, in which compressed-tensors multiplies numbers and scales.
-    kind = Kind(recipe.bits, size, recipe.symmetric, weight.dtype)
+    kind = _kind(weight, recipe)
     grid = make_grid(weight, kind)
     candidates = [round_to_nearest(weight, grid)]
-    if recipe.method == "gptq":
+    if recipe.method != "rtn":
         diagonal = hessian.diagonal()
         importance = diagonal if bool(diagonal.any()) else torch.ones_like(diagonal)
         rounding = rounding or plan(hessian, recipe.damping)
         for possible in (grid, best_grid(weight, kind, importance)):
             candidates.append(gptq(weight, possible, rounding))
-    errors = [output_error(weight, dequantized(one, weight.dtype), hessian) for one in candidates]
-    least = min(range(len(errors)), key=errors.__getitem__)
-    return Quantised(candidates[least], errors[least])
+    return min((_measured(one, weight, hessian) for one in candidates), key=lambda quantised: quantised.error)
+
+
+def _kind(weight: Tensor, recipe: Recipe) -> Kind:
+    size = group_size_of(weight.shape[1], recipe) or recipe.group_size
+    # In the dtype of the weight, in which compressed-tensors multiplies numbers and scales.
+    return Kind(recipe.bits, size, recipe.symmetric, weight.dtype)
+
+
+def _measured(quantised: GroupedWeight, weight: Tensor, hessian: Tensor) -> Quantised:
+    return Quantised(quantised, output_error(weight, dequantized(quantised, weight.dtype), hessian))
+
+
+def _tuned(
+    block: Block, layers: dict[str, nn.Linear], carried: Carried, recipe: Recipe, wanted: Sequence[Any], config: Any
+) -> dict[str, GroupedWeight]:
+    """The layers by name as AutoRound rounds them, without those that it leaves out."""
+    own = {name: name.removeprefix(f"{block.name}.") for name in layers}
+    kinds = {
+        own[name]: _kind(layer.weight, recipe._replace(bits=8) if name in recipe.eight else recipe)
+        for name, layer in layers.items()
+    }
+    calls = [autoround.Call(*carried.inputs(block, sample), returned) for sample, returned in enumerate(wanted)]
+    found = autoround.tune(block.module, kinds, calls, config, recipe.iterations) if kinds else {}
+    return {name: found[short] for name, short in own.items() if short in found}
 
 
 def group_size_of(inputs: int, recipe: Recipe) -> int | None:

@@ -57,7 +57,16 @@ def test_every_option_is_on_the_command_line():
         (["m", "o", "--bit", "4"], "unrecognized arguments: --bit 4"),
         (["m", "o", "--bits", "3", "--calibration", "f"], "bits is 3: choose from 4, 8"),
         (["m", "o", "--bits", "four"], "invalid int value: 'four'"),
-        (["m", "o", "--method", "awq", "--calibration", "f"], "method is 'awq': choose from gptq, rtn"),
+        (["m", "o", "--method", "awq", "--calibration", "f"], "method is 'awq': choose from gptq, rtn, autoround"),
+        (["m", "o", "--iterations", "0", "--calibration", "f"], "iterations is 0: it must be at least 1"),
+        (
+            ["m", "o", "--method", "autoround", "--bits", "8", "--asymmetric", "--calibration", "f"],
+            "autoround has no zero points with 8 bits",
+        ),
+        (
+            ["m", "o", "--method", "autoround", "--max-error", "0.1", "--calibration", "f"],
+            "max-error is for gptq and rtn",
+        ),
         (["m", "o", "--group-size", "12", "--calibration", "f"], "group-size is 12: it must be a multiple of 8"),
         (["m", "o", "--group-size", "-1", "--calibration", "f"], "group-size is -1"),
         (["m", "o", "--samples", "0", "--calibration", "f"], "samples is 0: it must be at least 1"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,75 @@ def test_encoder_decoders(family, pairs, tmp_path, kept):
     call = {"input_ids": torch.arange(3, 12)[None], "decoder_input_ids": torch.tensor([[1, 5, 7]])}
     with torch.no_grad():
         torch.testing.assert_close(theirs(**call).logits, model(**call).logits, rtol=0, atol=0)
+
+
+def test_autoround_where_it_is_not_installed(llama, text, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    for missing, message in (("auto_round", "auto-round"), ("accelerate", "accelerate")):
+        known = {"auto_round": object(), missing: None}
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest, known=known: known[name] if name in known else find(name, *rest),
+        )
+        with pytest.raises(SetupError) as refused:
+            run(llama, tmp_path / "out", text, method="autoround")
+        expected = f"--method autoround needs the package {message}, which is not installed: pip install auto-round"
+        assert str(refused.value) == expected
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("auto_round") is None, reason="no auto-round")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", []),
+        ("llama", ["--asymmetric", "--output-layer"]),
+        ("llama", ["--bits-per-weight", "6", "--dtype", "bf16"]),
+        ("gpt2", []),
+        ("bart", []),
+        ("t5", ["--asymmetric"]),
+    ],
+)
+def test_autoround(family, changes, llama, gpt2, text, pairs, tmp_path):
+    """In a process of its own: importing the package changes Transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind, given, folder = AutoModelForCausalLM, text, {"llama": llama, "gpt2": gpt2}.get(family)
+    if folder is None:
+        kind, given, folder = AutoModelForSeq2SeqLM, pairs, tmp_path / "model"
+        model, tokens = families.FAMILIES[family](), tiny.tokenizer(encoder_decoder=True)
+        model.resize_token_embeddings(len(tokens))
+        model.save_pretrained(folder)
+        tokens.save_pretrained(folder)
+    words = ["--method", "autoround", "--iterations", "8", "--group-size", "16", "--samples", "4", "--quiet"]
+    command = [sys.executable, "-m", "fastgen_cli.quantize", folder, tmp_path / "out", "--calibration", given]
+    command += ["--sample-length", "32", "--device", "cpu", *words, *changes]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["method"] == "autoround" and report["symmetric"] == ("--asymmetric" not in changes)
+    assert all(0 < layer["error"] < 0.5 for layer in report["layers"])
+    assert {layer["bits"] for layer in report["layers"]} == ({4, 8} if "--bits-per-weight" in changes else {4})
+    run(folder, tmp_path / "rtn", given, method="rtn", asymmetric="--asymmetric" in changes)
+    ours = kind.from_pretrained(tmp_path / "out").eval()
+    nearest = kind.from_pretrained(tmp_path / "rtn").eval()
+    layers = [(name, module) for name, module in ours.named_modules() if isinstance(module, QuantizedWeight)]
+    assert len(layers) == len(report["layers"])
+    assert any(
+        not torch.equal(module.dequantized(), nearest.get_submodule(name).dequantized())
+        for name, module in layers
+        if name != "lm_head"
+    )
+    if family == "gpt2":  # which the library needs another package for
+        return
+    theirs = loaded_by_the_library(tmp_path / "out", kind)
+    call = {"input_ids": torch.arange(3, 20)[None]}
+    if family in ("bart", "t5"):
+        call["decoder_input_ids"] = torch.tensor([[1, 5, 7]])
+    with torch.no_grad(), fastgen.settings.changed(few_bits_inputs="exact"):
+        expected, found = (model(**call).logits for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if "bf16" not in changes else 2e-2)
 
 
 def test_the_report(llama, text, tmp_path):

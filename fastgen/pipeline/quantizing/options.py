@@ -10,7 +10,7 @@ from pathlib import Path
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions, option
 
-METHODS = ("gptq", "rtn")
+METHODS = ("gptq", "rtn", "autoround")
 _LEAST_GROUP = 8  # inputs, whose numbers of 4 bits fill a word
 
 
@@ -30,9 +30,12 @@ class QuantizeOptions:
     group_size: int = option(
         64, "inputs that share a scale; halved for layers whose inputs it does not divide (default: 64)"
     )
-    method: str = option("gptq", "gptq, or rtn, which rounds to nearest (default: gptq)")
+    method: str = option(
+        "gptq", "gptq; rtn, which rounds to nearest; or autoround, with the package auto-round (default: gptq)"
+    )
     asymmetric: bool = option(False, "store a zero point for each group")
     damping: float = option(0.01, "gptq: part of the mean activation that is added to each (default: 0.01)")
+    iterations: int = option(200, "autoround: steps of tuning for each block, of 8 samples each (default: 200)")
     max_error: float | None = option(
         None, "keep 8 bits for layers whose output would change by more than this part, such as 0.05"
     )
@@ -79,7 +82,7 @@ class QuantizeOptions:
                 raise SetupError(f"{name} is {value!r}: choose from {', '.join(map(str, allowed))}")
         if self.group_size < _LEAST_GROUP or self.group_size % _LEAST_GROUP:
             raise SetupError(f"group-size is {self.group_size}: it must be a multiple of {_LEAST_GROUP}")
-        for name in ("samples", "sample_length"):
+        for name in ("samples", "sample_length", "iterations"):
             if getattr(self, name) < 1:
                 raise SetupError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         numbers = {"damping": self.damping, "max-error": self.max_error, "bits-per-weight": self.bits_per_weight}
@@ -93,6 +96,10 @@ class QuantizeOptions:
             raise SetupError(f"{mixed} needs symmetric weights: Transformers cannot load a mixture of asymmetric ones")
         if self.max_error is not None and self.bits_per_weight is not None:
             raise SetupError("max-error and bits-per-weight both say which layers have 8 bits: give one of them")
+        if self.method == "autoround" and self.bits == 8 and self.asymmetric:
+            raise SetupError("autoround has no zero points with 8 bits: use gptq, or leave asymmetric out")
+        if self.method == "autoround" and self.max_error is not None:
+            raise SetupError("max-error is for gptq and rtn: with autoround, use bits-per-weight")
         if not self.calibration:
             raise SetupError("give a file of calibration text: --calibration FILE")
         if STANDARD_STREAM in (self.calibration, self.evaluate, self.output):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastgen.quantization.report import Layer, Report
 
 PICTURE = "report.png"
+AUTOROUND = ("auto_round", "accelerate")  # as they are imported
 _PROMPTS = 8
 
 
@@ -50,6 +51,9 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     check_path(options.model)
     for package in ("rich", "matplotlib"):
         check_installed(package, "the report")
+    if options.method == "autoround":
+        for package in AUTOROUND:
+            check_installed(package, "--method autoround", "pip install auto-round")
     calibration = Texts(options.reading(options.calibration, options.calibration_reference))
     held_out = Texts(options.reading(options.evaluate, options.reference)) if options.evaluate else None
     loaded = load_model(options)
@@ -63,7 +67,7 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
             return None
         begins()
         before = _measured(loaded, texts, prompts, work, held_out.identity() if held_out else None)
-        layers = _quantise(blocks, forward, len(given), work, options)
+        layers = _quantise(loaded.model.config, blocks, forward, len(given), work, options)
         with explained(f"model {options.model} cannot be measured"):
             quality = evaluation.quality(loaded, texts) if texts else None
         before["bytes"] = weight_bytes(options.model, loaded.model)  # saving takes the weights out of the layers
@@ -119,7 +123,7 @@ def _plain(value: object) -> Any:
 
 
 def _quantise(
-    blocks: Sequence[Block], forward: Forward, count: int, work: Work, options: QuantizeOptions
+    config: Any, blocks: Sequence[Block], forward: Forward, count: int, work: Work, options: QuantizeOptions
 ) -> list[Layer]:
     """Block by block: its layers are quantised, or read where a run before has kept them, and put to use."""
     from fastgen.quantization import calibration
@@ -128,21 +132,26 @@ def _quantise(
     from fastgen.quantization.writing import load_block, save_block
 
     recipe = calibration.Recipe(
-        options.method, options.bits, options.group_size, not options.asymmetric, options.damping, options.max_error
-    )
+        options.method, options.bits, options.group_size, not options.asymmetric, options.damping, options.max_error,
+        iterations=options.iterations,
+    )  # fmt: skip
     if options.bits_per_weight is not None:
         recipe = recipe._replace(eight=_of_8_bits(blocks, Carried(forward, count), recipe, work, options))
     carried = Carried(forward, count)
+    # The model as it was, block by block: what AutoRound comes near to.
+    before = Carried(forward, count) if options.method == "autoround" else None
     layers: list[Layer] = []
     with _progress(sum(len(block.linears) for block in blocks), options.quiet) as step:
         for number, block in enumerate(blocks):
             path = work.block(number)
             with explained(f"{block.name} cannot be quantised"):
+                # Not for the output layer, whose results are too many to keep.
+                wanted = before.finish(block) if before and block.name != block.stack else ()
                 if path.exists():
                     quantised = load_block(path)
                     step(len(block.linears))
                 else:
-                    quantised = calibration.quantise_block(block, carried, recipe, step)
+                    quantised = calibration.quantise_block(block, carried, recipe, step, wanted, config)
                     with work.placed(path.name) as unfinished:
                         save_block(unfinished, quantised)
                 calibration.use(block, {name: weight for name, (weight, _) in quantised.items()})

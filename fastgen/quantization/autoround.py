@@ -1,0 +1,149 @@
+"""AutoRound: rounding that is tuned block by block (Cheng et al., 2024, "Optimize Weight Rounding via Signed Gradient
+Descent for the Quantization of LLMs").
+
+The package `auto-round` does it. It tunes which way each weight of a block is rounded, and how much of its range a
+group covers, so that the block returns what it did in floating point. This module gives it one block at a time, with
+the inputs that calibration has kept, and reads back numbers and scales.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from fastgen.quantization.grouped import GroupedWeight
+from fastgen.quantization.rtn import Kind
+
+_BATCH = 8  # samples of a step, one after the other, because their lengths may differ
+_PLACE = "layers.0"  # of the block in the model that the package is given
+
+
+class Call(NamedTuple):
+    """How a block is called on a sample, and what it returned in floating point."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: Tensor
+
+
+def tune(
+    module: nn.Module, kinds: Mapping[str, Kind], calls: Sequence[Call], config: Any, iterations: int
+) -> dict[str, GroupedWeight]:
+    """Linear layers of a block with their rounding tuned. The block itself is not changed.
+
+    Args:
+        module: the block, in any floating dtype. It is tuned in float32.
+        kinds: the grids of the layers, by their names in the block. Others stay as they are.
+        calls: a call for each sample.
+        config: of the model that the block is from.
+        iterations: steps, of 8 samples each.
+
+    Returns:
+        The layers by name, without those that the package leaves out: it may want sizes of whole 32s.
+    """
+    from auto_round import AutoRound
+
+    logging.getLogger("autoround").setLevel(logging.ERROR)  # it tells of every block
+    own = copy.deepcopy(module).float().requires_grad_(False)
+    model = _Model(own, calls, config)
+    tuning = AutoRound(
+        model,
+        tokenizer=_Unused(),
+        scheme="W4A16",
+        layer_config={f"{_PLACE}.block.{name}": _layer(kind) for name, kind in kinds.items()} | _others(model, kinds),
+        iters=iterations,
+        nsamples=len(calls),
+        batch_size=1,
+        gradient_accumulate_steps=min(_BATCH, len(calls)),
+        to_quant_block_names=_PLACE,
+        device_map=str(next(module.parameters()).device),
+        scale_dtype=next(iter(kinds.values())).scale_dtype,
+        amp=False,
+        enable_torch_compile=False,
+        low_cpu_mem_usage=False,
+        enable_quanted_input=False,  # what the block returns in the end is not asked for
+    )
+    # The block is told the number of a sample. What is in the place of its input is not looked at.
+    unused = torch.zeros(1, 1, 1)
+    inputs = [(((unused,), {"sample": torch.tensor([[number]])}),) for number in range(len(calls))]
+    wanted = [_first(call.wanted).float() for call in calls]
+    with torch.enable_grad():
+        tuning.quantize_block(model.layers[0], inputs, device=str(unused.device), reference_output=wanted)
+    layers = {name: own.get_submodule(name) for name in kinds}
+    return {name: _grouped(layers[name], kind) for name, kind in kinds.items() if hasattr(layers[name], "scale")}
+
+
+class _Block(nn.Module):
+    """A block that is called by the number of a sample."""
+
+    def __init__(self, block: nn.Module, calls: Sequence[Call]) -> None:
+        super().__init__()
+        self.block, self.calls = block, calls
+
+    def forward(self, hidden_states: Tensor, sample: Tensor) -> Tensor:
+        args, kwargs, _ = self.calls[int(sample)]
+        return _first(self.block(*tree_map(_wide, args), **tree_map(_wide, kwargs)))
+
+
+class _Model(nn.Module):
+    """A model of one block."""
+
+    def __init__(self, block: nn.Module, calls: Sequence[Call], config: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block(block, calls)])
+        self.head = nn.Identity()  # the package takes what is last for the output layer
+        self.config, self.name_or_path = config, ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class _Unused:
+    """In place of a tokenizer, which the package wants for text of its own."""
+
+    pad_token_id = None
+
+
+def _layer(kind: Kind) -> dict[str, Any]:
+    return {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.symmetric, "data_type": "int", "act_bits": 16}
+
+
+def _others(model: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    own = {f"{_PLACE}.block.{name}" for name in kinds}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: {"bits": 16, "act_bits": 16} for name in linear - own}
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _first(returned: Any) -> Tensor:
+    """The hidden states, which blocks return alone or before other things."""
+    found = returned if isinstance(returned, Tensor) else returned[0]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _grouped(layer: Any, kind: Kind) -> GroupedWeight:
+    """A layer as the package leaves it: its weight is scale * (number - zero), rounded to its own dtype."""
+    weight: Tensor = layer.weight.detach()
+    shape = weight.shape[0], weight.shape[1] // kind.group_size
+    scales = layer.scale.to(weight.device).reshape(shape).to(kind.scale_dtype)
+    middle = 2 ** (kind.bits - 1)
+    zeros = middle if kind.symmetric else layer.zp.to(weight.device).reshape(*shape, 1).float()
+    steps = weight.float().unflatten(1, (shape[1], kind.group_size)) / scales.float().unsqueeze(2)
+    numbers = (steps.round() + zeros).clamp(0, 2**kind.bits - 1).to(torch.uint8).flatten(1)
+    apart = zeros.squeeze(2).to(torch.uint8) if isinstance(zeros, Tensor) else None
+    return GroupedWeight(numbers, scales, apart, None, kind.bits, kind.group_size, None)
