@@ -95,6 +95,7 @@ namespace portable {
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 2
 #define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
+#define FASTGEN_WIDEN(from) __builtin_convertvector(*reinterpret_cast<const FewBytes*>(from), Floats)
 #define FASTGEN_DOT(sums, bytes, x)                                                        \
   for (int lane = 0; lane < FASTGEN_WIDTH; ++lane) {                                       \
     for (int i = 0; i < 4; ++i) (sums)[lane] += int32_t{(bytes)[4 * lane + i]} * (x)[i]; \
@@ -123,6 +124,7 @@ __attribute__((target("avx2"), always_inline)) inline __m256i dot(__m256i sums, 
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 2
 #define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
+#define FASTGEN_WIDEN(from) (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from))))
 #define FASTGEN_DOT(sums, bytes, x) (sums) = (Ints)dot((__m256i)(sums), (__m256i)(bytes), x)
 #define FASTGEN_SMALL_DOT(sums, bytes, x) (sums) = (Ints)small_dot((__m256i)(sums), (__m256i)(bytes), x)
 #include "grouped_linear/kernels.h"
@@ -137,6 +139,7 @@ namespace avxvnni {
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 3
 #define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
+#define FASTGEN_WIDEN(from) (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from))))
 #define FASTGEN_DOT(sums, bytes, x) \
   (sums) = (Ints)_mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(bytes), _mm256_set1_epi32(four(x)))
 #define FASTGEN_SMALL_DOT FASTGEN_DOT
@@ -150,6 +153,7 @@ namespace avx512vnni {
 #define FASTGEN_VECTORS 2
 #define FASTGEN_ROWS 6
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
+#define FASTGEN_WIDEN(from) (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(from))))
 #define FASTGEN_DOT(sums, bytes, x) \
   (sums) = (Ints)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(bytes), _mm512_set1_epi32(four(x)))
 #define FASTGEN_SMALL_DOT FASTGEN_DOT

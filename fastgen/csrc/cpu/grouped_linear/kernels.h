@@ -5,6 +5,7 @@
 //   FASTGEN_VECTORS    vectors of outputs that are summed up at the same time
 //   FASTGEN_ROWS       rows that are summed up at the same time: as many as there are registers for
 //   FASTGEN_FLOAT16    what loads a vector of float16 (float16.h)
+//   FASTGEN_WIDEN      (from): a vector of floats from bytes
 //   FASTGEN_DOT        (sums, bytes, four): sums + products of the unsigned bytes of each lane with four signed ones
 //   FASTGEN_SMALL_DOT  the same for bytes below 16
 // No include guard: it is meant to be included several times.
@@ -32,7 +33,7 @@ struct Factors {
 // A byte times a number in float16, of each output.
 FASTGEN_INLINE void load_multiples(Floats& to, const uint16_t* units, const uint8_t* bytes) {
   FASTGEN_FLOAT16::load(to, units);
-  to *= __builtin_convertvector(*reinterpret_cast<const FewBytes*>(bytes), Floats);
+  to *= FASTGEN_WIDEN(bytes);
 }
 
 FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
@@ -44,7 +45,7 @@ FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
   }
   load_factors(to.scale, weight.scales, at, weight.are_half);
   if (weight.zeros != nullptr) {
-    to.middle = __builtin_convertvector(*reinterpret_cast<const FewBytes*>(weight.zeros + at), Floats);
+    to.middle = FASTGEN_WIDEN(weight.zeros + at);
   }
   if (weight.minimums != nullptr) load_factors(to.least, weight.minimums, at, weight.are_half);
 }
@@ -164,5 +165,6 @@ FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t ro
 #undef FASTGEN_VECTORS
 #undef FASTGEN_ROWS
 #undef FASTGEN_FLOAT16
+#undef FASTGEN_WIDEN
 #undef FASTGEN_DOT
 #undef FASTGEN_SMALL_DOT
