@@ -3,7 +3,8 @@
     python -m benchmarks.speculation FOLDER [--only NAME ...] [--repetitions N] [--new-tokens N] [--transformers]
 
 FOLDER holds SmolLM2-135M-Instruct (`python -m benchmarks.smollm2 FOLDER`); BART is the model in examples/. Steps are
-recorded, and their parts measured, before anything is timed. Float32 tokens must be those of Transformers.
+recorded, and their parts measured, before anything is timed. Tokens of greedy search that differ from those of plain
+generation are an error: it is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,19 +68,24 @@ CASES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    rows = []
-    for case in CASES:
-        if not options.only or case.name in options.only:
-            rows.append(measured(case, options))
-            print(rows[-1], flush=True)
-    for draft in DRAFTS:
-        if not options.only or f"unsuited, {draft}" in options.only:
-            print(unsuited(draft, options), flush=True)
-    return 0
+    rows = {case.name: partial(measured, case, options) for case in CASES}
+    rows |= {f"unsuited, {draft}": partial(unsuited, draft, options) for draft in DRAFTS}
+    different: list[str] = []
+    for name, measure in rows.items():
+        if not options.only or name in options.only:
+            row, differs = measure()
+            print(row, flush=True)
+            different += differs
+    for name in different:
+        print(f"error: other tokens than without a draft: {name}", file=sys.stderr)
+    return 1 if different else 0
 
 
-def measured(case: Case, options: argparse.Namespace) -> str:
-    """A row: seconds of each side, medians, and whether the tokens are the same."""
+def measured(case: Case, options: argparse.Namespace) -> tuple[str, list[str]]:
+    """A row: seconds of each side, medians, and whether the tokens are the same; and its name if they are not.
+
+    In bfloat16, where sums of other orders differ more, tokens may change places, which the row says.
+    """
     model, inputs = _load(case, options)
     length = {"max_new_tokens": options.new_tokens, "pad_token_id": model.generation_config.pad_token_id or 2}
     arguments = {**inputs, "do_sample": False, **length, **case.options}
@@ -112,13 +119,15 @@ def measured(case: Case, options: argparse.Namespace) -> str:
     counts = fastgen.stats().get("transformers.speculation", {})
     checks = max(counts.get("checks", 0), 1)
     same = all(torch.equal(result, results["FastGen"]) for result in results.values())
-    return (
+    is_sampled = case.options.get("do_sample", False)
+    row = (
         f"| {case.name} | " + " / ".join(f"{found:.2f}" for found in medians.values())
         + f" | {medians['FastGen'] / medians['with a draft']:.2f} | "
         + (f"{medians['Transformers'] / medians['with a draft']:.2f}" if options.transformers else "-")
         + f" | {counts.get('accepted', 0) / max(counts.get('drafted', 0), 1):.1%} | "
-        + f"{counts.get('accepted', 0) / checks:.2f} | {'sampled' if case.options.get('do_sample') else same} |"
+        + f"{counts.get('accepted', 0) / checks:.2f} | {'sampled' if is_sampled else same} |"
     )  # fmt: skip
+    return row, [] if same or is_sampled or case.dtype is not torch.float32 else [case.name]
 
 
 class Unsuited(NamedTuple):
@@ -152,10 +161,11 @@ ASSISTANT_LAYERS = 8
 DRAFTS = {"own weights": "int8", "prompt lookup": "off", "an assistant": "off"}
 
 
-def unsuited(draft: str, options: argparse.Namespace) -> str:
+def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     """How many times as fast as plain ones the calls of each prompt of `GRID` are: the worst, the median, and all.
 
-    Every call counts after the steps have been recorded, also those that only try whether drafts gain something.
+    Every call counts after the steps have been recorded, also those that only try whether drafts gain something. And
+    the prompts of greedy search for which the tokens are not those of the plain calls, in any of the repetitions.
     """
     model, _ = _load(Case("", "smollm2", QUESTIONS[:1], {}), options)
     fastgen.reset_stats()
@@ -164,18 +174,22 @@ def unsuited(draft: str, options: argparse.Namespace) -> str:
     ]
     sides = {"plain": ("off", {}), "drafted": (DRAFTS[draft], extra)}
     found: dict[int, dict[str, float]] = {number: dict.fromkeys(sides, 0.0) for number in range(len(GRID))}
+    different: dict[int, str] = {}
     for repetition in range(options.warm_ups + options.repetitions):
         for number, case in enumerate(GRID):
             inputs = _inputs(case, options)
             new_tokens = case.new_tokens or options.new_tokens
             arguments = {"do_sample": False, "pad_token_id": 2, "min_new_tokens": new_tokens, **case.options, **inputs}
+            tokens = {}
             for name in sides if repetition % 2 else reversed(sides):
                 setting, asked = sides[name]
                 fastgen.enable(self_speculation=setting)
                 start = options.clock()
-                _generate(model, {**arguments, "max_new_tokens": new_tokens, **asked})
+                tokens[name] = _generate(model, {**arguments, "max_new_tokens": new_tokens, **asked})
                 if repetition >= options.warm_ups:
                     found[number][name] += options.clock() - start
+            if not case.options.get("do_sample") and not torch.equal(tokens["plain"], tokens["drafted"]):
+                different[number] = f"unsuited, {draft}, {case.prompt!r}"
     fastgen.enable(self_speculation="off")
     ratios = {number: seconds["plain"] / seconds["drafted"] for number, seconds in found.items()}
     worst = min(ratios, key=ratios.__getitem__)
@@ -184,10 +198,13 @@ def unsuited(draft: str, options: argparse.Namespace) -> str:
         for number, ratio in ratios.items():
             print(f"{ratio:.3f} {found[number]['plain']:.3f} {GRID[number]}", flush=True)
         print(fastgen.stats().get("transformers.speculation"))
-    return (
+    greedy = sum(not case.options.get("do_sample") for case in GRID)
+    row = (
         f"{len(GRID)} unsuited prompts, {draft}: {ratios[worst]:.2f} at the worst ({GRID[worst].prompt!r}), "
-        f"{statistics.median(ratios.values()):.2f} median, {plain / drafted:.2f} all together"
+        f"{statistics.median(ratios.values()):.2f} median, {plain / drafted:.2f} all together; "
+        f"tokens of greedy search the same in {greedy - len(different)} of {greedy}"
     )
+    return row, [*different.values()]
 
 
 def _first_layers(model: Any) -> Any:

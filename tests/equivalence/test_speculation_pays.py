@@ -9,6 +9,7 @@ import pytest
 import fastgen
 from fastgen.decoding.speculation import draft_length
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
@@ -23,7 +24,7 @@ def not_used() -> dict[str, int]:
 @pytest.mark.parametrize("seconds, speculates", [(1e-9, 1), (1e3, 4)])
 def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: float, speculates: int) -> None:
     """Where these take less time than a draft and its check even if all is accepted, the first trial is the last."""
-    monkeypatch.setattr(graph_cache, "seconds", lambda *_: seconds)
+    monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: seconds)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 63)
     family = KNOWN["llama"]
     model = copy.deepcopy(family.build())
@@ -38,13 +39,13 @@ def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: f
 def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """To calls with a draft, from the calls without one."""
     found = []
-    seconds = graph_cache.seconds
+    seconds = decoding.seconds_of_step
 
     def look(*arguments: object) -> float | None:
         found.append(seconds(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(graph_cache, "seconds", look)
+    monkeypatch.setattr(decoding, "seconds_of_step", look)
     family = KNOWN["gpt2"]
     model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
     for draft in ({"prompt_lookup_num_tokens": 4}, {}, {"prompt_lookup_num_tokens": 4}):

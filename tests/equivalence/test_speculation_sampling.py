@@ -15,7 +15,10 @@ import torch
 import transformers
 
 import fastgen
+from fastgen.decoding.captured.kv import StaticKV
 from fastgen.optimizer.transformers import loop
+from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from tests.decoding.speculation.markov import chi_square
 from tests.equivalence.models import Weights, enliven
@@ -57,8 +60,13 @@ def model() -> Any:
 
 
 def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
-    """[continuations], in the order of counting: their probabilities, by the original code."""
+    """[continuations], in the order of counting: their probabilities, by the original code.
+
+    Behind `eos_token_id` there is nothing but padding, 0.
+    """
     found = torch.ones(1, dtype=torch.float64)
+    eos = options.get("eos_token_id")
+    options = {name: value for name, value in options.items() if name != "eos_token_id"}
     for length in range(TOKENS):
         words = itertools.product(range(VOCABULARY), repeat=length)
         prefixes = torch.tensor([[*PROMPT, *tokens] for tokens in words])
@@ -67,7 +75,10 @@ def exact(model: Any, options: dict[str, Any]) -> torch.Tensor:
                 prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1,
                 return_dict_in_generate=True, output_scores=True, **options,
             ).scores[0]  # fmt: skip
-        found = (found.unsqueeze(1) * torch.softmax(scores.double(), dim=-1)).flatten()
+        following = torch.softmax(scores.double(), dim=-1)
+        has_ended = (prefixes[:, len(PROMPT) :] == eos).any(dim=1) if eos is not None else []
+        following[has_ended] = torch.eye(VOCABULARY, dtype=torch.float64)[0]
+        found = (found.unsqueeze(1) * following).flatten()
     return found
 
 
@@ -92,7 +103,7 @@ def frequencies(model: Any, method: str, options: dict[str, Any], draws: int) ->
             **options,
             **asked,
         )
-        new = drawn[:, len(PROMPT) : len(PROMPT) + TOKENS]
+        new = torch.nn.functional.pad(drawn, (0, TOKENS))[:, len(PROMPT) : len(PROMPT) + TOKENS]
         found += torch.bincount((new * powers).sum(1), minlength=len(found))
     assert_speculates(draws // ROWS)
     assert 0 < counts()["accepted"] < counts()["drafted"]
@@ -111,6 +122,27 @@ def test_distribution(model: Any, method: str, options: dict[str, Any]) -> None:
     if method == "lookup":  # which drafts what is there already
         options = {name: value for name, value in options.items() if name != "no_repeat_ngram_size"}
     assert probability(model, method, options) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("method", ["int8", "lookup"])
+@pytest.mark.parametrize("leave", [True, False])
+def test_distribution_where_rows_end(model: Any, method: str, leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave the batch, from half of them on."""
+    sizes = [2**power for power in range(13)]
+    monkeypatch.setattr(leaving, "BATCHES", sizes)
+    monkeypatch.setattr(leaving, "pays", lambda *_: leave)
+    options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 3}
+    assert probability(model, method, options, DRAWS // 2) > SIGNIFICANT
+    assert bool(fastgen.stats()[ENTRY_POINT].get("rows_left")) == leave
+
+
+def test_that_keys_and_values_of_other_rows_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "BATCHES", [2**power for power in range(13)])
+    monkeypatch.setattr(leaving, "pays", lambda *_: True)
+    take_over = StaticKV.take_over
+    monkeypatch.setattr(StaticKV, "take_over", lambda kv, old, *rows: take_over(kv, old, *(x.roll(1) for x in rows)))
+    options = {"temperature": 0.8, "repetition_penalty": 1.2, "top_k": 0, "eos_token_id": 3}
+    assert probability(model, "lookup", options, DRAWS // 5) < SIGNIFICANT
 
 
 @pytest.mark.parametrize("method", ["assistant", "early exit"])

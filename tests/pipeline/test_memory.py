@@ -162,7 +162,7 @@ def test_sizes_are_those_of_the_captured_step_and_of_the_store():
     assert memory.MIN_SHARED_PREFIX == kv.MIN_SHARED_PREFIX
     assert memory.FIRST_CAPACITY == prefill._MAX_FIRST_CAPACITY
     assert memory.CAPTURED_CAPACITIES == (decoding._FIRST_CAPACITY, decoding._MAX_FIRST_CAPACITY)
-    assert memory.CAPTURED_PREFIX == decoding._PREFIX and memory.CAPTURED_BATCHES == decoding._BATCHES
+    assert memory.CAPTURED_PREFIX == decoding._PREFIX and memory.CAPTURED_BATCHES == decoding.BATCHES
 
 
 def test_a_captured_step_has_buffers_of_its_own():

@@ -85,12 +85,12 @@ class StepState:
             moved = self.ancestry.index_select(0, parents)
             self.ancestry.copy_(torch.where(self._columns >= self.position.unsqueeze(1), self._own, moved))
 
-    def take_over(self, other: StepState) -> None:
-        """Goes on where `other`, which has a smaller capacity, is."""
-        self.numbers.copy_(other.numbers)
-        self._reached = other.reach()
+    def take_over(self, other: StepState, rows: Tensor | slice) -> None:
+        """Goes on where these rows of `other`, which has no larger capacity, are: all those of some inputs."""
+        self.numbers.copy_(other.numbers[:, rows])
+        self._reached, count = other.reach(), self.per_input
         if self.ancestry is not None and other.ancestry is not None:
-            self.ancestry[:, : other.capacity] = other.ancestry
+            self.ancestry[:, : other.capacity] = self._own // count * count + other.ancestry[rows] % count
             self.ancestry[:, other.capacity :] = self._own
 
 
@@ -161,15 +161,16 @@ class StaticKV:
             bound[inputs] = 0
             bound[inputs][:count] = new + first
 
-    def take_over(self, other: StaticKV) -> None:
-        """Goes on with what `other`, whose suffix has a smaller capacity, has stored. The state does so after it."""
+    def take_over(self, other: StaticKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
+        """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""
         pairs = zip(self._prefix, other._prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
-            old.copy_(new)
-        stored = self._state.reach()
+            old.copy_(new[inputs])
+        self._says_nothing_new[:] = other._says_nothing_new
+        stored, new_stored = self._state.reach(), other._state.reach()
         for old, new in zip(self._suffix, other._suffix, strict=True):
-            old[:, :, : new.shape[2]] = new
-            old[:, :, new.shape[2] : stored] = 0
+            old[:, :, :new_stored] = new[:, :, :new_stored][rows]
+            old[:, :, new_stored:stored] = 0
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores K and V of the step, [rows, heads, width, dim], and returns what stands for all of them."""

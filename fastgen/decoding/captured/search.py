@@ -130,11 +130,12 @@ class Search:
         """
         raise NotImplementedError
 
-    def take_over(self, other: Search) -> None:
-        """Goes on where `other`, a search of the same kind and size, is."""
+    def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
+        """Goes on where `other`, a search of the same kind and size, is; without beams, maybe with some `inputs`."""
         for name, buffer in vars(self).items():
             if isinstance(buffer, Tensor):
-                buffer.copy_(getattr(other, name))
+                old = getattr(other, name)
+                buffer.copy_(old if old.shape == buffer.shape else old.view(other._batch, -1)[inputs].view_as(buffer))
 
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""

@@ -126,6 +126,7 @@ class DraftLength:
         self._tokens, self._slowest = [0] * rows, 0  # of each row, and of that which has fewest
         # Seconds that drafts have gained for the slowest row, and the part that counts of what others have gained more.
         self._ahead, self._lead = 0.0, 0.0
+        self._without = 0.0  # seconds that the tokens of the slowest row would have taken without drafts
         self._interval, self._waited = _FIRST_INTERVAL, 0
 
     @property
@@ -142,8 +143,7 @@ class DraftLength:
     @property
     def gain(self) -> float:
         """The seconds that drafts have gained so far, as a part of what the tokens would have taken without them."""
-        costs = self._costs.steps(len(self._rows), 0)
-        return self._ahead / (costs[0] * max(self._slowest, 1))
+        return self._ahead / self._without if self._without else 0.0
 
     def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
         """How many tokens to draft for each of these rows, the unfinished ones.
@@ -198,6 +198,7 @@ class DraftLength:
         before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
         taken = self._slowest - before
         self._ahead += taken * costs[0] - costs[k]
+        self._without += taken * costs[0]
         self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * costs[0]
         trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
         made = sum(count for count, _ in trials)
@@ -210,10 +211,11 @@ class DraftLength:
             if count:
                 self._rows[row].add(count, kept)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Leaves these rows, in this order; the others are forgotten."""
+    def keep(self, rows: Sequence[int], costs: Costs | None = None) -> None:
+        """Leaves these rows, in this order; the others are forgotten. `costs`: from here on, where they change."""
         self._rows = [self._rows[row] for row in rows]
         self._tokens = [self._tokens[row] for row in rows]
+        self._costs = self._costs if costs is None else costs
 
     def _rate(self, row: int) -> float:
         known = self._rows[row]
@@ -285,9 +287,6 @@ class Schedule:
         if self._adapts and any(drafted):
             all_accepted = all(kept == count for count, kept in zip(drafted, accepted, strict=True))
             self.length = self.length + 2 if all_accepted else max(1, self.length - 1)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """As `DraftLength.keep`; nothing is known about single rows."""
 
 
 class Pauses:

@@ -60,6 +60,16 @@ class RunSearch(RowSearch):
         self.unfinished.logical_and_(~self._by_input(rows))
         self.done.logical_or_(~self.unfinished.any())
 
+    def put_back(self, larger: RunSearch, inputs: Tensor) -> None:
+        """Writes where this search is to the one that it has taken over these inputs of."""
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor):
+                old = getattr(larger, name)
+                if old.shape == buffer.shape:
+                    old.copy_(buffer)
+                else:
+                    old.view(larger._batch, -1)[inputs] = buffer.view(self._batch, -1)
+
     def take_run(
         self, chosen: Tensor, counts: Tensor | None, accepted: Tensor, near: Tensor | None, near_ties: Tensor
     ) -> None:

@@ -133,8 +133,8 @@ def test_nothing_is_left_of_rows_that_went_back(device):
         small_state.advance(None)
     small_state.keep_reach()
     small_state.advance(None, -3)
-    kv.take_over(small)
-    state.take_over(small_state)
+    kv.take_over(small, slice(None), slice(None))
+    state.take_over(small_state, slice(None))
     for part_state, part in ((small_state, small), (state, kv)):
         assert part_state.reach() == 6 and all(own.count_nonzero() for own in part._suffix)
         part.load(*prompt(device), at_end=True)
@@ -156,8 +156,8 @@ def test_nothing_is_left_in_larger_buffers_that_go_on_for_smaller_ones(device):
     for _ in range(2):
         small.write(new, new)
         small_state.advance(None)
-    kv.take_over(small)
-    state.take_over(small_state)
+    kv.take_over(small, slice(None), slice(None))
+    state.take_over(small_state, slice(None))
     for part in kv._suffix:
         assert bool((part[:, :, :2] == 1).all()) and not part[:, :, 2:].count_nonzero()
 
@@ -307,14 +307,47 @@ def test_taking_over(device):
     for number in range(5):
         if number == 2:
             many.load(*prompt(device), at_end=True)  # of another call
-            many.take_over(few)
-            large.take_over(small)
+            many.take_over(few, slice(None), slice(None))
+            large.take_over(small, slice(None))
             state, kv = large, many
         query, keys, values, found = step(kv, BATCH * PER_INPUT, device)
         history.append(keys, values)
         torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
         parents = torch.tensor([1, 1, 2, 2, 5, 4], device=device)
         state.advance(parents)
+        history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, 2 * CAPACITY])
+def test_taking_over_some_inputs(device, capacity):
+    """Their rows have changed places before, and are as long as each other, but not as those of other inputs."""
+    large, many = make(device)
+    small, few = make(device, batch=2, capacity=capacity)
+    given = prompt(device)
+    many.load(*given, at_end=True)
+    large.begin()
+    few.load(*prompt(device, 2), at_end=True)  # of another call, which has got further
+    small.begin()
+    for _ in range(5):
+        step(few, 2 * PER_INPUT, device)
+        small.advance(None)
+    history, inputs = History(BATCH, *given[:2]), torch.tensor([0, 2], device=device)
+    rows = torch.tensor([0, 1, 4, 5], device=device)
+    for parents, counts in (([1, 1, 2, 2, 5, 4], [1, 1, 0, 0, 1, 1]), ([0, 0, 2, 3, 4, 4], [1, 1, 1, 1, 0, 0])):
+        _, keys, values, _ = step(many, BATCH * PER_INPUT, device)
+        history.append(keys, values)
+        history.rows = [row[: len(row) - 1 + count] for row, count in zip(history.rows, counts, strict=True)]
+        large.advance(torch.tensor(parents, device=device), torch.tensor(counts, device=device))
+        history.rows = [list(history.rows[parent]) for parent in parents]
+    few.take_over(many, inputs, rows)
+    small.take_over(large, rows)
+    history.rows = [history.rows[row] for row in rows.tolist()]
+    for _ in range(3):
+        query, keys, values, found = step(few, 2 * PER_INPUT, device)
+        history.append(keys, values)
+        torch.testing.assert_close(found, history.attend(query), rtol=1e-5, atol=1e-5)
+        parents = torch.tensor([1, 0, 3, 3], device=device)
+        small.advance(parents)
         history.rows = [list(history.rows[parent]) for parent in parents.tolist()]
 
 

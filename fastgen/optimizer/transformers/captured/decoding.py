@@ -36,7 +36,7 @@ from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep
 from fastgen.optimizer.transformers.models import positions_of_step
 
 # Batches that steps are made for.
-_BATCHES = (1, 2, 4, 8, 16, 24, 32)
+BATCHES = (1, 2, 4, 8, 16, 24, 32)
 # Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
 _PREFIX = 128
 _FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
@@ -224,8 +224,7 @@ class Decoding:
     def _step(self, steps: int | None = None) -> CapturedStep:
         step = graph_cache.take(self._model, self._key, self._new_step, steps)
         pairs = zip(step.processors or (), self._processors, strict=False)
-        fits = all(captured.refresh(processor) for captured, processor in pairs)
-        return step if fits else self._new_step()
+        return step if all(captured.refresh(given) for captured, given in pairs) else self._new_step()
 
     def _new_step(self) -> CapturedStep:
         made = None
@@ -308,7 +307,7 @@ class Decoding:
         """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
         if graph.is_recorded(self._model.device):
             return inputs
-        return next((n for n in _BATCHES if n >= inputs), processors.round_up(inputs, 16))
+        return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
 
     def _make_key(self) -> Key:
         prompt, config = self._prompt, self._config

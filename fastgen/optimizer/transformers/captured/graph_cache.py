@@ -92,11 +92,10 @@ def is_refused(model: Any, key: Key) -> bool:
     return cached is not None and key in cached.refused and key in _of(model).refused
 
 
-def seconds(model: Any, key: Key) -> float | None:
-    """What a step of this key was measured to take in the last calls; None if no such step is kept."""
+def kept(model: Any, key: Key) -> CapturedStep | None:
+    """The step of this key if there is one, to look at what it was measured to take; others may take it."""
     cached = _models.get(model)
-    step = None if cached is None else cached.steps.get(key)
-    return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
+    return None if cached is None else cached.steps.get(key)
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:

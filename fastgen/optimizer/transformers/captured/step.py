@@ -338,20 +338,21 @@ class CapturedStep:
             [kv.materialize(self._present, length) for kv, length in zip(self._cross, cross, strict=True)],
         )
 
-    def take_over(self, other: CapturedStep) -> None:
-        """Goes on where `other` is, a step of the same key with less capacity."""
+    def take_over(self, other: CapturedStep, inputs: Tensor | slice = slice(None)) -> None:
+        """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
+        rows = torch.arange(other.key.rows, device=self.device).view(other.key.batch, -1)[inputs].flatten()
         self._start, self._present, self._lengths = other._start, other._present, other._lengths
         for kv, old in zip((*self._own, *self._cross), (*other._own, *other._cross), strict=True):
-            kv.take_over(old)
-        self._state.take_over(other._state)
-        self._seen.copy_(other._seen)
+            kv.take_over(old, inputs, rows)
+        self._state.take_over(other._state, rows)
+        self._measure()
         for name, buffer in self._inputs.items():
-            old = other._inputs[name]
+            old = other._inputs[name][rows]
             buffer.zero_()
             buffer[:, : old.shape[1]] = old
             if self._grows(name):
                 self._extend(buffer)
-        self.search.take_over(other.search)
+        self.search.take_over(other.search, inputs)
         if not self._proposal and other._proposal:
             self._make_proposal(other._proposal)
         self._flag.reset()

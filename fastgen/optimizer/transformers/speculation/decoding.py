@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen import counters
+from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.optimizer.transformers.call import Call
@@ -19,6 +21,7 @@ from fastgen.optimizer.transformers.captured.decoding import Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
@@ -37,6 +40,12 @@ def _pauses_of(model: Any, draft: Draft, rows: int) -> Pauses:
     return _pauses.setdefault(model, {}).setdefault((type(draft), rows), Pauses())
 
 
+def seconds_of_step(model: Any, key: Key) -> float | None:
+    """What a plain step of this key was measured to take in the last calls; None if no such step is kept."""
+    step = graph_cache.kept(model, key)
+    return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
+
+
 class SpeculativeDecoding(Decoding):
     """Rounds of a draft and a check of it, until all sequences are finished.
 
@@ -46,6 +55,7 @@ class SpeculativeDecoding(Decoding):
 
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
+        self._length = 0  # tokens drafted in the last round
         self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
         if draft.schedule is None and self._pauses.pauses():
@@ -136,10 +146,15 @@ class SpeculativeDecoding(Decoding):
         self._draft.take(step)
         self._positions = self._make_positions(rows)
         self._follow(step)
-        plain = graph_cache.seconds(self._model, self._plain_key)
+        plain = seconds_of_step(self._model, self._plain_key)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
+        left: list[tuple[SpeculativeStep, Tensor]] = []
         begun = time.perf_counter()
         while not bool(step.search.done):
+            key = self._key_to_leave_for(step)
+            if key is not None:
+                left.append((step, leaving.staying(step, key.batch)))
+                step = self._smaller(*left[-1], key, pace)
             longest = int(step.search.length.max()) - step.key.prompt_capacity
             if longest > step.key.capacity:
                 larger = self._larger(step)
@@ -153,6 +168,40 @@ class SpeculativeDecoding(Decoding):
             self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
         self._draft.end()
+        return self._whole(step, left)
+
+    def _key_to_leave_for(self, step: SpeculativeStep) -> Key | None:
+        """Of a step with fewer inputs, if those that go on are to leave the others for it."""
+        # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
+        if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
+            return None
+        key = leaving.smaller_key(step)
+        if key is None:
+            return None
+        search = step.search
+        shortest = int(torch.where(search.unfinished, search.length, search.limit).min())
+        tokens = self._prompt.new_tokens + search.prompt_capacity - shortest
+        return key if leaving.pays(self._model, step, key, self._length, tokens) else None
+
+    def _smaller(self, step: SpeculativeStep, inputs: Tensor, key: Key, pace: Pace) -> SpeculativeStep:
+        """A step that goes on with these inputs of another one."""
+        self._key = key
+        smaller = self._step()
+        assert isinstance(smaller, SpeculativeStep), "what `_step_with` makes"
+        smaller.take_over(step, inputs)
+        rows = rows_of(inputs, key.per_input).tolist()
+        pace.keep(smaller, rows)
+        self._draft.keep(rows)
+        counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
+        return smaller
+
+    def _whole(self, step: SpeculativeStep, left: list[tuple[SpeculativeStep, Tensor]]) -> SpeculativeStep:
+        """The first step, with what the smaller ones have found."""
+        for larger, inputs in reversed(left):
+            step.search.put_back(larger.search, inputs)
+            if step.is_captured:
+                graph_cache.give_back(self._model, step)
+            step = larger
         return step
 
     def _make_positions(self, rows: int) -> Positions:
@@ -177,7 +226,7 @@ class SpeculativeDecoding(Decoding):
         decisive = max if step.has_own_lengths else min
         most = self._prompt.new_tokens + search.prompt_capacity - decisive(lengths[row] for row in rows) - 1
         available = self._draft.available(step, rows, most)
-        drafted = pace.choose(step, rows, most, available)
+        self._length = drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
         before = time.perf_counter()
         if drafted:

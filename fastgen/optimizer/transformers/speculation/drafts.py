@@ -72,6 +72,9 @@ class Draft:
     def take(self, step: SpeculativeStep) -> None:
         """The first token has been chosen, or a check is done: the rows have gone on."""
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """The others have left: the step has these rows now, in this order."""
+
     def end(self) -> None:
         """The call is over, and nothing has failed."""
 
@@ -184,6 +187,10 @@ class LookupDraft(Draft):
         for row, end in enumerate(ends):
             self._index.append(row, tokens[row][self._known[row] - first : end - first])
             self._known[row] = end
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._index.keep(rows)
+        self._known = [self._known[row] for row in rows]
 
 
 class AssistantDraft(Draft):

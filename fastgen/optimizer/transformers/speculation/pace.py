@@ -19,15 +19,32 @@ _ACCEPTANCE = 0.7
 _LEAST_GAIN = 0.07
 
 
+def costs_of(*steps: SpeculativeStep) -> Costs | None:
+    """What rounds take, by what is known of these steps; None if that is nothing."""
+    return Costs(*known) if (known := _tables(*steps))[0] else None
+
+
+def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of checks by their number of tokens, and of a draft of one token by rows: the tables of `Costs`."""
+    verify, draft = {}, {}
+    for step in steps:
+        for part in step.times:
+            if (found := step.seconds(part)) is not None:
+                (verify if part else draft)[step.key.rows * (part or 1)] = found
+    return verify, draft
+
+
 class _StepCosts(Costs):
     """A step works on all of its rows, those that are finished too.
 
     Args:
+        rows: of the step.
+        verify, draft: as of `Costs`.
         plain_is_given: by plain calls. A round without a draft would not say more about it.
     """
 
-    def __init__(self, rows: int, verify: dict[int, float], draft: float, plain_is_given: bool) -> None:
-        super().__init__(verify, {rows: draft})
+    def __init__(self, rows: int, verify: dict[int, float], draft: dict[int, float], plain_is_given: bool) -> None:
+        super().__init__(verify, draft)
         self._all_rows, self._plain_is_given = rows, plain_is_given
 
     @property
@@ -63,6 +80,8 @@ class Pace:
         self._rows, self._tokens, self._has_model, self._plain = rows, tokens, has_model, plain
         self._chooser: DraftLength | Schedule | None = schedule
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
+        self._has_measured = False
+        self._steps = [step]  # of the call so far
         self._set_up(step)
 
     def choose(
@@ -93,11 +112,22 @@ class Pace:
         """What came of a round that drafted `length` tokens, of single rows maybe fewer."""
         if self._chooser is None:
             self._early.append((rows, length, drafted, accepted))
+            self._has_measured = True
             return
         # Not what this round took: something else may have run on the machine meanwhile.
         self._chooser.observe(rows, length, drafted, accepted, self._seconds(step, length))
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
+
+    def keep(self, step: SpeculativeStep, rows: Sequence[int]) -> None:
+        """These rows go on in `step`, which has no others. What is not known of it follows from those before.
+
+        From here on drafts are compared with rounds of that step without one: no plain call has such steps.
+        """
+        self._rows, self._plain, self._early = len(rows), None, []
+        self._steps.append(step)
+        if isinstance(self._chooser, DraftLength):
+            self._chooser.keep(rows, _StepCosts(step.key.rows, *_tables(*self._steps), plain_is_given=False))
 
     @property
     def is_hopeless(self) -> bool:
@@ -106,7 +136,7 @@ class Pace:
 
     def gains(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
-        is_known = isinstance(self._chooser, DraftLength) and not self._early
+        is_known = isinstance(self._chooser, DraftLength) and not self._has_measured
         return self._chooser.gain >= _LEAST_GAIN if is_known else None
 
     def _is_known(self, step: SpeculativeStep) -> bool:
@@ -118,22 +148,20 @@ class Pace:
         """What a round takes that drafts `length` tokens; without a draft, a step of a plain call."""
         if not length:
             return step.seconds(1) if self._plain is None else self._plain
-        check, draft = step.seconds(length + 1), step.seconds(0) if self._has_model else 0.0
-        if check is None or draft is None:
+        seconds = step.seconds_of_round(length)
+        if seconds is None:
             return None
         # A plain call has no such rounds.
-        return check + length * draft + (statistics.median(step.host_times) if step.host_times else 0.0)
+        return seconds + (statistics.median(step.host_times) if step.host_times else 0.0)
 
     def _set_up(self, step: SpeculativeStep) -> None:
         plain = self._seconds(step, 0)
         if self._chooser is not None or not self._is_known(step) or plain is None:
             return
-        rows = step.key.rows
-        verify = {rows * part: found for part in step.times if part > 1 and (found := step.seconds(part)) is not None}
-        verify[rows] = plain
-        draft = step.seconds(0) if self._has_model else 0.0
+        verify, draft = _tables(step)
+        verify[step.key.rows] = plain
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
-        costs = _StepCosts(rows, verify, draft or 0.0, self._plain is not None)
+        costs = _StepCosts(step.key.rows, verify, draft, self._plain is not None)
         self._chooser = DraftLength(costs, self._rows, LENGTHS, acceptance, horizon=self._tokens)
         for early in self._early:
             self._chooser.observe(*early)

@@ -78,6 +78,8 @@ class SpeculativeStep(CapturedStep):
         times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
             draft. Those of parts that have been captured.
         host_times: seconds of the last rounds besides those of their parts.
+        seconds_of_first_runs: of all parts until they had been captured.
+        seconds_of_move: what it took to take over rows of a larger step.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
             and the logits that these were made of; nothing unless `key.draft.records`.
@@ -105,6 +107,7 @@ class SpeculativeStep(CapturedStep):
         self._made: dict[int, _Part] = {}
         self.times: dict[int, deque[float]] = {}
         self.host_times: deque[float] = deque(maxlen=_TIMES)
+        self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
@@ -149,11 +152,17 @@ class SpeculativeStep(CapturedStep):
         assistant = self.assistant[1].nbytes if self.assistant is not None else 0
         return super().nbytes + self._draft_probabilities.nbytes + self.recorded.nbytes + assistant
 
-    def take_over(self, other: CapturedStep) -> None:
+    def take_over(self, other: CapturedStep, inputs: Tensor | slice = slice(None)) -> None:
         assert isinstance(other, SpeculativeStep), "a step of the same kind"
-        super().take_over(other)
+        start = self._now(waits=True)
+        super().take_over(other, inputs)
         self.near_ties.copy_(other.near_ties)
-        self.times, self.host_times, self.acceptance = other.times, other.host_times, other.acceptance
+        self._drafted.zero_()
+        self._is_first = False  # what masks say, the other one has found out
+        self.acceptance = other.acceptance
+        if self.key.rows == other.key.rows:
+            self.times, self.host_times = other.times, other.host_times
+        self.seconds_of_move = self._now(waits=True) - start
 
     def times_of(self, positions: int) -> deque[float]:
         return self.times.setdefault(positions, deque(maxlen=_TIMES))
@@ -165,6 +174,12 @@ class SpeculativeStep(CapturedStep):
         """
         known = sorted(self.times.get(positions, ()))
         return known[(len(known) - 1) // 4] if len(known) >= _ENOUGH_TIMES else None
+
+    def seconds_of_round(self, length: int) -> float | None:
+        """What drafting `length` tokens and checking them takes, besides what the host does; None if nobody knows."""
+        check = self.seconds(length + 1)
+        draft = self.seconds(0) if length and 0 in self.times else 0.0  # of what is found in a text, nothing is a part
+        return None if check is None or draft is None else check + length * draft
 
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
@@ -219,8 +234,13 @@ class SpeculativeStep(CapturedStep):
         # On a GPU the host waits for a part only as long as it measures it.
         is_measured = self.device.type == "cpu" or len(known) < _TIMES
         start = self._now(is_measured)
-        if self._made[positions](function) and is_measured:
-            known.append(self._now(True) - start)
+        is_captured = self._made[positions](function)
+        if is_measured:
+            seconds = self._now(True) - start
+            if is_captured:
+                known.append(seconds)
+            else:
+                self.seconds_of_first_runs += seconds
         for kv in kvs:
             kv.host_may_wait = False
 

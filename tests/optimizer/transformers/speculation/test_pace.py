@@ -8,16 +8,28 @@ from typing import Any
 import pytest
 
 from fastgen.optimizer.transformers.speculation.pace import Pace
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 # Seconds of a draft of one token, and of checks, by positions.
 TIMES = {0: 0.1, 1: 1.0, 3: 1.1, 5: 1.2, 9: 1.4}
 
 
+class Step:
+    """What is measured of a step of so many rows; its parts take `factor` times as long as `TIMES` says."""
+
+    def __init__(self, rows: int = 1, factor: float = 1.0, parts: tuple[int, ...] = (0, 1, 3, 5, 9)) -> None:
+        self.key = SimpleNamespace(rows=rows)
+        self.times = {part: factor * TIMES[part] for part in parts}
+        self.seconds = self.times.get
+        self.host_times: list[float] = []
+        self.acceptance = 0.9
+
+    seconds_of_round = SpeculativeStep.seconds_of_round
+
+
 def rounds(plain: float | None, count: int, tokens: int = 4096) -> list[int]:
     """What the first rounds of a call of so many tokens draft, in which everything is accepted."""
-    step: Any = SimpleNamespace(
-        key=SimpleNamespace(rows=1), times=TIMES, seconds=TIMES.get, host_times=[], acceptance=0.9
-    )
+    step: Any = Step()
     pace, found = Pace(step, 1, tokens, has_model=True, plain=plain), []
     for _ in range(count):
         found.append(pace.choose(step, [0], tokens))

@@ -1,0 +1,76 @@
+"""When rows that have finished leave the batch: the others go on in a step of fewer inputs.
+
+Such a step does less in each round, but has to be recorded first. It is, once the seconds that rounds would have saved
+are as many as recording the larger one took: then no call has lost more than twice what it had to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fastgen import settings
+from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
+from fastgen.optimizer.transformers.captured.decoding import BATCHES
+from fastgen.optimizer.transformers.captured.step import Key
+from fastgen.optimizer.transformers.speculation.pace import costs_of
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+# Keys that seconds are noted of, per model.
+_MOST_KEYS = 1000
+
+_missed: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionary()
+
+
+def smaller_key(step: SpeculativeStep) -> Key | None:
+    """That of the smallest step that has room for all inputs that go on; None if it has as many as this one."""
+    key, count = step.key, int(step.search.unfinished.any(dim=1).sum())
+    size = next((size for size in BATCHES if size >= count), key.batch)
+    return replace(key, batch=size) if size < key.batch and not _has_rows(key) else None
+
+
+def staying(step: SpeculativeStep, size: int) -> Tensor:
+    """[size], int64: the inputs that go on, and as many of the finished ones as there is room for, in order."""
+    has_finished = ~step.search.unfinished.any(dim=1)
+    return has_finished.byte().argsort(stable=True)[:size].sort().values
+
+
+def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) -> bool:
+    """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each round.
+
+    Args:
+        length: tokens drafted in a round.
+        tokens: that the rows may still get, at the most.
+    """
+    if settings.current().captured_step == "always":
+        return not graph_cache.is_refused(model, key)
+    kept = graph_cache.kept(model, key)
+    costs, now = costs_of(step), step.seconds_of_round(length)
+    if costs is None or now is None or graph_cache.is_refused(model, key):
+        return False
+    assert kept is None or isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
+    measured = None if kept is None else kept.seconds_of_round(length)
+    saved = now - (costs.steps(key.rows, length)[length] if measured is None else measured)
+    if kept is not None:
+        rounds = min(tokens, settings.STEPS_OF_A_CALL) / (length + 1)
+        return saved * rounds > kept.seconds_of_move
+    missed = _missed.setdefault(model, Counter())
+    if len(missed) > _MOST_KEYS:
+        missed.clear()
+    missed[key] += max(saved, 0.0)  # type: ignore[assignment]
+    if missed[key] < step.seconds_of_first_runs:
+        return False
+    del missed[key]  # should the step be dropped, it has to pay again
+    return True
+
+
+def _has_rows(key: Key) -> bool:
+    """Whether a processor has something of its own for each row, which would have to leave, too."""
+    kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
+    by_row = rewritten_processors.RepetitionPenalty.ROWS
+    signatures: Any = key.processors or ()
+    return any(kind in kinds or by_row in frozen for kind, *frozen in signatures)

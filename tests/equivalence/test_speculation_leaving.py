@@ -1,0 +1,225 @@
+"""Rows that have finished leave a batch with a draft: the tokens of the others stay those of the original code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastgen
+from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from tests.equivalence.models import LONG, SHORT
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, same
+
+pytestmark = pytest.mark.usefixtures("speculates_at_once")
+TOKENS = 36
+DRAFTS: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "lookup": {"prompt_lookup_num_tokens": 8},
+    "early exit": {"assistant_early_exit": 1},
+}
+MODELS = ["llama", "gpt2", "bloom", "qwen2", "opt", "bart", "t5", "marian", "m2m100"]
+
+
+class Watcher(transformers.generation.streamers.BaseStreamer):
+    """One that takes several sequences."""
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    yield
+    fastgen.enable(self_speculation="off", captured_step="auto")
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave as soon as there is a smaller batch that the others fit into."""
+    monkeypatch.setattr(leaving, "pays", lambda *_: True)
+
+
+def rows_left() -> int:
+    return fastgen.stats()[ENTRY_POINT].get("rows_left", 0)
+
+
+@functools.cache
+def ends(name: str, batch: int, length: int, **options: Any) -> tuple[int, ...]:
+    """Tokens that, taken as ends, end the rows of a call at very different times; at least one goes on to the limit."""
+    family = KNOWN[name]
+    with fastgen.disabled():
+        found = family.build().generate(
+            **family.make_inputs(batch, length), **{**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": None, **options}
+        )
+    rows = found[:, -TOKENS:].tolist()
+
+    def spread(tokens: tuple[int, ...]) -> tuple[bool, int, int]:
+        places = [next((place for place, token in enumerate(row) if token in tokens), TOKENS) for row in rows]
+        return max(places) > TOKENS // 2, len(set(places)), -min(places)
+
+    known = sorted({token for row in rows for token in row})
+    single = sorted(((token,) for token in known), key=spread)[-6:]
+    pairs = [tuple(sorted({*one, *other})) for one, other in itertools.product(single, repeat=2)]
+    return max([*single, *pairs], key=spread)
+
+
+def draft_of(name: str) -> dict[str, Any]:
+    fastgen.enable(self_speculation="int8" if name == "int8" else "off")
+    return DRAFTS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("draft", ["int8", "lookup"])
+def test_greedy(name: str, draft: str, at_once: None, any_lengths: None) -> None:
+    """Calls of several sizes, of which the smaller steps are used again, padded on the left or, of a source, right."""
+    family, asked, calls = KNOWN[name], draft_of(draft), 0
+    for batch, length in ((9, LONG), (5, SHORT), (9, LONG)):
+        options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, batch, length)]}
+        same(family.build(), family.make_inputs(batch, length), options, **asked)
+        calls += 1
+    assert_speculates(calls)
+    assert rows_left() > 0
+
+
+def test_early_exit(at_once: None, any_lengths: None) -> None:
+    family = KNOWN["llama"]
+    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}
+    for _ in range(2):
+        same(family.build(), family.make_inputs(9), options, **draft_of("early exit"))
+    assert_speculates(2)
+    assert rows_left() > 0
+
+
+@pytest.mark.parametrize("padding", ["left", "right", None])
+def test_padding(padding: str | None, at_once: None, any_lengths: None) -> None:
+    family, asked = KNOWN["llama"], draft_of("lookup")
+    inputs = family.make_inputs(8, LONG, padding)
+    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 8, LONG)]}
+    for _ in range(2):
+        same(family.build(), inputs, options, **asked)
+    assert_speculates(2)
+    assert rows_left() > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+        {"bad_words_ids": [[7], [12, 13]], "forced_eos_token_id": 5},
+        {"max_new_tokens": 300},  # so that buffers grow after rows have left
+    ],
+)
+@pytest.mark.parametrize("draft", ["int8", "lookup"])
+def test_options(more: dict[str, Any], draft: str, at_once: None, any_lengths: None) -> None:
+    family, asked = KNOWN["llama"], draft_of(draft)
+    others = {name: value for name, value in more.items() if name in ("repetition_penalty", "no_repeat_ngram_size")}
+    tokens = [*ends("llama", 8, SHORT, **others)]
+    for _ in range(2):
+        options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": tokens, **more}
+        same(family.build(), family.make_inputs(8, SHORT), options, **asked)
+    assert_speculates(2)
+    assert rows_left() > 0
+
+
+def test_rows_that_end_at_once(at_once: None, any_lengths: None) -> None:
+    """All rows but one end with their first token, before anything is drafted."""
+    family, asked = KNOWN["llama"], draft_of("lookup")
+    model, inputs = family.build(), family.make_inputs(4, SHORT, None)
+    with fastgen.disabled():
+        first = model.generate(**inputs, **{**GREEDY, "max_new_tokens": 1, "eos_token_id": None})[:, -1].tolist()
+    assert first.count(first[2]) == 1
+    tokens = sorted({*first} - {first[2]})
+    same(model, inputs, {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": tokens}, **asked)
+    assert_speculates(1)
+    assert rows_left() == 3
+
+
+def test_copies_of_an_input_leave_together(at_once: None, any_lengths: None) -> None:
+    """`num_return_sequences`: with so low a temperature each copy is what greedy search finds."""
+    family, asked = KNOWN["llama"], draft_of("int8")
+    model, inputs = family.build(), family.make_inputs(5, SHORT)
+    tokens = [*ends("llama", 5, SHORT)]
+    cold = {"do_sample": True, "temperature": 1e-4, "num_return_sequences": 2}
+    options = {"max_new_tokens": TOKENS, "eos_token_id": tokens}
+    with fastgen.disabled():
+        wanted = model.generate(**inputs, **{**GREEDY, **options})
+    for _ in range(2):
+        found = model.generate(**inputs, **{**GREEDY, **options, **cold}, **asked)
+        assert found.tolist() == wanted.repeat_interleave(2, dim=0).tolist()
+    assert_speculates(2)
+    assert rows_left() > 0 and rows_left() % 2 == 0
+
+
+@pytest.mark.parametrize("way", ["strings", "streamer", "cache", "encoder processor", "assistant"])
+def test_all_rows_stay(way: str, at_once: None, any_lengths: None, tokenizer: Any) -> None:
+    """Where something looks at all rows at each position, or keeps something for each."""
+    name = "bart" if way == "encoder processor" else "llama"
+    family = KNOWN[name]
+    model, inputs = family.build(), family.make_inputs(4, SHORT)
+    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, 4, SHORT)]}
+    asked = draft_of("lookup")
+    if way == "strings":
+        options |= {"stop_strings": ["zzz"], "tokenizer": tokenizer}
+    if way == "streamer":
+        asked = {**asked, "streamer": Watcher()}
+    if way == "cache":
+        options |= {"return_dict_in_generate": True, "eos_token_id": None}
+    if way == "encoder processor":
+        options |= {"encoder_no_repeat_ngram_size": 2}
+    if way == "assistant":
+        asked = {"assistant_model": disturbed(model, 0.0)}
+    for _ in range(2):
+        same(model, inputs, options, **asked)
+    assert_speculates(2)
+    assert rows_left() == 0
+
+
+def test_by_what_it_saves() -> None:
+    """What is known decides, but with "always", where a step need not pay first."""
+    family, asked = KNOWN["gpt2"], draft_of("lookup")
+    model = copy.deepcopy(family.build())
+    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("gpt2", 9, LONG)]}
+    fastgen.enable(captured_step="always")
+    same(model, family.make_inputs(9), options, **asked)
+    assert rows_left() > 0
+
+
+def test_smaller_steps_are_kept(at_once: None, any_lengths: None) -> None:
+    """And are those of a call of so many inputs."""
+    family, asked = KNOWN["llama"], draft_of("lookup")
+    model = copy.deepcopy(family.build())
+    options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}
+    same(model, family.make_inputs(9), options, **asked)
+    kept = {key.batch: step for key, step in graph_cache._models[model].steps.items() if key.draft is not None}
+    assert len(kept) > 1 and 9 in kept
+    same(model, family.make_inputs(9), options, **asked)
+    again = {key.batch: step for key, step in graph_cache._models[model].steps.items() if key.draft is not None}
+    assert all(again[batch] is step for batch, step in kept.items())
+
+
+@pytest.mark.parametrize("planted", ["rows", "results"])
+def test_that_exchanged_rows_are_found(
+    planted: str, at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if planted == "rows":
+        staying = leaving.staying
+        monkeypatch.setattr(leaving, "staying", lambda *given: staying(*given).flip(0))
+        put_back = RunSearch.put_back
+        monkeypatch.setattr(RunSearch, "put_back", lambda self, to, inputs: put_back(self, to, inputs.flip(0)))
+    else:
+        monkeypatch.setattr(RunSearch, "put_back", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_greedy("llama", "lookup", None, None)

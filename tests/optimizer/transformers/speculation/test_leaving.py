@@ -1,0 +1,205 @@
+"""When rows that have finished leave, by measured times, without a model; and which inputs stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding.captured.kv import StepState
+from fastgen.decoding.speculation.run_search import RunSearch
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
+from fastgen.optimizer.transformers.speculation import leaving
+from fastgen.optimizer.transformers.speculation.pace import Pace
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+CPU = torch.device("cpu")
+RECORDING = 0.5
+
+
+class Model:
+    pass
+
+
+class SmallKey(NamedTuple):
+    rows: int
+
+
+def step(rows: int, seconds: dict[int, float]) -> Any:
+    """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
+    made: Any = object.__new__(SpeculativeStep)
+    made.key, made.times = SmallKey(rows), {part: [found, found] for part, found in seconds.items()}
+    made.host_times, made.acceptance = [], 0.9
+    made.seconds_of_first_runs, made.seconds_of_move = RECORDING, 0.02
+    return made
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    steps: dict[Any, Any] = {}
+    monkeypatch.setattr(graph_cache, "kept", lambda model, key: steps.get(key))
+    yield steps
+    fastgen.enable(captured_step="auto")
+
+
+EIGHT = {1: 0.020, 3: 0.030, 5: 0.040, 9: 0.060}  # 8, 24, 40 and 72 tokens: 0.015 and a 1600th of each token
+
+
+def test_a_step_is_recorded_when_rounds_have_missed_what_that_takes(kept: dict[Any, Any]) -> None:
+    """Checks of 36 tokens instead of 72 save 0.0225 each, by the table."""
+    model, large = Model(), step(8, EIGHT)
+    answers = [leaving.pays(model, large, SmallKey(4), 8, 100) for _ in range(50)]
+    first = answers.index(True)
+    assert first == int(RECORDING / 0.0225)  # the 23rd
+    assert answers.index(True, first + 1) == 2 * first + 1  # from nothing again
+
+
+def test_of_each_model_and_batch_it_is_missed_for_itself(kept: dict[Any, Any]) -> None:
+    large, models = step(8, EIGHT), (Model(), Model())
+    for _ in range(20):
+        for model in models:
+            for rows in (2, 4):
+                assert not leaving.pays(model, large, SmallKey(rows), 8 if rows == 4 else 2, 100)
+
+
+def test_a_step_that_is_there_is_used_if_it_saves_more_than_the_way_to_it(kept: dict[Any, Any]) -> None:
+    model, large = Model(), step(8, EIGHT)
+    kept[SmallKey(4)] = step(4, {9: 0.050})
+    assert leaving.pays(model, large, SmallKey(4), 8, 100)
+    assert not leaving.pays(model, large, SmallKey(4), 8, 10)
+    kept[SmallKey(4)] = step(4, {9: 0.061})
+    assert not leaving.pays(model, large, SmallKey(4), 8, 10**6)
+    kept[SmallKey(4)] = step(4, {})  # then the table says it
+    assert leaving.pays(model, large, SmallKey(4), 8, 100)
+
+
+def test_nothing_is_known_or_it_was_refused(kept: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    kept[SmallKey(4)] = step(4, {9: 0.001})
+    assert not leaving.pays(model, step(8, {}), SmallKey(4), 8, 1000)
+    assert not leaving.pays(model, step(8, {1: 0.1}), SmallKey(4), 8, 1000)
+    fastgen.enable(captured_step="always")
+    assert leaving.pays(model, step(8, {}), SmallKey(4), 8, 1)
+    monkeypatch.setattr(graph_cache, "is_refused", lambda *_: True)
+    assert not leaving.pays(model, step(8, EIGHT), SmallKey(4), 8, 1000)
+
+
+def test_nothing_is_recorded_where_a_smaller_batch_saves_nothing(kept: dict[Any, Any]) -> None:
+    model, large = Model(), step(8, dict.fromkeys(EIGHT, 0.05))
+    assert not any(leaving.pays(model, large, SmallKey(1), 8, 100) for _ in range(1000))
+
+
+@pytest.mark.parametrize("positions", [(0, 1, 3, 5, 9), ()])
+def test_the_pace_of_those_who_stay(positions: tuple[int, ...]) -> None:
+    """Where drafts gained nothing for eight rows they do for one, measured or by the table of the larger step."""
+    slow = {0: 0.004, 1: 0.02, 3: 0.06, 5: 0.1, 9: 0.18}
+    large, small = step(8, slow), step(1, {part: 0.02 if part else 0.004 for part in positions})
+    pace = Pace(large, 8, 4096, has_model=True, plain=0.02)
+    rows = range(8)
+    assert pace.choose(large, rows, 100) == 0
+    pace.observe(large, rows, 0, [0] * 8, [0] * 8)
+    pace.keep(small, [5])
+    assert pace.choose(small, [0], 100) > 0
+    pace.observe(small, [0], 8, [8], [8])
+    assert pace.gains() is True
+
+
+# ---- which inputs
+
+
+def search(batch: int, per_input: int = 1, eos: tuple[int, ...] = (1,)) -> RunSearch:
+    return RunSearch(batch, per_input, 3, 5, CPU, eos, width=3, together=False)
+
+
+class OfSearch:
+    """What is asked of a step besides its times."""
+
+    def __init__(self, unfinished: list[list[bool]], processors: Any = ()) -> None:
+        self.search = search(len(unfinished), len(unfinished[0]))
+        self.search.unfinished.copy_(torch.tensor(unfinished))
+        self.key: Any = _key(len(unfinished), processors)
+
+
+def _key(batch: int, processors: Any) -> Any:
+    from fastgen.optimizer.transformers.captured.step import Key
+
+    return Key(
+        batch=batch, per_input=1, prompt_capacity=3, new_capacity=5, stored_capacity=3, capacity=5, width=3,
+        encoder=None, source_in_front=False, early_stopping=None, samples=False, eos=(1,), processors=processors,
+        has_criteria=False, kept=(), tensors=(), constants=(), kv=(), windows=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "unfinished, batch, inputs",
+    [
+        ([1, 0, 0, 1, 1, 0, 0, 0], 4, [0, 1, 3, 4]),
+        ([0, 0, 0, 0, 0, 0, 0, 1], 1, [7]),
+        ([0, 1, 0, 1, 0], 2, [1, 3]),
+        ([1, 1, 1, 0, 0], 4, [0, 1, 2, 3]),
+        ([1, 1, 1, 1, 1, 0, 0, 0], None, None),
+        ([1, 0, 1], 2, [0, 2]),
+        ([1], None, None),
+    ],
+)
+def test_inputs_that_stay(unfinished: list[int], batch: int | None, inputs: list[int] | None) -> None:
+    of: Any = OfSearch([[bool(each)] for each in unfinished])
+    key = leaving.smaller_key(of)
+    assert (key and key.batch) == batch
+    if batch is not None:
+        assert leaving.staying(of, batch).tolist() == inputs
+
+
+def test_an_input_stays_with_all_of_its_rows() -> None:
+    of: Any = OfSearch([[False, False], [True, False], [False, False]])
+    assert leaving.smaller_key(of).batch == 1 and leaving.staying(of, 1).tolist() == [1]
+
+
+@pytest.mark.parametrize("kind, leaves", [(NoRepeatNGram, True), (EncoderNoRepeatNGram, False)])
+def test_processors_that_have_something_of_each_row(kind: Any, leaves: bool) -> None:
+    of: Any = OfSearch([[True], [False]], processors=((kind, 2),))
+    assert (leaving.smaller_key(of) is not None) == leaves
+
+
+@pytest.mark.parametrize("per_input", [1, 2])
+def test_a_search_goes_on_with_some_inputs_and_comes_back(per_input: int) -> None:
+    """As the larger one goes on alone."""
+    torch.manual_seed(0)
+    batch, inputs, rows = 4, torch.tensor([1, 3]), 4 * per_input
+    alone, large = search(batch, per_input), search(batch, per_input)
+    prompt = torch.randint(2, 9, (batch, 3))
+    chosen = torch.randint(2, 9, (rows, 3))
+    chosen[:per_input, 1] = chosen[2 * per_input : 3 * per_input, 0] = 1  # inputs 0 and 2 end
+    accepted, ties = torch.full((rows,), 1), torch.zeros((), dtype=torch.int64)
+    for each in (alone, large):
+        each.begin(prompt, 5, fill=7)
+        each.take_run(chosen, None, accepted, None, ties)
+    small = search(2, per_input)
+    small.begin(prompt[:1], 2, fill=3)  # what another call has left
+    small.take_over(large, inputs)
+    of_inputs = torch.arange(rows).view(batch, -1)[inputs].flatten()
+    for ends in (False, True):
+        chosen = torch.randint(2, 9, (rows, 3))
+        if ends:
+            chosen[-1, 0] = 1
+        alone.take_run(chosen, None, accepted, None, ties)
+        small.take_run(chosen[of_inputs].contiguous(), None, accepted[of_inputs].contiguous(), None, ties)
+    small.put_back(large, inputs)
+    for name, buffer in vars(alone).items():
+        if isinstance(buffer, torch.Tensor) and name != "taken":  # finished ones take nothing, then or now
+            assert getattr(large, name).equal(buffer), name
+    assert large.results(batch, per_input).equal(alone.results(batch, per_input))
+
+
+def test_ancestors_of_rows_are_those_of_their_input() -> None:
+    large, small = StepState(3, 2, 4, CPU), StepState(2, 2, 4, CPU)
+    large.advance(torch.tensor([1, 1, 2, 2, 5, 4]))
+    large.advance(torch.tensor([0, 0, 3, 2, 5, 5]))
+    small.take_over(large, torch.tensor([0, 1, 4, 5]))
+    assert small.ancestry is not None and large.ancestry is not None
+    assert small.ancestry[:2].equal(large.ancestry[:2]) and small.ancestry[2:].equal(large.ancestry[4:] - 2)
+    assert small.numbers.equal(large.numbers[:, [0, 1, 4, 5]])
