@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,12 +67,13 @@ def ends(name: str, batch: int, length: int, **options: Any) -> tuple[int, ...]:
 
     def spread(tokens: tuple[int, ...]) -> tuple[bool, int, int]:
         places = [next((place for place, token in enumerate(row) if token in tokens), TOKENS) for row in rows]
-        return max(places) > TOKENS // 2, len(set(places)), -min(places)
+        return max(places) > TOKENS // 2, len(set(places)), -sum(places)
 
     known = sorted({token for row in rows for token in row})
-    single = sorted(((token,) for token in known), key=spread)[-6:]
-    pairs = [tuple(sorted({*one, *other})) for one, other in itertools.product(single, repeat=2)]
-    return max([*single, *pairs], key=spread)
+    best: tuple[int, ...] = ()
+    for _ in range(5):
+        best = max([best, *((*best, token) for token in known)], key=spread)
+    return best
 
 
 def draft_of(name: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_all_rows_stay(way: str, at_once: None, any_lengths: None, tokenizer: An
     options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends(name, 4, SHORT)]}
     asked = draft_of("lookup")
     if way == "strings":
-        options |= {"stop_strings": ["zzz"], "tokenizer": tokenizer}
+        options |= {"stop_strings": ["bc"], "tokenizer": tokenizer}
     if way == "streamer":
         asked = {**asked, "streamer": Watcher()}
     if way == "cache":
@@ -204,7 +204,7 @@ def test_smaller_steps_are_kept(at_once: None, any_lengths: None) -> None:
     options = {**GREEDY, "max_new_tokens": TOKENS, "eos_token_id": [*ends("llama", 9, LONG)]}
     same(model, family.make_inputs(9), options, **asked)
     kept = {key.batch: step for key, step in graph_cache._models[model].steps.items() if key.draft is not None}
-    assert len(kept) > 1 and 9 in kept
+    assert len(kept) > 2
     same(model, family.make_inputs(9), options, **asked)
     again = {key.batch: step for key, step in graph_cache._models[model].steps.items() if key.draft is not None}
     assert all(again[batch] is step for batch, step in kept.items())

@@ -185,13 +185,13 @@ class SpeculativeDecoding(Decoding):
 
     def _smaller(self, step: SpeculativeStep, inputs: Tensor, key: Key, pace: Pace) -> SpeculativeStep:
         """A step that goes on with these inputs of another one."""
-        self._key = key
+        rows = rows_of(inputs, key.per_input)
+        self._key, self._processors = key, leaving.narrowed(self._processors, rows)
         smaller = self._step()
         assert isinstance(smaller, SpeculativeStep), "what `_step_with` makes"
         smaller.take_over(step, inputs)
-        rows = rows_of(inputs, key.per_input).tolist()
-        pace.keep(smaller, rows)
-        self._draft.keep(rows)
+        pace.keep(smaller, rows.tolist())
+        self._draft.keep(rows.tolist())
         counters.add(ENTRY_POINT, rows_left=step.key.rows - len(rows))
         return smaller
 

@@ -6,8 +6,10 @@ are as many as recording the larger one took: then no call has lost more than tw
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +32,7 @@ def smaller_key(step: SpeculativeStep) -> Key | None:
     """That of the smallest step that has room for all inputs that go on; None if it has as many as this one."""
     key, count = step.key, int(step.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
-    return replace(key, batch=size) if size < key.batch and not _has_rows(key) else None
+    return replace(key, batch=size) if size < key.batch and not _reads_sources(key) else None
 
 
 def staying(step: SpeculativeStep, size: int) -> Tensor:
@@ -68,9 +70,19 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     return True
 
 
-def _has_rows(key: Key) -> bool:
-    """Whether a processor has something of its own for each row, which would have to leave, too."""
+def narrowed(processors: Iterable[Any], rows: Tensor) -> list[Any]:
+    """The processors of a call that goes on with these of its rows."""
+    found = []
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # a number of each row
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
+        found.append(processor)
+    return found
+
+
+def _reads_sources(key: Key) -> bool:
+    """Whether a processor has the encoder's input of each sequence, of which none may leave."""
     kinds = rewritten_processors.EncoderRepetitionPenalty, rewritten_processors.EncoderNoRepeatNGram
-    by_row = rewritten_processors.RepetitionPenalty.ROWS
     signatures: Any = key.processors or ()
-    return any(kind in kinds or by_row in frozen for kind, *frozen in signatures)
+    return any(kind in kinds for kind, *_ in signatures)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 
 import fastgen
 from fastgen.decoding.captured.kv import StepState
@@ -160,9 +161,20 @@ def test_an_input_stays_with_all_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("kind, leaves", [(NoRepeatNGram, True), (EncoderNoRepeatNGram, False)])
-def test_processors_that_have_something_of_each_row(kind: Any, leaves: bool) -> None:
+def test_processors_that_have_the_source_of_each_row(kind: Any, leaves: bool) -> None:
     of: Any = OfSearch([[True], [False]], processors=((kind, 2),))
     assert (leaving.smaller_key(of) is not None) == leaves
+
+
+def test_processors_that_have_a_number_of_each_row() -> None:
+    given = [
+        transformers.RepetitionPenaltyLogitsProcessor(1.2, torch.tensor([3, 0, 5])),
+        transformers.RepetitionPenaltyLogitsProcessor(1.2, 2),
+        transformers.NoRepeatNGramLogitsProcessor(2),
+    ]
+    found = leaving.narrowed(given, torch.tensor([0, 2]))
+    assert found[0].prompt_ignore_length.tolist() == [3, 5] and given[0].prompt_ignore_length.tolist() == [3, 0, 5]
+    assert found[1:] == given[1:]
 
 
 @pytest.mark.parametrize("per_input", [1, 2])
