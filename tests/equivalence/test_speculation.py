@@ -72,7 +72,7 @@ def test_early_exit(name: str, any_lengths: None) -> None:
     assert counts()["drafted"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "qwen2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "qwen2", "opt", *WITH_ENCODER])
 @pytest.mark.parametrize("spread", [0.0, 0.01])
 def test_assistant(name: str, spread: float, any_lengths: None) -> None:
     family = KNOWN[name]
@@ -94,6 +94,66 @@ def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
     for _ in range(3):
         same(model, inputs, options, assistant_model=copy.deepcopy(model))
     assert counts()["accepted"] == counts()["drafted"] > 0
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "marian"])
+@pytest.mark.parametrize("padding", ["left", "right", None])
+def test_an_assistant_has_an_encoder_of_its_own(
+    name: str, padding: str | None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is run once in each call; the model's is not asked by it. What it says is right up to rounding."""
+    family = KNOWN[name]
+    model, inputs = family.build(), family.make_inputs(3, LONG, padding)
+    assistant, options = copy.deepcopy(model), {**GREEDY, "eos_token_id": None}
+    encoder = assistant.get_encoder()
+    runs, forward = [], encoder.forward
+    monkeypatch.setattr(encoder, "forward", lambda *given, **named: (runs.append(1), forward(*given, **named))[1])
+    for _ in range(3):
+        same(model, inputs, options, assistant_model=assistant)
+    assert_speculates(3)
+    assert len(runs) == 3
+    assert counts()["accepted"] > 0.9 * counts()["drafted"] > 0
+
+
+def test_an_assistant_with_a_prompt_of_the_decoder(any_lengths: None) -> None:
+    family = KNOWN["bart"]
+    model, inputs = family.build(), family.make_inputs(3, SHORT)
+    inputs["decoder_input_ids"] = torch.randint(4, VOCABULARY, (3, 3), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        same(model, inputs, GREEDY, assistant_model=disturbed(model, 0.01))
+    assert_speculates(2)
+
+
+def test_an_assistant_with_copies_of_each_source(any_lengths: None) -> None:
+    """With so low a temperature each copy is what greedy search finds."""
+    family = KNOWN["t5"]
+    model, inputs = family.build(), family.make_inputs(3)
+    cold = {**GREEDY, "do_sample": True, "temperature": 1e-4, "num_return_sequences": 2}
+    with fastgen.disabled():
+        wanted = model.generate(**inputs, **GREEDY).repeat_interleave(2, dim=0).tolist()
+    for _ in range(2):
+        assert model.generate(**inputs, **cold, assistant_model=disturbed(model, 0.01)).tolist() == wanted
+    assert_speculates(2)
+
+
+def test_an_encoders_output_that_is_given_is_left_to_the_library(any_lengths: None) -> None:
+    """The assistant's encoder has nothing to read then."""
+    family = KNOWN["bart"]
+    model, inputs = family.build(), family.make_inputs(1, SHORT)
+    with fastgen.disabled(), torch.no_grad():
+        encoded = model.get_encoder()(**inputs)
+
+    def outcome() -> Any:
+        given = {"encoder_outputs": copy.deepcopy(encoded), "attention_mask": inputs["attention_mask"]}
+        try:
+            return model.generate(**given, **GREEDY, assistant_model=disturbed(model, 0.01)).tolist()
+        except Exception as error:
+            return repr(error)
+
+    with fastgen.disabled():
+        wanted = outcome()
+    assert outcome() == wanted
+    assert counts()["accelerated"] == 0
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])

@@ -72,7 +72,7 @@ def _is_served(model: Any, option: Any) -> bool:
 def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
     value = option(name)
     if name == "assistant_model":
-        return _assistant(model, value, option)
+        return _assistant(model, value, option, arguments)
     if type(value) is not int or value < 1:
         return None  # the library says what is wrong with it
     if name == "assistant_early_exit":
@@ -86,19 +86,25 @@ def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Dra
     return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)
 
 
-def _assistant(model: Any, assistant: Any, option: Any) -> Draft | None:
-    """Another model that is decoder-only, as `model` is, and has the same vocabulary."""
+def _assistant(model: Any, assistant: Any, option: Any, arguments: dict[str, Any]) -> Draft | None:
+    """Another model that has an encoder if `model` has one, which reads the same, and has the same vocabulary."""
     if not isinstance(assistant, PreTrainedModel) or assistant is model or unsupported(assistant) is not None:
         return None
-    are_decoders = not (model.config.is_encoder_decoder or assistant.config.is_encoder_decoder)
     same = model.config.get_text_config().vocab_size == assistant.config.get_text_config().vocab_size
+    same &= model.config.is_encoder_decoder == assistant.config.is_encoder_decoder
     alike = (model.device, model.dtype) == (assistant.device, assistant.dtype)
-    if not (are_decoders and same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
+    if not (same and alike and has_captured_steps(assistant) and positions_of_step(assistant) == 1):
         return None
+    source = None
+    if model.config.is_encoder_decoder:
+        source = arguments.get("inputs", arguments.get(model.main_input_name))
+        is_given = isinstance(source, Tensor) and arguments.get("encoder_outputs") is None
+        if not is_given or model.main_input_name != assistant.main_input_name:
+            return None
     threshold = assistant.generation_config.assistant_confidence_threshold
     if threshold is not None and type(threshold) not in (int, float):
         return None
-    return AssistantDraft(assistant, _schedule(assistant, option), threshold or 0.0)
+    return AssistantDraft(assistant, _schedule(assistant, option), threshold or 0.0, source)
 
 
 def _schedule(assistant: Any, option: Any) -> Schedule | None:

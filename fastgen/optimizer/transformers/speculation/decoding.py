@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fastgen import counters
 from fastgen.decoding.beams import rows_of
@@ -17,7 +18,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Pauses
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.decoding import Decoding
+from fastgen.optimizer.transformers.captured.decoding import MASKS, Decoding
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key
 from fastgen.optimizer.transformers.models import positions_of_step
@@ -132,9 +133,23 @@ class SpeculativeDecoding(Decoding):
         """Tokens that there are."""
         return int(self._prompt.logits.shape[-1])
 
-    def of_assistant(self, call: Call, cache: Any) -> Assistant:
-        """The same call of another model, which drafts for this one; `cache` is empty."""
-        kwargs = {**self._model_kwargs, "past_key_values": cache}
+    def of_assistant(self, call: Call, source: Tensor | None) -> Assistant:
+        """The same call of another model, which drafts for this one; `source` is what its encoder reads, if it has one.
+
+        As in the library, an encoder of its own: it may be another one than that of this model.
+        """
+        config = call.model.config.get_text_config(decoder=True)
+        kwargs, cache = dict(self._model_kwargs), DynamicCache(config=config)
+        if source is not None:
+            # Of sounds there is no mask, and of tokens one that the library has made where none was given.
+            masks = {
+                name: kwargs[name][:: self._per_input] for name in MASKS[:1] if name in kwargs and source.dim() == 2
+            }
+            encoded = call.model.get_encoder()(**{call.model.main_input_name: source}, **masks, return_dict=True)
+            states = encoded.last_hidden_state.repeat_interleave(self._per_input, dim=0)
+            kwargs["encoder_outputs"] = type(encoded)(last_hidden_state=states)
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        kwargs["past_key_values"] = cache
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
     def _decode(self, step: CapturedStep) -> CapturedStep:

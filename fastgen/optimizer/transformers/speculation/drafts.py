@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
@@ -198,13 +197,16 @@ class AssistantDraft(Draft):
 
     Args:
         threshold: a draft ends with the first token that the assistant gives less than this; 0 for none.
+        source: what an encoder reads, [inputs, ...]. That of the assistant is run once in each call.
     """
 
     recorded_at_once_from = 128
     has_buffers = True
 
-    def __init__(self, assistant: Any, schedule: Schedule | None, threshold: float = 0.0) -> None:
-        self._assistant, self.schedule, self.threshold = assistant, schedule, threshold
+    def __init__(
+        self, assistant: Any, schedule: Schedule | None, threshold: float = 0.0, source: Tensor | None = None
+    ) -> None:
+        self._assistant, self.schedule, self.threshold, self._source = assistant, schedule, threshold, source
 
     @property
     def kind(self) -> Hashable:
@@ -217,7 +219,7 @@ class AssistantDraft(Draft):
         state = graph_cache.state_of(self._assistant)
         known, kept = step.assistant or (None, None)
         with Call(self._assistant, scores_are_private=True, cache_is_the_users=False) as call:
-            made = decoding.of_assistant(call, DynamicCache(config=self._assistant.config))
+            made = decoding.of_assistant(call, self._source)
             self._step = made.begin(kept if known == state else None, step)
         step.assistant = state, self._step
         self._has_drafted = self._is_first = True
