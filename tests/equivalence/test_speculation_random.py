@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen.optimizer.transformers.speculation import leaving
 from tests import near_ties
 from tests.equivalence import speculation
 from tests.equivalence.models import EOS, FIRST_WORD, LONG, PAD, VOCABULARY
@@ -80,9 +81,7 @@ def run_case(seed: int) -> Counter[str]:
     draw = random.Random(seed)
     name = draw.choice([*DECODERS, *WITH_ENCODER])
     family, model = KNOWN[name], KNOWN[name].build()
-    drafts = (
-        DRAFTS[:3] if family.encoder_decoder else DRAFTS if name in ("llama", "qwen2", "gemma", "opt") else DRAFTS[:4]
-    )
+    drafts = DRAFTS if name in ("llama", "qwen2", "gemma", "opt") else DRAFTS[:4]
     draft, inputs, options = draw.choice(drafts), draw_inputs(draw, family), draw_options(draw)
     fastgen.enable(self_speculation=draft if draft.startswith("int") else "off")
     asked: dict[str, Any] = {}
@@ -96,6 +95,8 @@ def run_case(seed: int) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         if draw.random() < 0.7:
             speculation.draft_any_lengths(patch)
+        if draw.random() < 0.7:
+            patch.setattr(leaving, "pays", lambda *_: True)
         speculation.record_at_once(patch)
 
         def call() -> Any:

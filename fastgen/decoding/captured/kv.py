@@ -166,7 +166,7 @@ class StaticKV:
         pairs = zip(self._prefix, other._prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new[inputs])
-        self._says_nothing_new[:] = other._says_nothing_new
+        self._says_nothing_new[:] = other._says_nothing_new or self._says_nothing_new
         stored, new_stored = self._state.reach(), other._state.reach()
         for old, new in zip(self._suffix, other._suffix, strict=True):
             old[:, :, :new_stored] = new[:, :, :new_stored][rows]

@@ -33,8 +33,9 @@ MOST_PAUSES = 63
 class Costs:
     """What a step takes: drafting k tokens of each row, and one pass that verifies them.
 
-    Tables are interpolated, and go on at both ends as between the last two numbers. Observed timings correct
-    them, each k for itself, because context and other work on the machine change them.
+    Tables are interpolated, and go on at both ends as between the last two numbers; in front of the first one, never less
+    than in proportion. Observed timings correct them, each k for itself, because context and other work on the machine
+    change them.
 
     Args:
         verify: seconds of a pass by its number of tokens, rows * (k + 1). A plain step is one of `rows` tokens.
@@ -127,6 +128,7 @@ class DraftLength:
         # Seconds that drafts have gained for the slowest row, and the part that counts of what others have gained more.
         self._ahead, self._lead = 0.0, 0.0
         self._without = 0.0  # seconds that the tokens of the slowest row would have taken without drafts
+        self._plain: float | None = None  # of a step without drafts, where that is not one of the rows that are left
         self._interval, self._waited = _FIRST_INTERVAL, 0
 
     @property
@@ -197,9 +199,10 @@ class DraftLength:
             self._tokens[row] += 1 + kept
         before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
         taken = self._slowest - before
-        self._ahead += taken * costs[0] - costs[k]
-        self._without += taken * costs[0]
-        self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * costs[0]
+        plain = self._plain or costs[0]
+        self._ahead += taken * plain - costs[k]
+        self._without += taken * plain
+        self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * plain
         trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
         made = sum(count for count, _ in trials)
         if not made:
@@ -212,10 +215,16 @@ class DraftLength:
                 self._rows[row].add(count, kept)
 
     def keep(self, rows: Sequence[int], costs: Costs | None = None) -> None:
-        """Leaves these rows, in this order; the others are forgotten. `costs`: from here on, where they change."""
+        """Leaves these rows, in this order; the others are forgotten.
+
+        Args:
+            costs: of steps from here on, where they are others. Without drafts, steps would have gone on as before.
+        """
+        if costs is not None:
+            self._plain = self._plain or self._costs.steps(len(self._rows), 0)[0]
+            self._costs = costs
         self._rows = [self._rows[row] for row in rows]
         self._tokens = [self._tokens[row] for row in rows]
-        self._costs = self._costs if costs is None else costs
 
     def _rate(self, row: int) -> float:
         known = self._rows[row]
@@ -224,7 +233,7 @@ class DraftLength:
 
     def _spare(self, plain: float, are_found: bool) -> float:
         """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
-        whole = plain * max(self._slowest, self._horizon)
+        whole = (self._plain or plain) * max(self._slowest, self._horizon)
         lead = min(self._lead, _MOST_LEAD * whole) if are_found else 0.0
         return self._ahead + lead + self._tolerance * whole
 
@@ -320,5 +329,6 @@ def _interpolated(table: list[tuple[int, float]], at: int) -> float:
         return table[0][1]
     right = min(max(bisect.bisect_left(table, (at,)), 1), len(table) - 1)
     (x0, y0), (x1, y1) = table[right - 1 : right + 1]
-    # Beyond the table it never becomes cheaper than its cheapest entry.
-    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y for _, y in table))
+    # Behind the table it never becomes cheaper than its cheapest entry.
+    least = y0 * at / x0 if at < x0 else min(y for _, y in table)
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), least)

@@ -77,7 +77,9 @@ def test_costs():
     assert costs.steps(2, 3) == pytest.approx([2.0, 4.6, 1.2 + 4.2, 1.8 + 4.4])
     assert costs.steps(4, 2)[2] == pytest.approx(2 * 0.8 + 4.8)
     assert Costs({2: 1.0}).steps(7, 2) == [1.0, 1.0, 1.0]
-    assert Costs({2: 1.0, 3: 3.0}).steps(1, 0) == [1.0]  # not -1
+    assert Costs({2: 1.0, 3: 3.0}).steps(1, 0) == [0.5]  # in proportion, not -1
+    assert Costs({4: 4.0, 8: 5.0}).steps(2, 0) == [3.5]
+    assert Costs({2: 3.0, 3: 1.0}).steps(4, 0) == [1.0]  # as the cheapest, not -1
 
 
 @pytest.mark.parametrize("verify, draft", [({}, None), ({1: 0.0}, None), ({0: 1.0}, None), ({1: 1.0}, {1: -1.0})])
@@ -139,6 +141,21 @@ def test_rows_leave():
         chooser.observe([0, 1, 2], 4, [4, 4, 4], [0, 4, 0])
     chooser.keep([1, 2])
     assert chooser._rate(0) > 0.8 > 0.4 > chooser._rate(1)
+
+
+def test_rows_leave_for_other_costs():
+    """Drafts are chosen by the costs that there are now; what they gain is told from the steps of before."""
+    chooser = DraftLength(Costs({3: 2.0, 15: 2.5}), 3, (0, 4))
+    chooser.observe([0, 1, 2], 4, [4, 4, 4], [4, 4, 4])
+    assert chooser.gain == pytest.approx(7.5 / 10)
+    chooser.keep([2], Costs({1: 1.0, 5: 9.0}))
+    assert chooser.choose([0]) == 0
+    chooser.observe([0], 0, [0], [0])
+    assert chooser.gain == pytest.approx((7.5 + 1.0) / 12)
+    chooser.keep([0], Costs({1: 1.0, 5: 1.5}))
+    assert chooser.choose([0]) == 4
+    chooser.observe([0], 4, [4], [0])
+    assert chooser.gain == pytest.approx((7.5 + 1.0 + 0.5) / 14)
 
 
 # ---- calls

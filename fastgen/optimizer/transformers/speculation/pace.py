@@ -122,7 +122,7 @@ class Pace:
     def keep(self, step: SpeculativeStep, rows: Sequence[int]) -> None:
         """These rows go on in `step`, which has no others. What is not known of it follows from those before.
 
-        From here on drafts are compared with rounds of that step without one: no plain call has such steps.
+        In a plain call all rows would have gone on. But what to draft is compared with a round of this step without it.
         """
         self._rows, self._plain, self._early = len(rows), None, []
         self._steps.append(step)

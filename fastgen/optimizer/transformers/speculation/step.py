@@ -158,7 +158,7 @@ class SpeculativeStep(CapturedStep):
         super().take_over(other, inputs)
         self.near_ties.copy_(other.near_ties)
         self._drafted.zero_()
-        self._is_first = False  # what masks say, the other one has found out
+        self._is_first &= other._is_first  # what masks say, the other one may have found out
         self.acceptance = other.acceptance
         if self.key.rows == other.key.rows:
             self.times, self.host_times = other.times, other.host_times
