@@ -33,9 +33,9 @@ MOST_PAUSES = 63
 class Costs:
     """What a step takes: drafting k tokens of each row, and one pass that verifies them.
 
-    Tables are interpolated, and go on at both ends as between the last two numbers; in front of the first one, never less
-    than in proportion. Observed timings correct them, each k for itself, because context and other work on the machine
-    change them.
+    Tables are interpolated, and go on at both ends as between the last two numbers; in front of the first one, they are
+    never less than in proportion. Observed timings correct them, each k for itself, because context and other work on
+    the machine change them.
 
     Args:
         verify: seconds of a pass by its number of tokens, rows * (k + 1). A plain step is one of `rows` tokens.
