@@ -49,11 +49,12 @@ def describe_versions() -> dict[str, str]:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A name for the folder of the results."""
+    """A name for the folder of the results. Virtual machines call different processors by one name."""
     words = [machine["cpu"], f"{machine['cores']}-core"]
     if "gpu" in machine:
         words.insert(0, machine["gpu"])
     text = re.sub(r"\((r|tm)\)|@.*", " ", "-".join(words[:-1]), flags=re.IGNORECASE) + "-" + words[-1]
+    text += "-avx2" * (machine.get("instructions") == "AVX2")
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
