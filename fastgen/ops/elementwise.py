@@ -75,6 +75,11 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::elementwise")
 
 
+def _has_vectors() -> bool:
+    """Whether the kernel's loops run in wide vectors, as torch's do."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
 def instructions(
     function: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor | None]
 ) -> list[Instruction] | None:
@@ -94,7 +99,9 @@ def instructions(
     if not results or results[0] is None or any(result is not None for result in results[1:]):
         return None
     out = results[0]
-    has_any_size = (function, kwargs.get("approximate")) in _OF_ANY_SIZE
+    has_any_size = (
+        (function, kwargs.get("approximate")) in _OF_ANY_SIZE and out.dtype is torch.float32 and _has_vectors()
+    )
     most = _MOST_NUMBERS if has_any_size else _MAX_NUMBERS
     is_served = out.device.type == "cpu" and out.numel() <= most and out.dim() <= _MAX_DIMS
     return maker(function, out, *args, **kwargs) if is_served else None

@@ -1,16 +1,17 @@
 """AutoRound: rounding that is tuned block by block (Cheng et al., 2024, "Optimize Weight Rounding via Signed Gradient
 Descent for the Quantization of LLMs").
 
-The package `auto-round` does it. It tunes which way each weight of a block is rounded, and how much of its range a
-group covers, so that the block returns what it did in floating point. This module gives it one block at a time, with
-the inputs that calibration has kept, and reads back numbers and scales.
+The package `auto-round` does it (tested: 0.16.1). It tunes which way each weight of a block is rounded, and how much of
+its range a group covers, so that the block returns what it did in floating point. This module gives it one block at a
+time, with the inputs that calibration has kept, and reads back numbers and scales.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,19 @@ class Call(NamedTuple):
     wanted: Tensor
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside this, the package does not tell of every block."""
+    logger = logging.getLogger("autoround")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_quiet()
 def tune(
     module: nn.Module, kinds: Mapping[str, Kind], calls: Sequence[Call], config: Any, iterations: int
 ) -> dict[str, GroupedWeight]:
@@ -49,7 +63,7 @@ def tune(
     """
     from auto_round import AutoRound
 
-    logging.getLogger("autoround").setLevel(logging.ERROR)  # it tells of every block
+    device = next(module.parameters()).device
     own = copy.deepcopy(module).float().requires_grad_(False)
     model = _Model(own, calls, config)
     tuning = AutoRound(
@@ -62,7 +76,7 @@ def tune(
         batch_size=1,
         gradient_accumulate_steps=min(_BATCH, len(calls)),
         to_quant_block_names=_PLACE,
-        device_map=str(next(module.parameters()).device),
+        device_map=str(device),
         scale_dtype=next(iter(kinds.values())).scale_dtype,
         amp=False,
         enable_torch_compile=False,
@@ -70,11 +84,11 @@ def tune(
         enable_quanted_input=False,  # what the block returns in the end is not asked for
     )
     # The block is told the number of a sample. What is in the place of its input is not looked at.
-    unused = torch.zeros(1, 1, 1)
+    unused = torch.zeros(1, 1, 1, device=device)
     inputs = [(((unused,), {"sample": torch.tensor([[number]])}),) for number in range(len(calls))]
     wanted = [_first(call.wanted).float() for call in calls]
     with torch.enable_grad():
-        tuning.quantize_block(model.layers[0], inputs, device=str(unused.device), reference_output=wanted)
+        tuning.quantize_block(model.layers[0], inputs, device=str(device), reference_output=wanted)
     layers = {name: own.get_submodule(name) for name in kinds}
     return {name: _grouped(layers[name], kind) for name, kind in kinds.items() if hasattr(layers[name], "scale")}
 

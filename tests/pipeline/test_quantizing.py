@@ -144,7 +144,7 @@ def test_encoder_decoders(family, pairs, tmp_path, kept):
 
 
 def test_autoround_where_it_is_not_installed(llama, text, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
+    find, remedy = importlib.util.find_spec, "pip install auto-round==0.16.1"
     for missing, message in (("auto_round", "auto-round"), ("accelerate", "accelerate")):
         known = {"auto_round": object(), missing: None}
         monkeypatch.setattr(
@@ -154,7 +154,7 @@ def test_autoround_where_it_is_not_installed(llama, text, tmp_path, monkeypatch)
         )
         with pytest.raises(SetupError) as refused:
             run(llama, tmp_path / "out", text, method="autoround")
-        expected = f"--method autoround needs the package {message}, which is not installed: pip install auto-round"
+        expected = f"--method autoround needs the package {message}, which is not installed: {remedy}"
         assert str(refused.value) == expected
     assert not (tmp_path / "out").exists()
 

@@ -10,7 +10,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -146,6 +145,7 @@ class Team {
  public:
   // The thread that takes it asks for so many threads.
   void join(int64_t threads) {
+    workers_.reserve(threads - 1);  // so that a thread, once started, is kept
     while (static_cast<int64_t>(workers_.size()) < threads - 1) workers_.push_back(std::make_unique<Worker>(left_));
     threads_ = threads;
     bind();
@@ -222,12 +222,12 @@ Team* new_team() {
 // See fastgen/ops/_team.py.
 bool take_team(int64_t threads) {
   if (threads < 2 || own != nullptr || inside || is_taken.exchange(true)) return false;
-  if (team == nullptr) team = new_team();
-  bool has_all = team != nullptr;
+  bool has_all = false;
   try {
-    if (has_all) team->join(threads);
-  } catch (const std::system_error&) {  // no more threads for this process
-    has_all = false;
+    if (team == nullptr) team = new_team();
+    if (team != nullptr) team->join(threads);
+    has_all = team != nullptr;
+  } catch (const std::exception&) {  // no more threads or memory for this process: torch's threads serve
   }
   if (has_all) {
     own = team;

@@ -53,7 +53,7 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
         check_installed(package, "the report")
     if options.method == "autoround":
         for package in AUTOROUND:
-            check_installed(package, "--method autoround", "pip install auto-round")
+            check_installed(package, "--method autoround", "pip install auto-round==0.16.1")
     calibration = Texts(options.reading(options.calibration, options.calibration_reference))
     held_out = Texts(options.reading(options.evaluate, options.reference)) if options.evaluate else None
     loaded = load_model(options)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.decoding import layers
+from fastgen.decoding import beams, layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.captured.program import Program
@@ -340,7 +340,7 @@ class CapturedStep:
 
     def take_over(self, other: CapturedStep, inputs: Tensor | slice = slice(None)) -> None:
         """Goes on where `other` is, a step of the same key with less capacity, or where these of more inputs are."""
-        rows = torch.arange(other.key.rows, device=self.device).view(other.key.batch, -1)[inputs].flatten()
+        rows = inputs if isinstance(inputs, slice) else beams.rows_of(inputs, other.key.per_input)
         self._start, self._present, self._lengths = other._start, other._present, other._lengths
         for kv, old in zip((*self._own, *self._cross), (*other._own, *other._cross), strict=True):
             kv.take_over(old, inputs, rows)

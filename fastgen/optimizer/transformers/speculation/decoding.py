@@ -170,6 +170,7 @@ class SpeculativeDecoding(Decoding):
             if key is not None:
                 left.append((step, leaving.staying(step, key.batch)))
                 step = self._smaller(*left[-1], key, pace)
+                begun = time.perf_counter()
             longest = int(step.search.length.max()) - step.key.prompt_capacity
             if longest > step.key.capacity:
                 larger = self._larger(step)

@@ -29,10 +29,13 @@ _missed: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionar
 
 
 def smaller_key(step: SpeculativeStep) -> Key | None:
-    """That of the smallest step that has room for all inputs that go on; None if it has as many as this one."""
+    """That of the smallest step that has room for all inputs that go on; None if it has more than half of this one's.
+
+    The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
+    """
     key, count = step.key, int(step.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
-    return replace(key, batch=size) if size < key.batch and not _reads_sources(key) else None
+    return replace(key, batch=size) if 2 * size <= key.batch and not _reads_sources(key) else None
 
 
 def staying(step: SpeculativeStep, size: int) -> Tensor:
@@ -76,7 +79,8 @@ def narrowed(processors: Iterable[Any], rows: Tensor) -> list[Any]:
     for processor in processors:
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):  # a number of each row
             processor = copy.copy(processor)
-            processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
+            given = processor.prompt_ignore_length
+            processor.prompt_ignore_length = given[rows.to(given.device)]
         found.append(processor)
     return found
 

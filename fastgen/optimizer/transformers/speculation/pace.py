@@ -80,7 +80,7 @@ class Pace:
         self._rows, self._tokens, self._has_model, self._plain = rows, tokens, has_model, plain
         self._chooser: DraftLength | Schedule | None = schedule
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
-        self._has_measured = False
+        self._has_measured = self._was_hopeless = False
         self._steps = [step]  # of the call so far
         self._set_up(step)
 
@@ -124,6 +124,7 @@ class Pace:
 
         In a plain call all rows would have gone on. But what to draft is compared with a round of this step without it.
         """
+        self._was_hopeless = self.is_hopeless  # of the whole batch, which calls are paused for
         self._rows, self._plain, self._early = len(rows), None, []
         self._steps.append(step)
         if isinstance(self._chooser, DraftLength):
@@ -132,6 +133,8 @@ class Pace:
     @property
     def is_hopeless(self) -> bool:
         """Whether calls would not take less time than plain ones if all that is drafted were accepted."""
+        if len(self._steps) > 1:
+            return self._was_hopeless
         return isinstance(self._chooser, DraftLength) and self._chooser.most_gain < _LEAST_GAIN
 
     def gains(self) -> bool | None:
