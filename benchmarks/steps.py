@@ -126,7 +126,7 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
 
     def read(call: Callable[[], object]) -> Iterator[int]:
         operator = _innermost(call)
-        if "embedding" not in str(operator.func):  # it reads a few lines
+        if not any(name in str(operator.func) for name in ("embedding", "index_select")):  # they read a few lines
             for each in tree_leaves((operator.args, operator.keywords)):
                 if isinstance(each, Tensor):
                     yield each.untyped_storage().data_ptr()
