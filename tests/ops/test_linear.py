@@ -208,9 +208,10 @@ def test_a_result_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and nothing known yet."""
+    """An empty cache folder, and nothing known yet; other processes do not disturb what is measured."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(_timings, "_known", None)
+    monkeypatch.setattr(_timings, "_waited", lambda: 0.0)
     return tmp_path / "timings.json"
 
 
