@@ -41,7 +41,7 @@ def for_replay() -> Iterator[None]:
     """Inside this, FastGen's operators run on a team, if torch's threads have slept lately."""
     global _left
     threads = torch.get_num_threads()
-    if _left > 0 and threads <= _processors() and torch.ops.fastgen.take_team.default(threads):
+    if _left > 0 and threads <= processors() and torch.ops.fastgen.take_team.default(threads):
         try:
             _left -= 1
             yield
@@ -59,7 +59,7 @@ def is_available() -> bool:
     return _OF_THREAD is not None and _library.has_kernel("fastgen::take_team", "CompositeExplicitAutograd")
 
 
-def _processors() -> int:
+def processors() -> int:
     """How many this thread may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

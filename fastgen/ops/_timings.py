@@ -4,8 +4,8 @@ The file is `fastgen/timings.json` in the user's cache folder (XDG_CACHE_HOME, o
 FASTGEN_CACHE; an empty FASTGEN_CACHE keeps everything in memory. It holds numbers only. Entries belong to a processor,
 a release of torch and a number of threads. A file that cannot be read or written is done without.
 
-While other processes keep the processors, what is measured says more about them than about the operator. Linux tells
-how long threads have waited for a processor. If that was long, the same is measured again, a few times.
+While other work keeps the processors, what is measured says more about that work than about the operator. Linux tells
+how long threads have waited for a processor. If that was long, the same is measured again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 
 from fastgen.memory import processor
+from fastgen.ops import _team
 
 Timing = tuple[float, ...]
 
 # All threads of this process together may wait for a processor for this part of the time of a measurement. If they have
-# waited longer, there is another one, up to so many.
+# waited longer, it is repeated: so many measurements at most.
 _MOST_WAITING = 0.05
 _ATTEMPTS = 5
 
@@ -60,22 +61,25 @@ def all(operator: str) -> dict[str, Timing]:
 
 def _measured(measure: Callable[[], Sequence[float]]) -> Timing:
     """What `measure()` gives; the shortest times of several if this process had to wait for processors."""
+    # With fewer processors than threads, the threads always wait for each other.
+    attempts = _ATTEMPTS if torch.get_num_threads() <= _team.processors() else 1
     found: list[Sequence[float]] = []
     is_quiet = False
-    while not is_quiet and len(found) < _ATTEMPTS:
-        start, waited = time.perf_counter(), _waited()
+    while not is_quiet and len(found) < attempts:
+        start, before = time.perf_counter(), _waits()
         found.append(measure())
-        is_quiet = _waited() - waited <= _MOST_WAITING * (time.perf_counter() - start)
+        waited = sum(seconds - before.get(thread, 0.0) for thread, seconds in _waits().items())
+        is_quiet = waited <= _MOST_WAITING * (time.perf_counter() - start)
     return tuple(float(min(values)) for values in zip(*found, strict=True))
 
 
-def _waited() -> float:
-    """Seconds that the threads of this process have waited for a processor; 0 where the system does not count them."""
-    nanoseconds = 0
+def _waits() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a processor; nothing where the system does not count."""
+    waits = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread has ended, or there is no count
-            nanoseconds += int(file.read_text().split()[1])
-    return nanoseconds * 1e-9
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended, or there is no count
+            waits[file.parent.name] = int(file.read_text().split()[1]) * 1e-9
+    return waits
 
 
 def _section(operator: str) -> str:

@@ -196,7 +196,7 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     measure_truly = dot_linear._measure
     monkeypatch.setattr(dot_linear, "_measure", measure)
     monkeypatch.setattr(_timings, "_known", {})
-    monkeypatch.setattr(_timings, "_waited", lambda: 0.0)
+    monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")
     for rows in (3, 4, 5, 8, 9, 16, 15):
         assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 15 else None)

@@ -211,7 +211,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and nothing known yet; other processes do not disturb what is measured."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(_timings, "_known", None)
-    monkeypatch.setattr(_timings, "_waited", lambda: 0.0)
+    monkeypatch.setattr(_timings, "_waits", dict)
     return tmp_path / "timings.json"
 
 

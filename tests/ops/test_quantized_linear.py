@@ -192,6 +192,7 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of this machine."""
     monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(_timings, "_known", None)
+    monkeypatch.setattr(_timings, "_waits", dict)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -141,7 +141,7 @@ def test_it_is_used_where_torchs_threads_sleep(monkeypatch, no_team):
     monkeypatch.setattr(team, "_sleeps", lambda: sleeps)
     monkeypatch.setattr(team, "REPLAYS", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: max(threads, 2))
-    monkeypatch.setattr(team, "_processors", lambda: max(threads, 2))
+    monkeypatch.setattr(team, "processors", lambda: max(threads, 2))
 
     def has_team() -> bool:
         taken = take(2)
@@ -182,7 +182,7 @@ def test_it_has_a_processor_for_each_thread(monkeypatch, no_team):
 def test_it_is_given_back_when_a_replay_fails(monkeypatch, no_team):
     team._left = 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(team, "_processors", lambda: 2)
+    monkeypatch.setattr(team, "processors", lambda: 2)
     with pytest.raises(KeyError), team.for_replay():
         assert not take(2)  # it has it
         raise KeyError

@@ -1,4 +1,4 @@
-"""Measurements that other processes disturb are repeated (tests of the file of timings are in test_linear.py)."""
+"""Measurements that other work disturbs are repeated (tests of the file of timings are in test_linear.py)."""
 
 from __future__ import annotations
 
@@ -6,55 +6,68 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from fastgen.ops import _timings
+from fastgen.ops import _team, _timings
 
 
-def _measure(monkeypatch: pytest.MonkeyPatch, waited: list[float]) -> tuple[list[int], _timings.Timing]:
-    """How often it is measured, and what is found, if threads wait for so many seconds in each measurement."""
-    clock, total, measured = 0.0, 0.0, []
+def _measure(monkeypatch: pytest.MonkeyPatch, waited: list[float]) -> tuple[int, _timings.Timing | None]:
+    """How often it is measured, and what is found, if a thread waits for so many seconds in each measurement."""
+    clock, total, count = 0.0, 0.0, 0
 
     def measure() -> tuple[float, float]:
-        nonlocal clock, total
-        measured.append(len(measured))
+        nonlocal clock, total, count
         clock += 1.0
-        total += waited[len(measured) - 1]
-        return 10.0 - len(measured), 5.0 + len(measured)
+        total += waited[count]
+        count += 1
+        return 10.0 - count, 5.0 + count
 
     monkeypatch.setattr(_timings.time, "perf_counter", lambda: clock)
-    monkeypatch.setattr(_timings, "_waited", lambda: total)
-    return measured, _timings._measured(measure)
+    # The other thread has waited for long before, and ends while it is measured.
+    monkeypatch.setattr(_timings, "_waits", lambda: {"1": total} if count else {"1": total, "2": 100.0})
+    monkeypatch.setattr(_timings, "_known", {})
+    monkeypatch.setenv("FASTGEN_CACHE", "")
+    found = _timings.get("operator", "key", 2, measure)
+    assert _timings.get("operator", "key", 2, None) == found
+    return count, found
+
+
+@pytest.fixture(autouse=True)
+def enough_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_team, "processors", lambda: 1000)
 
 
 def test_a_quiet_measurement_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, found = _measure(monkeypatch, [0.05, 1.0])
-    assert len(measured) == 1 and found == (9.0, 6.0)
+    assert _measure(monkeypatch, [0.05, 1.0]) == (1, (9.0, 6.0))
 
 
 def test_it_is_measured_again_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, found = _measure(monkeypatch, [1.0, 0.06, 0.0, 1.0])
-    assert len(measured) == 3 and found == (7.0, 6.0)  # the shortest of each
+    assert _measure(monkeypatch, [1.0, 0.06, 0.0, 1.0]) == (3, (7.0, 6.0))  # the shortest of each
 
 
 def test_on_a_busy_machine_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, found = _measure(monkeypatch, [2.0] * 100)
-    assert len(measured) == _timings._ATTEMPTS and found == (10.0 - _timings._ATTEMPTS, 6.0)
+    assert _measure(monkeypatch, [2.0] * 100) == (_timings._ATTEMPTS, (10.0 - _timings._ATTEMPTS, 6.0))
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count this")
+def test_threads_that_wait_for_each_other_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_team, "processors", lambda: 0)
+    assert _measure(monkeypatch, [2.0] * 100) == (1, (9.0, 6.0))
+
+
 def test_waiting_for_a_processor_is_counted() -> None:
+    if not any(_timings._waits().values()):
+        pytest.skip("the system does not count this, or there was no waiting yet")
     mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(mine)})
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    busy = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     try:
-        before, end = _timings._waited(), time.perf_counter() + 60
-        while _timings._waited() == before and time.perf_counter() < end:
-            pass
-        assert _timings._waited() > before
+        os.sched_setaffinity(0, {min(mine)})
+        with subprocess.Popen([sys.executable, "-c", busy]) as other:
+            before, end = sum(_timings._waits().values()), time.perf_counter() + 50
+            while sum(_timings._waits().values()) <= before and time.perf_counter() < end:
+                pass
+            found = sum(_timings._waits().values())
+            other.kill()
+        assert found > before
     finally:
-        other.kill()
-        other.wait()
         os.sched_setaffinity(0, mine)

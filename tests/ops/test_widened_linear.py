@@ -101,7 +101,7 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     measure_truly = widened_linear._measure
     monkeypatch.setattr(widened_linear, "_measure", measure)
     monkeypatch.setattr(_timings, "_known", {})
-    monkeypatch.setattr(_timings, "_waited", lambda: 0.0)
+    monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")
     for rows in (17, 90, 91, 256, 5000):
         known = rows in (90, 256, 5000)
