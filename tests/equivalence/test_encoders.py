@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
+from fastgen.ops import dot_linear, linear, split_linear
 from fastgen.optimizer.transformers.encoders import call, passes
 from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
 from tests.equivalence.encoder_models import (
@@ -227,6 +228,25 @@ def test_bfloat16(architecture: str) -> None:
     half.load_state_dict(model.state_dict())
     _check(half.to(torch.bfloat16), inputs(LENGTHS), "zero", tolerance=3e-2)
     assert _accelerated() == 1
+
+
+def test_many_rows_are_multiplied_with_weights_as_they_are(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is the fastest; weights that have changed since are seen."""
+    used = []
+    product = linear.streamed_linear
+    monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
+    monkeypatch.setattr(layers.FastLayers, "_shapes", {})
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, streamed=1.0))
+    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **more: dot_linear.Costs(plain=2.0, dots=9.0))
+    monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=9.0))
+    monkeypatch.setattr(linear, "streamed_linear", lambda *given: used.append(given[0].shape) or product(*given))
+    model = copy.deepcopy(classifier)
+    for lengths in (LENGTHS * 3, [LONGEST] * 9):  # with and without padding
+        used.clear()
+        _check(model, inputs(lengths))
+        assert used
+        with torch.no_grad():
+            model.classifier.weight.data.mul_(-2.0)
 
 
 def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,10 @@ def test_is_a_linear_layer(
 
 
 # More rows than a thread takes at a time, more inputs than are multiplied in one go, panels that end exactly.
-@pytest.mark.parametrize("rows, inputs, outputs", [(97, 513, 97), (200, 256, 96), (8, 1024, 48), (193, 300, 1)])
+@pytest.mark.parametrize(
+    "rows, inputs, outputs",
+    [(97, 513, 97), (128, 300, 50), (200, 256, 96), (8, 1024, 48), (193, 300, 1), (1030, 260, 97)],
+)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
@@ -248,13 +251,11 @@ def test_costs_are_measured_until_the_shortest_time_is_met_twice(
         assert [costs.plain, costs.packed, costs.streamed] == expected
 
 
-def test_many_rows_are_never_multiplied_with_the_weight_as_it_is(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the time is not measured, which would be most of what measuring takes."""
+def test_many_rows_with_the_weight_as_it_is_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = linear.costs(300, 16, 24, False)
-    assert costs.streamed == float("inf") and 0 < costs.packed < 1
+    assert all(0 < seconds < 1 for seconds in costs)
     _forget(monkeypatch)
     assert linear.costs(300, 16, 24, False) == costs  # in the file as well
-    assert linear.costs(30, 16, 24, False).streamed < 1
 
 
 def test_costs_of_another_layout_or_number_of_threads_are_other_costs(

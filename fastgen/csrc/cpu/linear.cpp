@@ -41,6 +41,9 @@ constexpr int64_t kLine = 16;  // floats of a cache line
 // floats: that stays in the second-level cache, while every panel comes from farther away once per block.
 constexpr int64_t kBlock = 192;
 constexpr int64_t kResident = 196608;
+// From so many rows on, laying out pieces of the weight takes less time than laying out the rows. So many rows at most are
+// multiplied with a piece at a time: their results stay in the cache.
+constexpr int64_t kManyRows = 129, kMostRows = 1024;
 
 // [inputs, outputs] of a weight, wherever it lies: the first of it, and how far apart two of its inputs and outputs are.
 struct Piece {
@@ -260,10 +263,11 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   return result;
 }
 
-// Panels of a weight of which an output's inputs are not next to each other, laid out piece by piece.
+// Panels of a weight as it is, laid out piece by piece: each piece once for many rows.
 void multiply_pieces(const Product& product, const Tensor& weight) {
   const int64_t rows = product.rows, inputs = product.inputs, width = product.width();
-  const int64_t blocks = (rows + kBlock - 1) / kBlock, output_stride = weight.stride(0), input_stride = weight.stride(1);
+  const int64_t blocks = (rows + kMostRows - 1) / kMostRows;
+  const int64_t output_stride = weight.stride(0), input_stride = weight.stride(1);
   const float* weights = static_cast<const float*>(weight.const_data_ptr());
   const auto lay_out = kernel().lay_out;
   const auto piece = [&](int64_t panel, int64_t k) {
@@ -271,9 +275,9 @@ void multiply_pieces(const Product& product, const Tensor& weight) {
   };
   fastgen::parallel_for(0, panels_of(product.outputs), 1, [&](int64_t begin, int64_t end) {
     Product::Scratch scratch;
-    std::vector<float> laid_out(kDepth * width);
-    // What is next to each other of all panels, and then what lies behind it: memory is read in the order in which it
-    // lies.
+    const Aligned laid_out(kDepth * width);
+    // The same inputs of all panels, and then those behind them: of a weight that is stored by inputs, memory is read in
+    // the order in which it lies.
     const int64_t panels = end - begin, pieces = panels * ((inputs + kDepth - 1) / kDepth);
     const auto panel_of = [&](int64_t i) { return begin + i % panels; };
     const auto input_of = [&](int64_t i) { return i / panels * kDepth; };
@@ -338,7 +342,7 @@ void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Ten
   std::vector<LineProduct> products;
   std::vector<int64_t> outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (weights[i].stride(1) != 1) {
+    if (weights[i].stride(1) != 1 || x.size(0) >= kManyRows) {
       multiply_pieces(Product(x, biases[i], weights[i].size(0), results[i]), weights[i]);
       continue;
     }

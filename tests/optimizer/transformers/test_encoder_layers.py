@@ -11,7 +11,7 @@ import torch
 
 from fastgen import settings
 from fastgen.decoding import host_memory
-from fastgen.ops import split_linear
+from fastgen.ops import linear
 from fastgen.optimizer.transformers.encoders import call, programs
 
 MANY = {"input_ids": torch.ones(2, programs.MOST_TOKENS, dtype=torch.long)}
@@ -29,11 +29,11 @@ FEW = {"input_ids": torch.ones(1, programs.MOST_TOKENS, dtype=torch.long)}
         (MANY, {}, torch.bfloat16, False),
     ],
 )
-def test_layers_in_float32_change_for_many_rows_and_matrix_registers(
+def test_layers_in_float32_change_for_many_rows(
     given: dict[str, Any], changes: dict[str, str], dtype: torch.dtype, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call, "fast_layers", lambda model: nullcontext("fast"))
-    monkeypatch.setattr(split_linear, "is_available", lambda: True)
+    monkeypatch.setattr(linear, "is_available", lambda: True)
     model = SimpleNamespace(dtype=dtype, _compiled_call_impl=None)
     with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
         assert found == ("fast" if changed else None)
@@ -42,7 +42,7 @@ def test_layers_in_float32_change_for_many_rows_and_matrix_registers(
         assert found is None
     with torch.enable_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
         assert found is None
-    monkeypatch.setattr(split_linear, "is_available", lambda: False)
+    monkeypatch.setattr(linear, "is_available", lambda: False)
     with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
         assert found is None
 

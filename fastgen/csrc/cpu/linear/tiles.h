@@ -13,6 +13,11 @@ constexpr int64_t kTileRows = FASTGEN_ROWS;
 template <int kRows, int kLines>
 FASTGEN_TARGET void tile(const float* x, int64_t x_stride, const float* panel, int64_t depth, const float* first, float* y,
                          int64_t y_stride, const Lines& next) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < kPanel; n += kLine) __builtin_prefetch(y + r * y_stride + n, 1, 3);
+  }
   Vector sums[kRows][FASTGEN_VECTORS] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const Vector* weights = reinterpret_cast<const Vector*>(panel + k * kPanel);

@@ -23,7 +23,7 @@ from fastgen import counters, patching, settings
 from fastgen.decoding import host_memory
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
-from fastgen.ops import split_linear
+from fastgen.ops import linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import programs
@@ -169,7 +169,7 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
 
 
 def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]:
-    """The faster form of layers in float32 where the processor has matrix registers, and there are rows to fill them.
+    """The faster form of layers in float32, where there are so many rows that looking at the layers takes little time.
 
     What is left to the original code runs outside of it.
     """
@@ -178,7 +178,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]
     may_choose = now.linear_products == "measured" and now.packed_weights != "never"
     is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
     is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
-    return fast_layers(model) if is_wanted and split_linear.is_available() else contextlib.nullcontext()
+    return fast_layers(model) if is_wanted and linear.is_available() else contextlib.nullcontext()
 
 
 def _positions(given: dict[str, Any]) -> int:
