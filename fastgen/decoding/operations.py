@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,3 +101,17 @@ class Recording:
         self.storages: list[torch.UntypedStorage] = []
         self.made: set[int] = set()
         self.frozen: set[int] = set()
+
+
+@cache
+def with_out(function: Any, results: int) -> tuple[Any, list[str]] | None:
+    """The form of an operator that writes its results to memory that is there, and the names of those arguments."""
+    wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
+    for name in function.overloadpacket.overloads():
+        other = getattr(function.overloadpacket, name)
+        written = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        others = [(a.name, str(a.type)) for a in other._schema.arguments if a not in written]
+        are_all = len(written) == len(function._schema.returns) == results
+        if are_all and others == wanted and all(each.kwarg_only and str(each.type) == "Tensor" for each in written):
+            return other, [each.name for each in written]
+    return None

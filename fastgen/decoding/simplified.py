@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 import torch
 from torch.utils._pytree import tree_structure
 
+from fastgen.decoding import largest_outputs
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 
 _aten = torch.ops.aten
@@ -26,7 +27,8 @@ _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 def simplified(recording: Recording) -> Recording:
     """The recording without allocations, constants, copies that never differ, and results that nobody reads.
 
-    What is added to a product is its bias. Lines of an embedding are selected by an operator that writes them to where
+    What is added to a product is its bias. The largest output of a layer is found without computing all of them
+    (`fastgen.decoding.largest_outputs`). Lines of an embedding are selected by an operator that writes them to where
     they belong: that of embeddings makes a copy.
 
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
@@ -37,7 +39,7 @@ def simplified(recording: Recording) -> Recording:
     constants = _constants(operations)
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
-    found.operations = _needed(_with_biases(_without_copies(operations)), found.made)
+    found.operations = _needed(largest_outputs.recognised(_with_biases(_without_copies(operations))), found.made)
     return found
 
 

@@ -18,6 +18,7 @@ OPERATORS = (
     "dot_linear",
     "elementwise",
     "grouped_linear",
+    "largest_output",
     "linear",
     "no_repeat_ngram",
     "quantized_linear",

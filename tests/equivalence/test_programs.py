@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fastgen
 from fastgen import settings
-from fastgen.decoding import layers, products
+from fastgen.decoding import layers, output_layer, products
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import dot_linear, linear, quantized_linear
@@ -33,7 +33,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is recorded for the first call already, with FastGen's products, and nothing is measured for them."""
+    """A step is recorded for the first call already, with FastGen's products, and nothing is measured for them.
+
+    The largest outputs are found with a copy of the weight.
+    """
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
@@ -42,6 +45,9 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
     )
+    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
+    monkeypatch.setattr(output_layer.OutputLayer, "measure", lambda self, rows: (2.0, 1.0))
     graph_cache.drop_all()
     replay = Program.replay
 

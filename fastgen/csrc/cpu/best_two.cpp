@@ -3,6 +3,7 @@
 //
 // Of each block of scores the largest is found. Then only the block with the best one is looked at once more: for its place
 // and for the second best in the same block.
+#include "best_two/block.h"
 #include "instruction_set.h"
 #include "parallel.h"
 
@@ -15,24 +16,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 // Vectors as a language extension: gcc and clang.
 #if defined(__GNUC__)
 
 namespace {
 
+using fastgen::Block;
+using fastgen::kInfinity;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Scores of a block, which stays in the first cache.
 constexpr int64_t kBlock = 2048;
-
-struct Block {
-  float best, size;
-  bool is_spoilt;
-};
 
 namespace portable {
 #define FASTGEN_TARGET

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
+from fastgen.decoding import output_layer
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import _library
@@ -35,6 +36,7 @@ def taken(device: torch.device) -> Iterator[None]:
     lock = _turn_of(device)
     if not lock.acquire(blocking=waits(device)):
         raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
+    output_layer.begin_call()
     try:
         yield
     finally:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena, products
+from fastgen.decoding import arena, largest_outputs, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
-from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
 from fastgen.ops import _team, elementwise
 
@@ -67,6 +67,7 @@ class _Compiler:
         self._groups = _grouped(recording.operations)
         self._read = frozenset(storage for each in recording.operations for storage in each.used)
         self._storages = recording.storages
+        self._layers: dict[int, output_layer.Step] = {}
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
@@ -84,6 +85,13 @@ class _Compiler:
     def _work(self, operation: Operation) -> _Work:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
         function, results = operation.function, [place and self._value(place) for place in operation.fresh]
+        if function is largest_outputs.ESTIMATE:
+            layer = self._layers[operation.fresh[0].storage] = output_layer.Step(*results, *args)
+            return layer.estimate
+        if function is largest_outputs.LARGEST:
+            return partial(self._layers[operation.leaves[0].storage].find, *results)
+        if function is largest_outputs.BEST_TWO:
+            return partial(self._layers[operation.leaves[2].storage].find_two, *args[:2], *args[3:5])
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]
@@ -97,9 +105,9 @@ class _Compiler:
             return partial(function, *args, **kwargs)
         if function is torch.ops.aten.clone.default and results[0] is not None:  # its form with `out` copies twice
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
-        with_out = _with_out(function, len(results))
-        if with_out is not None and None not in operation.fresh:
-            return partial(with_out[0], *args, **kwargs, **dict(zip(with_out[1], results, strict=True)))
+        writing = with_out(function, len(results))
+        if writing is not None and None not in operation.fresh:
+            return partial(writing[0], *args, **kwargs, **dict(zip(writing[1], results, strict=True)))
         return partial(_execute, partial(function, *args, **kwargs), read)
 
     def _value(self, leaf: Place | Constant) -> Any:
@@ -132,20 +140,6 @@ def _execute(function: Callable[[], Any], results: list[Tensor | None]) -> None:
     for tensor, result in zip(tensors_in(found), results, strict=True):
         if result is not None:
             result.copy_(tensor)
-
-
-@cache
-def _with_out(function: Any, results: int) -> tuple[Any, list[str]] | None:
-    """The form of an operator that writes its results to memory that is there, and the names of those arguments."""
-    wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
-    for name in function.overloadpacket.overloads():
-        other = getattr(function.overloadpacket, name)
-        written = [a for a in other._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        others = [(a.name, str(a.type)) for a in other._schema.arguments if a not in written]
-        are_all = len(written) == len(function._schema.returns) == results
-        if are_all and others == wanted and all(each.kwarg_only and str(each.type) == "Tensor" for each in written):
-            return other, [each.name for each in written]
-    return None
 
 
 def _grouped(operations: list[Operation]) -> list[list[Operation]]:

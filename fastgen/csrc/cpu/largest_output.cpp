@@ -1,0 +1,288 @@
+// The largest output of a linear layer for each row, from estimates of all of them. The schemas are defined in
+// fastgen/ops/largest_output.py, which says why the result is exact.
+//
+// The estimates come from a copy of the weight in 8 bits. Each is off by no more than a bound, or -inf for what does not
+// count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with
+// their bounds, reach it. Outputs are looked at in blocks first.
+#include "best_two/block.h"
+#include "dot_linear/lines.h"
+#include "grouped_linear/rows.h"
+#include "instruction_set.h"
+#include "parallel.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+// Vectors as a language extension: gcc and clang.
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+
+namespace {
+
+using fastgen::Block;
+using fastgen::kInfinity;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace portable {
+#define FASTGEN_TARGET
+#define FASTGEN_WIDTH 4
+#include "best_two/loops.h"
+}  // namespace portable
+
+#ifdef FASTGEN_X86
+namespace avx2 {
+#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
+#define FASTGEN_WIDTH 8
+#include "best_two/loops.h"
+}  // namespace avx2
+
+namespace avx512 {
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define FASTGEN_WIDTH 16
+#include "best_two/loops.h"
+}  // namespace avx512
+#endif
+
+using LookAt = Block (*)(const float*, int64_t, float);
+
+LookAt look_at() {
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512: return &avx512::look_at;
+    case fastgen::InstructionSet::kAvx2: return &avx2::look_at;
+    case fastgen::InstructionSet::kPortable: break;
+  }
+#endif
+  return &portable::look_at;
+}
+
+// Whether a second output of a row is about as large as the largest (fastgen/ops/best_two.py).
+struct Near {
+  bool* is_near;  // of each row; null if nobody asks
+  float masked, share;
+};
+
+// Outputs that are looked at together, and the part of all outputs that may be computed before all of them are.
+constexpr int64_t kBlock = 256, kMost = 8;
+
+struct Layer {
+  const Tensor &x, &weight;
+  const std::optional<Tensor>& bias;
+  const float *lengths, *errors;  // [outputs] each: of a line, and what it is off by
+  int64_t outputs, group_size;
+  float rounding;  // a result may differ by this part of it because it is rounded
+};
+
+// The length of a row, and the length of what it is rounded by.
+struct Row {
+  float length, error;
+};
+
+Row measure(const Layer& layer, int64_t row) {
+  const int64_t inputs = layer.x.size(1), groups = (inputs + layer.group_size - 1) / layer.group_size;
+  const int64_t whole = groups * layer.group_size;
+  std::vector<float> line(whole), turned(whole);
+  std::vector<int8_t> numbers(whole);
+  std::vector<fastgen::Group> scales(groups);
+  fastgen::read_line(layer.x.const_data_ptr(), row * layer.x.stride(0), inputs, 1, nullptr, layer.x.scalar_type(),
+                     line.data());
+  const fastgen::RowKernels kernels = fastgen::row_kernels();
+  // As the estimates were made. A group times its Hadamard matrix is longer than the group by the root of its size.
+  const float size = static_cast<float>(layer.group_size);
+  kernels.rotate(line.data(), whole, layer.group_size, 1.0f / size, turned.data());
+  kernels.quantize(turned.data(), whole, layer.group_size, numbers.data(), scales.data());
+  double squares = 0.0, errors = 0.0;
+  for (int64_t i = 0; i < whole; ++i) {
+    const double number = turned[i], error = number - double{scales[i / layer.group_size].scale} * numbers[i];
+    squares += number * number, errors += error * error;
+  }
+  return {static_cast<float>(std::sqrt(squares * size)), static_cast<float>(std::sqrt(errors * size))};
+}
+
+// How far the estimate of an output may be from the result.
+float bound(const Layer& layer, const Row& row, float estimate, float length, float error) {
+  return row.length * error + row.error * length + layer.rounding * std::fabs(estimate);
+}
+
+// The place of the largest, of equal ones the first; a NaN is larger than any number.
+size_t place_of_largest(const std::vector<float>& results) {
+  size_t found = 0;
+  for (size_t i = 1; i < results.size() && results[found] == results[found]; ++i) {
+    if (results[i] != results[i] || results[i] > results[found]) found = i;
+  }
+  return found;
+}
+
+// Whether another one reaches the largest less `margin`. Nothing is near to a NaN.
+bool has_second(const std::vector<float>& results, size_t largest, float margin) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (i != largest && results[i] >= results[largest] - margin) return true;
+  }
+  return false;
+}
+
+// The output of a row, from the estimates of all of them. Adds to `count` how many have been computed.
+int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt look, const Near& near,
+                std::atomic<int64_t>& count) {
+  const int64_t outputs = layer.outputs, blocks = (outputs + kBlock - 1) / kBlock;
+  const Row of = measure(layer, row);
+  std::vector<float> best(blocks);
+  bool is_known = std::isfinite(of.length);
+  int64_t best_block = 0;
+  float size = 0.0f;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = block * kBlock;
+    const Block found = look(estimates + begin, std::min(kBlock, outputs - begin), near.masked);
+    best[block] = found.best, size = std::max(size, found.size);
+    is_known = is_known && !found.is_spoilt;
+    if (best[block] > best[best_block]) best_block = block;
+  }
+  std::vector<int64_t> chosen;
+  std::vector<float> results(1);
+  const float margin = near.is_near == nullptr ? 0.0f : near.share * size;
+  int64_t first = 0;
+  if (is_known) {
+    const float* begin = estimates + best_block * kBlock;
+    const float* end = estimates + std::min((best_block + 1) * kBlock, outputs);
+    first = std::find(begin, end, best[best_block]) - estimates;
+    fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
+    const float *lengths = layer.lengths, *errors = layer.errors;
+    const float *most_lengths = lengths + outputs, *most_errors = errors + outputs;  // of the blocks
+    // Written so that what is no number is computed, too.
+    const auto reaches = [&](float estimate, float length, float error) {
+      return estimate != -kInfinity && !(estimate + bound(layer, of, estimate, length, error) < results[0] - margin);
+    };
+    for (int64_t block = 0; block < blocks; ++block) {
+      if (!reaches(best[block], most_lengths[block], most_errors[block])) continue;
+      for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, outputs); ++i) {
+        if (reaches(estimates[i], lengths[i], errors[i])) chosen.push_back(i);
+      }
+    }
+  }
+  if (!is_known || static_cast<int64_t>(chosen.size()) > outputs / kMost) {
+    chosen.clear();
+    for (int64_t i = 0; i < outputs; ++i) {
+      if (estimates[i] != -kInfinity) chosen.push_back(i);
+    }
+  }
+  if (near.is_near != nullptr) near.is_near[row] = false;
+  // Nothing counts, or only one, whose estimate is none any more.
+  if (chosen.empty()) return first;
+  results.resize(chosen.size());
+  fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, chosen.data(), chosen.size(), results.data());
+  count += chosen.size();
+  const size_t found = place_of_largest(results);
+  if (near.is_near != nullptr) near.is_near[row] = has_second(results, found, margin);
+  return chosen[found];
+}
+
+void check(const Tensor& out, const Tensor& estimates, const Layer& layer, const Tensor& sizes) {
+  const ScalarType type = layer.x.scalar_type();
+  const int64_t rows = layer.x.size(0), blocks = (layer.outputs + kBlock - 1) / kBlock;
+  STD_TORCH_CHECK(out.dim() == 1 && out.size(0) == rows && out.is_contiguous() && out.scalar_type() == ScalarType::Long,
+                  "largest_output: the result must be [rows] of int64");
+  STD_TORCH_CHECK(estimates.dim() == 2 && estimates.size(0) == rows && estimates.size(1) == layer.outputs &&
+                      estimates.is_contiguous() && estimates.scalar_type() == ScalarType::Float,
+                  "largest_output: the estimates must be [rows, outputs] of float32");
+  STD_TORCH_CHECK(type == ScalarType::Float && layer.weight.scalar_type() == type &&
+                      (!layer.bias || (layer.bias->scalar_type() == type && layer.bias->dim() == 1 &&
+                                       layer.bias->size(0) == layer.outputs && layer.bias->is_contiguous())),
+                  "largest_output: x, weight and bias must be of float32, the bias [outputs]");
+  STD_TORCH_CHECK(layer.x.size(1) == layer.weight.size(1) && layer.x.size(1) > 0 && layer.outputs > 0 &&
+                      (layer.x.size(1) == 1 || (layer.x.stride(1) == 1 && layer.weight.stride(1) == 1)),
+                  "largest_output: x must be [rows, inputs] and the weight [outputs, inputs], with the inputs next to each "
+                  "other");
+  STD_TORCH_CHECK(sizes.dim() == 2 && sizes.size(0) == 2 && sizes.size(1) == layer.outputs + blocks &&
+                      sizes.is_contiguous() && sizes.scalar_type() == ScalarType::Float,
+                  "largest_output: the sizes must be [2, outputs and blocks] of float32");
+  STD_TORCH_CHECK(fastgen::can_rotate(layer.group_size), "largest_output: groups have 32, 64 or 128 inputs");
+}
+
+int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor estimates, Tensor x, Tensor weight,
+                           std::optional<Tensor> bias, Tensor sizes, int64_t group_size, double rounding, double masked,
+                           double share) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "largest_output: x must be [rows, inputs], the weight a matrix");
+  const float* lengths = static_cast<const float*>(sizes.const_data_ptr());
+  const int64_t outputs = weight.size(0);
+  const Layer layer{x, weight, bias, lengths, lengths + sizes.numel() / 2, outputs, group_size,
+                    static_cast<float>(rounding)};
+  check(out, estimates, layer, sizes);
+  STD_TORCH_CHECK(!is_near || (is_near->dim() == 1 && is_near->size(0) == x.size(0) && is_near->is_contiguous() &&
+                               is_near->scalar_type() == ScalarType::Bool),
+                  "largest_output: is_near must be [rows] of bool");
+  const Near near{is_near ? static_cast<bool*>(is_near->mutable_data_ptr()) : nullptr, static_cast<float>(masked),
+                  static_cast<float>(share)};
+  const float* given = static_cast<const float*>(estimates.const_data_ptr());
+  int64_t* found = static_cast<int64_t*>(out.mutable_data_ptr());
+  const LookAt look = look_at();
+  std::atomic<int64_t> count{0};
+  fastgen::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      found[row] = largest(layer, row, given + row * outputs, look, near, count);
+    }
+  });
+  return count;
+}
+
+// Adds a word to a sum. This can be undone, so that a word alone never goes unseen.
+inline void add(uint64_t& sum, uint64_t word) {
+  const uint64_t mixed = sum ^ word;
+  sum = (mixed << 31 | mixed >> 33) * 0x9e3779b97f4a7c15u;
+}
+
+// Of some bytes, eight sums side by side.
+uint64_t fingerprint_of(const char* from, int64_t bytes) {
+  constexpr int64_t kLanes = 8, kStep = kLanes * sizeof(uint64_t);
+  uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8}, words[kLanes];
+  const auto take = [&] {
+#pragma GCC unroll 8
+    for (int64_t lane = 0; lane < kLanes; ++lane) add(lanes[lane], words[lane]);
+  };
+  int64_t i = 0;
+  for (; i + kStep <= bytes; i += kStep) {
+    std::memcpy(words, from + i, kStep);
+    take();
+  }
+  std::memset(words, 0, kStep);
+  std::memcpy(words, from + i, bytes - i);
+  take();
+  uint64_t sum = static_cast<uint64_t>(bytes);
+  for (uint64_t lane : lanes) add(sum, lane);
+  return sum;
+}
+
+int64_t fingerprint(Tensor x) {
+  STD_TORCH_CHECK(x.is_contiguous(), "fingerprint: the numbers must lie next to each other");
+  constexpr int64_t kPart = 1 << 20;
+  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size()), parts = (bytes + kPart - 1) / kPart;
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  std::vector<uint64_t> sums(parts);
+  fastgen::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      sums[part] = fingerprint_of(from + part * kPart, std::min(kPart, bytes - part * kPart));
+    }
+  });
+  uint64_t total = 0;
+  for (uint64_t sum : sums) add(total, sum);
+  return static_cast<int64_t>(total);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("largest_output_out", TORCH_BOX(&largest_output_out));
+  library.impl("fingerprint", TORCH_BOX(&fingerprint));
+}
+
+#endif

@@ -1,0 +1,139 @@
+"""Where a recording asks a product for nothing but the largest output of each row, as greedy search does.
+
+Such a product becomes an estimate of all outputs, and the argmax becomes `fastgen.ops.largest_output`. Between the two,
+logits processors may ban tokens: a banned output is -inf, and so is its estimate then. A check of drafted tokens asks
+for the best two in place of the argmax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.utils._pytree import tree_structure
+
+from fastgen.decoding.operations import Constant, Operation, Place
+from fastgen.ops import largest_output, no_repeat_ngram  # noqa: F401  (the operators)
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+_BAN_NGRAMS = torch.ops.fastgen.no_repeat_ngram_.default
+# Of x, a weight [outputs, inputs] and its bias or None: estimates of all outputs.
+ESTIMATE = largest_output.ESTIMATE
+# Of these, and the same arguments: the largest output of each row; the best two.
+LARGEST, BEST_TWO = largest_output.LARGEST, largest_output.BEST_TWO
+_BEST_TWO_OF_ALL = torch.ops.fastgen.best_two_out.default
+
+
+def recognised(operations: list[Operation]) -> list[Operation]:
+    """The operators, with these in the place of such products and their argmax."""
+    places = {id(each): place for place, each in enumerate(operations)}
+    made_by = {each.fresh[0].storage: each for each in operations if each.function in _PRODUCTS and each.fresh[0]}
+    found = list(operations)
+    for argmax in operations:
+        scores = _chosen_from(argmax)
+        product = made_by.get(scores.storage) if isinstance(scores, Place) else None
+        if product is None or not _is_of_rows(scores, product):
+            continue
+        first, last = places[id(product)], places[id(argmax)]
+        *bias, x, weight = product.leaves
+        assert isinstance(scores, Place) and isinstance(weight, Place)
+        is_kept = all(not (each.made | each.in_place) & {*product.used} for each in operations[first + 1 : last])
+        if not is_kept or not _only_ban(operations, scores, product, argmax):
+            continue
+        lines = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])
+        leaves = [x, lines, bias[0] if bias else Constant(None)]
+        found[first] = Operation(ESTIMATE, leaves, _structure(3), product.fresh)
+        if argmax.function is _BEST_TWO_OF_ALL:
+            found[last] = Operation(BEST_TWO, [*argmax.leaves, *leaves], _structure(8), [], argmax.in_place)
+        else:
+            found[last] = Operation(LARGEST, [scores, *leaves], _structure(4), argmax.fresh)
+    return found
+
+
+def _structure(arguments: int) -> object:
+    return tree_structure(((None,) * arguments, {}))
+
+
+def _chosen_from(operation: Operation) -> Place | Constant | None:
+    """What an operator finds the largest or the best two of, in each row; None for any other operator."""
+    if operation.function is _BEST_TWO_OF_ALL:
+        return operation.leaves[2]
+    is_argmax = operation.function is _aten.argmax.default and operation.leaves[1:] in ([Constant(-1)], [Constant(1)])
+    return operation.leaves[0] if is_argmax else None
+
+
+def _is_of_rows(scores: Place, product: Operation) -> bool:
+    """Whether the scores are a product in float32 with a weight, [rows, outputs]."""
+    (result,), (*bias, x, weight) = product.fresh, product.leaves
+    assert result is not None
+    is_known = all(isinstance(leaf, Place) and leaf.dtype is torch.float32 for leaf in (x, weight, *bias))
+    has_bias = not bias or (len(bias) == 1 and isinstance(bias[0], Place) and bias[0].size == result.size[-1:])
+    return len(scores.size) == 2 and is_known and has_bias and _is_whole(scores, result)
+
+
+def _is_whole(place: Place | Constant, result: Place) -> bool:
+    """Whether a tensor is all of a result, which is not empty, in the same layout."""
+    return (
+        isinstance(place, Place)
+        and place.storage == result.storage
+        and place.dtype is result.dtype
+        and place.offset == result.offset
+        and place.is_contiguous
+        and result.is_contiguous
+        and place.size[-1:] == result.size[-1:]
+        and math.prod(place.size) == math.prod(result.size) > 0
+    )
+
+
+def _only_ban(operations: Sequence[Operation], scores: Place, product: Operation, argmax: Operation) -> bool:
+    """Whether all that happens to the scores between product and argmax is that some of them become -inf.
+
+    Or all but one of a row, whatever that one becomes: then it is the largest.
+    """
+    users = [each for each in operations if scores.storage in each.used or scores.storage in each.made]
+    if users[0] is not product or users[-1] is not argmax:
+        return False
+    steps = iter(users[1:-1])
+    banned_if: Place | Constant | None = None  # where the operator before has banned all
+    for each in steps:
+        banned, banned_if = banned_if, None
+        if any(isinstance(leaf, Place) and leaf.storage == scores.storage for leaf in each.leaves[1:]):
+            return False
+        if not _is_whole(each.leaves[0], scores):
+            return False
+        if each.function is _aten.masked_fill_.Scalar and each.leaves[2] == Constant(-math.inf):
+            banned_if = each.leaves[1]
+        elif each.function is _aten.index_select.default:
+            if not _changes_columns(operations, each, next(steps), banned):
+                return False
+        elif each.function is not _BAN_NGRAMS and not _bans_columns(each):
+            return False
+    return True
+
+
+def _bans_columns(operation: Operation) -> bool:
+    is_last = operation.leaves[1:2] in ([Constant(1)], [Constant(-1)])
+    return operation.function is _aten.index_fill_.int_Scalar and is_last and operation.leaves[3] == Constant(-math.inf)
+
+
+def _changes_columns(
+    operations: Sequence[Operation], selection: Operation, copy: Operation, banned: Place | Constant | None
+) -> bool:
+    """Whether some columns are selected, become -inf where a condition holds, and are copied back.
+
+    One column may become another number where all others have been `banned`.
+    """
+    (columns,), (_, dim, index, *_) = selection.fresh, selection.leaves
+    if columns is None or copy.function is not _aten.index_copy_.default or copy.leaves[1:3] != [dim, index]:
+        return False
+    users = [each for each in operations if columns.storage in each.used]
+    if len(users) != 2 or users[1] is not copy or not _is_whole(copy.leaves[3], columns):
+        return False
+    fill = users[0]
+    if fill.function is not _aten.masked_fill_.Scalar or not _is_whole(fill.leaves[0], columns):
+        return False
+    is_one = isinstance(index, Place) and math.prod(index.size) == 1
+    return fill.leaves[2] == Constant(-math.inf) or (is_one and banned is not None and fill.leaves[1] == banned)

@@ -1,0 +1,187 @@
+"""The largest output of a linear layer for each row, mostly without computing the others, on the CPU.
+
+Greedy search asks the output layer for nothing else. The layer is large: of small models, a fifth to a half of all
+weights. So all outputs are estimated first, with a copy of the weight in 8 bits, which is a quarter of the bytes. An
+estimate is off by a bound at most. Only outputs that could be the largest are computed from the weight itself, as
+`dot_linear` computes them. The result is that of the argmax over all outputs of `dot_linear`, to the last bit.
+
+The bound follows from the Cauchy-Schwarz inequality. For a row x and a line w of the weight, of which the copies are x'
+and w',
+
+    |w x - w' x'|  =  |(w - w') x + w' (x - x')|  <=  |w - w'| |x| + |w'| |x - x'|
+
+where |.| are lengths. What rounding sums in float32 can do to both sides is added. (A search for the largest inner
+product with bounds from rounded vectors: see Guo et al., "Quantization based Fast Inner Product Search", AISTATS 2016,
+which has no guarantee, and Teflioudi and Gemulla, "Exact and Approximate Maximum Inner Product Search with LEMP", 2016,
+section 4, for bounds that have one.)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import _library, grouped_linear
+from fastgen.ops.best_two import MASKED
+from fastgen.ops.best_two import reference as best_two_reference
+from fastgen.ops.grouped_linear import PackedWeight
+
+# Outputs that the kernel looks at together (csrc/cpu/largest_output.cpp).
+_BLOCK = 256
+_GROUP_SIZE = 64
+# Lines of which all numbers are smaller are not rounded to what a bound is known for.
+_LEAST_SCALE = 1e-15
+# Rounding to nearest in float32: the largest error of a result, as a part of it.
+_UNIT = 2.0**-24
+# So much of a result, at the most, it may differ by because it and its estimate are rounded when the bias is added.
+_ROUNDING = 4 * _UNIT
+
+
+class Copy(NamedTuple):
+    """A weight in 8 bits, with what its estimates may be off by."""
+
+    numbers: PackedWeight
+    # [2, outputs and then blocks of them], float32: lengths of lines, and of what is between them and the weight's; of
+    # a block the largest.
+    sizes: Tensor
+
+
+def copy_of(weight: Tensor) -> Copy | None:
+    """A copy of a weight, [outputs, inputs], float32; None if numbers are not finite, or all of a line tiny."""
+    numbers = grouped_linear.rounded(weight, 8, _GROUP_SIZE, rotated=True)
+    # Each number of a line is off by half of its group's scale at the most; slightly more where the scale is rounded.
+    squares = numbers.scales.float().square().sum(dim=1).flatten()[: weight.shape[0]]  # of panels, groups, outputs
+    # Rotated lines are longer by the root of the group size, so that it is not a factor here.
+    errors = squares.sqrt() * (0.5 * 1.001)
+    lengths = torch.linalg.vector_norm(weight.detach(), dim=1) + errors
+    # Of sums: those of `dot_linear`, those of the estimates, and rotating. Twice as much as could be.
+    lengths *= 1 + 1e-4
+    errors += lengths * (2 * _UNIT * (weight.shape[1] + 64))
+    are_too_small = (squares > 0.0) & (squares < _LEAST_SCALE**2)
+    if bool(are_too_small.any() | ~lengths.isfinite().all()):
+        return None
+    return Copy(numbers, torch.stack([_with_blocks(lengths), _with_blocks(errors)]))
+
+
+def _with_blocks(sizes: Tensor) -> Tensor:
+    """The sizes, and behind them the largest of each block."""
+    blocks = F.pad(sizes, (0, -len(sizes) % _BLOCK)).view(-1, _BLOCK)
+    return torch.cat([sizes, blocks.amax(dim=1)])
+
+
+def estimate_out(estimates: Tensor, x: Tensor, bias: Tensor | None, copy: Copy) -> None:
+    """Writes estimates of all outputs, [rows, outputs], float32; the other arguments are as in `largest_output_out`."""
+    packed = copy.numbers
+    sizes = packed.bits, packed.group_size, packed.rotated
+    torch.ops.fastgen.grouped_linear_out.default(estimates, x, *packed[:5], bias, *sizes)
+
+
+def largest_output_out(
+    out: Tensor,
+    estimates: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    copy: Copy,
+    is_near: Tensor | None = None,
+    share: float = 0.0,
+) -> int:
+    """Writes the number of the largest output for each row to `out`. Of equal ones it is the first; a NaN is largest.
+
+    Args:
+        out: [rows], int64.
+        estimates: [rows, outputs], float32, from `estimate_out`. An output whose estimate has become -inf since does
+            not count. One that all others of a row have lost to in this way may have become anything.
+        x: [rows, inputs], float32, the inputs next to each other.
+        weight: [outputs, inputs], float32, the inputs next to each other.
+        bias: [outputs], float32, or None.
+        copy: `copy_of(weight)`, of the weight as it is now.
+        is_near: [rows], bool, for what `best_two` says of a second output, with that `share` of the magnitude of a row,
+            which is taken from the estimates.
+
+    Returns:
+        How many outputs were computed from the weight, of all rows together.
+
+    Raises:
+        RuntimeError: shapes, strides or dtypes do not fit together.
+    """
+    return torch.ops.fastgen.largest_output_out.default(
+        out, is_near, estimates, x, weight, bias, copy.sizes, copy.numbers.group_size, _ROUNDING, MASKED, share
+    )
+
+
+def fingerprint(x: Tensor) -> int:
+    """64 bits that change with every number of a tensor whose numbers lie next to each other. Read at memory speed.
+
+    Two contents that differ have the same one by accident only, about once in 2**64 times.
+    """
+    return torch.ops.fastgen.fingerprint.default(x)
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is a kernel for these: rows [rows, inputs], [outputs, inputs] and [outputs], all in float32."""
+    return (
+        all(each.dtype is torch.float32 and each.device.type == "cpu" for each in (x, weight))
+        and x.dim() == weight.dim() == 2
+        and x.shape[1] == weight.shape[1]
+        and min(*x.shape, *weight.shape) > 0
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype is torch.float32 and bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and is_available()
+    )
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether there are kernels in this process, and estimates are faster than results."""
+    return _library.has_kernel("fastgen::largest_output_out") and grouped_linear.unavailable() is None
+
+
+def _estimate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In plain torch, all outputs."""
+    return F.linear(x, weight, bias)
+
+
+def _largest(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In plain torch, the largest of these for each row, [rows], int64."""
+    return outputs.argmax(dim=-1)
+
+
+def _best_two(tokens: Tensor, is_near: Tensor, outputs: Tensor, masked: float, share: float, *layer: Any) -> None:
+    """In plain torch, what `best_two` says of these."""
+    for buffer, found in zip((tokens, is_near), best_two_reference(outputs, share), strict=True):
+        buffer.copy_(found)
+
+
+def _fake_estimate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _fake_largest(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int64)
+
+
+backend = functools.partial(_library.backend, "fastgen::largest_output_out")
+# What stands in a recording for the product and its argmax.
+_library.define("output_estimates(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _estimate, _fake_estimate)
+_library.define(
+    "largest_output(Tensor outputs, Tensor x, Tensor weight, Tensor? bias) -> Tensor", _largest, _fake_largest
+)
+_library.define(
+    "largest_output_out(Tensor(a!) out, Tensor(b!)? is_near, Tensor estimates, Tensor x, Tensor weight, Tensor? bias, "
+    "Tensor sizes, int group_size, float rounding, float masked, float share) -> int"
+)
+_library.define(
+    "best_two_outputs(Tensor(a!) tokens, Tensor(b!) is_near, Tensor outputs, float masked, float share, Tensor x, "
+    "Tensor weight, Tensor? bias) -> ()",
+    _best_two,
+)
+_library.define("fingerprint(Tensor x) -> int")
+ESTIMATE = torch.ops.fastgen.output_estimates.default
+LARGEST = torch.ops.fastgen.largest_output.default
+BEST_TWO = torch.ops.fastgen.best_two_outputs.default

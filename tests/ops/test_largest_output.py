@@ -1,0 +1,235 @@
+"""The largest output of a layer against the argmax of all: ties, near ties, bans, numbers that are none, bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgen.ops import dot_linear, largest_output
+
+pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
+
+
+def outputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `dot_linear` computes them, row by row."""
+    return torch.cat([dot_linear.dot_linear(row.unsqueeze(0), weight, bias) for row in x])
+
+
+def found(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    banned: Tensor | None = None,
+    copy: largest_output.Copy | None = None,
+) -> tuple[Tensor, int]:
+    copy = copy or largest_output.copy_of(weight)
+    assert copy is not None
+    out, estimates = torch.full((len(x),), -1), torch.full((len(x), len(weight)), math.nan)
+    largest_output.estimate_out(estimates, x, bias, copy)
+    if banned is not None:
+        estimates.masked_fill_(banned, -math.inf)
+    return out, largest_output.largest_output_out(out, estimates, x, weight, bias, copy)
+
+
+def wanted(x: Tensor, weight: Tensor, bias: Tensor | None = None, banned: Tensor | None = None) -> Tensor:
+    all_of_them = outputs(x, weight, bias)
+    return (all_of_them if banned is None else all_of_them.masked_fill(banned, -math.inf)).argmax(dim=-1)
+
+
+sizes = {
+    "rows": st.integers(1, 20),
+    "inputs": st.sampled_from([1, 3, 31, 64, 65, 128, 200]),
+    "count": st.sampled_from([1, 2, 31, 32, 33, 255, 256, 257, 700]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@given(
+    **sizes,
+    different=st.sampled_from([1, 2, 10, 1000]),
+    apart=st.sampled_from([0.0, 1e-7, 1e-4, 1e-2, 1.0]),
+    outliers=st.sampled_from([0.0, 0.01, 0.3]),
+    size=st.sampled_from([1e-12, 1.0, 1e6]),
+    has_bias=st.booleans(),
+    ban=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+)
+@settings(max_examples=300)
+def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, has_bias, ban):
+    """Lines that are equal up to a little: the largest one can be told only from the weight itself."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        numbers = torch.randn(shape, generator=generator)
+        return torch.where(torch.rand(shape, generator=generator) < outliers, numbers * 50, numbers)
+
+    lines = draw(different, inputs)[torch.randint(different, (count,), generator=generator)]
+    weight = (lines + apart * draw(count, inputs)) * size
+    x = draw(rows, inputs)
+    bias = draw(count) * size if has_bias else None
+    banned = torch.rand(rows, count, generator=generator) < ban
+    tokens, computed = found(x, weight, bias, banned)
+    assert torch.equal(tokens, wanted(x, weight, bias, banned))
+    # That of the largest estimate is computed to see which others are.
+    assert computed <= (~banned).sum()
+
+
+@given(**sizes, outliers=st.sampled_from([0.0, 0.05]))
+@settings(max_examples=150)
+def test_estimates_are_within_their_bounds(rows, inputs, count, seed, outliers):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, count))
+    for each in (x, weight):
+        each[torch.rand(each.shape, generator=generator) < outliers] *= 100
+    copy = largest_output.copy_of(weight)
+    estimates = torch.empty(rows, count)
+    largest_output.estimate_out(estimates, x, None, copy)
+    off = (estimates.double() - x.double() @ weight.double().t()).abs()
+    lengths, errors = copy.sizes[:, :count].double()
+    assert (lengths >= weight.double().norm(dim=1)).all()
+    # A row is rounded by half a 127th of the largest number of each rotated group, at the most.
+    by_rounding = largest_output.grouped_linear.rotated(torch.nn.functional.pad(x, (0, -inputs % 64)), 64) / 8
+    half = by_rounding.unflatten(1, (-1, 64)).abs().amax(dim=2).double().square().sum(dim=1).sqrt() / 254 * 8
+    bound = x.double().norm(dim=1, keepdim=True) * errors + half.unsqueeze(1) * lengths * 1.001
+    assert (off <= bound).all()
+
+
+@given(
+    **sizes,
+    apart=st.sampled_from([0.0, 1e-6, 1e-3, 1.0]),
+    share=st.sampled_from([0.0, 1e-6, 1e-3, 0.3]),
+    ban=st.sampled_from([0.0, 0.9, 1.0]),
+)
+@settings(max_examples=150)
+def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator)
+    weight = torch.randn(inputs, generator=generator) + apart * torch.randn(count, inputs, generator=generator)
+    banned = torch.rand(rows, count, generator=generator) < ban
+    copy = largest_output.copy_of(weight)
+    estimates, out, is_near = torch.empty(rows, count), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows).bool()
+    largest_output.estimate_out(estimates, x, None, copy)
+    estimates.masked_fill_(banned, -math.inf)
+    largest_output.largest_output_out(out, estimates, x, weight, None, copy, is_near, share)
+    scores = outputs(x, weight, None).masked_fill(banned, -math.inf)
+    assert torch.equal(out, scores.argmax(dim=-1))
+    # The magnitude is that of the estimates; where nothing counts, there is no second one either.
+    size = estimates.abs().masked_fill(estimates.isinf(), 0.0).amax(dim=-1, keepdim=True)
+    best = scores.amax(dim=-1, keepdim=True)
+    near = ((scores >= best - share * size) & (scores > -math.inf)).sum(dim=-1) > 1
+    assert torch.equal(is_near, near)
+
+
+def test_most_outputs_are_not_computed():
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(5, 256, generator=generator), torch.randn(20000, 256, generator=generator)
+    tokens, computed = found(x, weight)
+    assert torch.equal(tokens, wanted(x, weight)) and computed < 500
+
+
+def test_without_bounds_another_one_is_found():
+    """What the tests above can see: estimates alone are not good enough."""
+    generator = torch.Generator().manual_seed(4)
+    x, line = torch.randn(200, 64, generator=generator), torch.randn(64, generator=generator)
+    weight = line + 0.01 * torch.randn(4000, 64, generator=generator)
+    copy = largest_output.copy_of(weight)
+    spoilt = copy._replace(sizes=torch.zeros_like(copy.sizes))
+    assert torch.equal(found(x, weight, copy=copy)[0], wanted(x, weight))
+    assert not torch.equal(found(x, weight, copy=spoilt)[0], wanted(x, weight))
+
+
+def test_equal_outputs():
+    weight = torch.full((3000, 40), 0.5)
+    tokens, computed = found(torch.ones(2, 40), weight)
+    assert tokens.tolist() == [0, 0] and computed == 6000
+    assert found(torch.zeros(2, 40), torch.randn(3000, 40))[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 3e38])
+def test_numbers_that_are_none(odd):
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(3, 70, generator=generator), torch.randn(900, 70, generator=generator)
+    bias = torch.randn(900, generator=generator)
+    x[1, 5] = odd
+    banned = torch.zeros(3, 900, dtype=torch.bool)
+    banned[:, :4] = True
+    assert torch.equal(found(x, weight, bias, banned)[0], wanted(x, weight, bias, banned))
+    x[1, 5], bias[[7, 300]] = 0.0, odd
+    assert torch.equal(found(x, weight, bias)[0], wanted(x, weight, bias))
+    weight[4, 4] = odd
+    assert largest_output.copy_of(weight) is None  # a line is as long as the square root of the sum of the squares
+
+
+def test_one_output_that_is_left_may_be_anything():
+    generator = torch.Generator().manual_seed(6)
+    x, weight = torch.randn(2, 64, generator=generator), torch.randn(600, 64, generator=generator)
+    copy = largest_output.copy_of(weight)
+    out, estimates = torch.zeros(2, dtype=torch.int64), torch.full((2, 600), -math.inf)
+    estimates[:, 417] = torch.tensor([0.0, -1e9])
+    largest_output.largest_output_out(out, estimates, x, weight, None, copy)
+    assert out.tolist() == [417, 417]
+    out.fill_(7)
+    largest_output.largest_output_out(out, torch.full((2, 600), -math.inf), x, weight, None, copy)
+    assert out.tolist() == [0, 0]
+
+
+def test_lines_of_rows_and_weights_that_are_apart():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(4, 200, generator=generator)[:, :90]
+    weight = torch.randn(500, 90, generator=generator)
+    assert torch.equal(found(x, weight)[0], wanted(x.contiguous(), weight))
+
+
+def test_what_does_not_fit():
+    x, weight = torch.randn(2, 64), torch.randn(300, 64)
+    copy = largest_output.copy_of(weight)
+    out, estimates = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 300)
+    good = {"out": out, "estimates": estimates, "x": x, "weight": weight, "bias": None, "copy": copy}
+    for name, bad in (
+        ("out", out.int()),
+        ("out", out[:1]),
+        ("estimates", estimates.double()),
+        ("estimates", estimates[:, :299].contiguous()),
+        ("x", x[:, :32]),
+        ("x", x.bfloat16()),
+        ("weight", weight.t().contiguous().t()),
+        ("bias", torch.zeros(299)),
+        ("is_near", torch.zeros(2)),
+        ("copy", copy._replace(sizes=copy.sizes[:, 1:].contiguous())),
+    ):
+        with pytest.raises(RuntimeError, match="largest_output"):
+            largest_output.largest_output_out(**{**good, name: bad})
+    assert largest_output.serves(x, weight, None) and not largest_output.serves(x, weight.t().contiguous().t(), None)
+    assert not largest_output.serves(x.bfloat16(), weight, None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 63, 64, 65, 1000, 2**18 + 5])
+def test_fingerprints(count):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(8))
+    before = largest_output.fingerprint(x)
+    assert largest_output.fingerprint(x.clone()) == before
+    for i in {0, count // 3, count - 1} if count else ():
+        changed = x.clone()
+        changed[i].neg_()
+        assert largest_output.fingerprint(changed) != before
+    if count > 1:
+        assert largest_output.fingerprint(-x) != before
+        assert largest_output.fingerprint(x.flip(0)) != before
+        assert largest_output.fingerprint(x[:-1].clone()) != before
+    if count > 2**18:  # two parts of a million bytes
+        half = 2**18
+        assert largest_output.fingerprint(torch.cat([x[half:], x[:half]])) != before
+
+
+def test_fingerprints_do_not_depend_on_threads():
+    x, threads = torch.randn(2**20 + 3), torch.get_num_threads()
+    before = largest_output.fingerprint(x)
+    try:
+        torch.set_num_threads(3)
+        assert largest_output.fingerprint(x) == before
+    finally:
+        torch.set_num_threads(threads)
