@@ -9,6 +9,7 @@ import pytest
 import fastgen
 from fastgen.decoding.speculation import draft_length
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
@@ -53,6 +54,20 @@ def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPa
     assert_speculates(2)
     assert found[0] is None
     assert 0 < found[1] < 60
+
+
+def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latter is recorded after half as many tokens, whether or not calls ask for drafts."""
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    fastgen.enable(self_speculation="int8", captured_step="auto")
+    family = KNOWN["llama"]
+    model, steps = copy.deepcopy(family.build()), []
+    for _ in range(5):
+        fastgen.reset_stats()
+        same(model, family.make_inputs(2), {**GREEDY, "max_new_tokens": 40, "eos_token_id": None})
+        captured, drafted = (fastgen.stats().get(name, {}) for name in (CAPTURED, ENTRY_POINT))
+        steps.append((captured.get("accelerated", 0), drafted.get("accelerated", 0)))
+    assert steps == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("draft", ["lookup", "assistant"])

@@ -3,8 +3,9 @@
 All shapes are fixed and nothing is read by the host, so that a step which decides can be captured. Every row of a batch
 accepts its own number of tokens. `k` is how many tokens a row has room for; `counts` says how many it really has.
 
-Random numbers come in as tensors, as `random_numbers` draws them. A token of probabilities r is drawn as the largest of
-r / e with exponentially distributed e, as in `torch.multinomial`, for which r need not add up to one.
+Random numbers come in as tensors, as `random_numbers` draws them. A token is drawn by inversion: it is the first one up
+to which the probabilities add up to more than a uniform number of their sum. That takes one number for each row, where
+`torch.multinomial` takes one for each token, which is most of the time of a draw.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def accept_sampled(
     target_probabilities: Tensor,
     counts: Tensor,
     uniform: Tensor,
-    exponential: Tensor,
+    following: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Rejection sampling: the tokens have the distribution that sampling from the model alone has.
 
@@ -59,7 +60,7 @@ def accept_sampled(
         target_probabilities: p: [rows, k + 1, vocabulary], floating point; each adds up to one, without NaN.
         counts: [rows], int64: how many tokens of each row are drafted, 0 to k.
         uniform: [rows, k], float32, in [0, 1).
-        exponential: [rows, vocabulary], float32, of rate 1.
+        following: [rows], float64, in [0, 1): what draws the token behind those that are kept.
 
     Returns:
         How many tokens are kept, [rows], and the token behind them, [rows]; both int64.
@@ -76,7 +77,7 @@ def accept_sampled(
 
     target = _at(target_probabilities, accepted).float()
     if k == 0:
-        return accepted, _draw(target, exponential)
+        return accepted, draw(target, following)
     last = accepted.clamp(max=k - 1)
     is_rejected = (accepted < counts).unsqueeze(1)
     if draft_probabilities is None:
@@ -85,7 +86,7 @@ def accept_sampled(
         draft = _at(draft_probabilities, last).float()
     left = (target - draft * is_rejected).clamp(min=0)
     # Where p and q differ by rounding alone, a rejection may leave nothing. Then both are the same: p is drawn from.
-    return accepted, _draw(torch.where((left > 0).any(dim=1, keepdim=True), left, target), exponential)
+    return accepted, draw(torch.where((left > 0).any(dim=1, keepdim=True), left, target), following)
 
 
 def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor:
@@ -105,11 +106,24 @@ def confident(probabilities: Tensor, counts: Tensor, threshold: float) -> Tensor
 
 
 def random_numbers(
-    rows: int, k: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None
+    rows: int, k: int, device: torch.device, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`uniform`, [rows, k], and `exponential`, [rows, vocabulary], of `accept_sampled`."""
+    """`uniform`, [rows, k], and `following`, [rows], of `accept_sampled`."""
     uniform = torch.rand(rows, k, device=device, generator=generator)
-    return uniform, torch.empty(rows, vocabulary, device=device).exponential_(generator=generator)
+    return uniform, torch.rand(rows, dtype=torch.float64, device=device, generator=generator)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One token of each row, [rows], with probabilities in proportion to `weights`, [rows, vocabulary].
+
+    Args:
+        uniform: [rows], float64, in [0, 1).
+    """
+    sums = weights.double().cumsum(dim=1)
+    # Less than the last sum, also when it is rounded. A token without a weight has the sum of the one before it.
+    wanted = uniform.unsqueeze(1) * sums[:, -1:]
+    found = torch.searchsorted(sums, wanted, right=True).squeeze(1)
+    return found.clamp(max=weights.shape[1] - 1)  # of what are no numbers, any token
 
 
 def _accepted(kept: Tensor, counts: Tensor) -> Tensor:
@@ -123,12 +137,3 @@ def _at(probabilities: Tensor, positions: Tensor) -> Tensor:
     rows, count, vocabulary = probabilities.shape
     first = torch.arange(rows, device=positions.device) * count
     return probabilities.reshape(rows * count, vocabulary).index_select(0, first + positions)
-
-
-def _draw(weights: Tensor, exponential: Tensor) -> Tensor:
-    """One token of each row, [rows], with probabilities in proportion to `weights`, [rows, vocabulary]."""
-    # Relative to the largest one, so that small numbers do not all become 0 when they are divided.
-    relative = weights / weights.amax(dim=1, keepdim=True)
-    # An exponential number may be 0.
-    races = relative / exponential.clamp(min=torch.finfo(torch.float32).tiny)
-    return races.masked_fill(weights <= 0, -1.0).argmax(dim=1)

@@ -97,7 +97,8 @@ class DraftLength:
     A call may get slower by `tolerance` at most: what drafts have lost so far, and what the next ones lose if all are
     rejected, must be less. This is counted for the row that has fewest tokens, because the call ends with it. The
     first `horizon` tokens are taken as generated. So a draft may be shorter at the beginning than later, and in a
-    very short call there may be none.
+    very short call there may be none. Where a model drafts, one that is longer than the shortest leaves enough for the
+    shortest: after an unlucky beginning, the call may try again.
 
     Where drafts are found in a text, rows have theirs at different times, and the row with fewest tokens is another one
     each time. Then half of what rows on the average gain more than it counts, too, up to 8 % of the call. So a batch in
@@ -166,13 +167,16 @@ class DraftLength:
         spare = self._spare(costs[0], are_found=available is not None)
         expected = float(len(rows))
         best, fastest = 0, expected / costs[0]
+        shortest = costs[lengths[1]] - costs[0]
         powers = list(rates)
         for k in range(1, lengths[-1] + 1):
             if available is not None:
                 powers = [power if count >= k else 0.0 for power, count in zip(powers, available, strict=True)]
             expected += sum(powers)
             if k in lengths:
-                if costs[k] - costs[0] > spare:
+                # A longer draft leaves enough for the shortest: else a single unlucky one might be the call's last.
+                reserve = shortest if k > lengths[1] and available is None else 0.0
+                if costs[k] - costs[0] + reserve > spare:
                     break
                 if expected > fastest * costs[k]:
                     best, fastest = k, expected / costs[k]

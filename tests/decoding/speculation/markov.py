@@ -96,7 +96,7 @@ def continuations(
             following = chosen[each, accepted]
         else:
             probabilities = None if method in ("greedy", "lookup") else torch.stack(q, 1)
-            numbers = random_numbers(rows, k, vocabulary, target.device, generator)
+            numbers = random_numbers(rows, k, target.device, generator)
             accepted, following = accept_sampled(proposed, probabilities, target, counts, *numbers)
             if method == "unadjusted":
                 following = draw(target[each, accepted], generator)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, random_numbers
+from fastgen.decoding.speculation.acceptance import accept_greedy, accept_sampled, confident, draw, random_numbers
 from tests.decoding.speculation.markov import Markov, chi_square, continuations
 
 DRAWS = 100_000
@@ -34,7 +37,7 @@ def test_greedy(data, k, rows):
     assert accepted.tolist() == [kept(row) for row in range(rows)]
 
 
-def sampled_by_definition(drafted, q, p, count, uniform, exponential):
+def sampled_by_definition(drafted, q, p, count, uniform, following):
     """Algorithm 1 for one row, in float64 and with divisions."""
     for place in range(count):
         token = drafted[place]
@@ -46,8 +49,13 @@ def sampled_by_definition(drafted, q, p, count, uniform, exponential):
             break
     else:
         place, weights = count, p[count]
-    races = [w / e if w > 0 else -1.0 for w, e in zip(weights, exponential, strict=True)]
-    return place, races.index(max(races))
+    return place, drawn_by_definition(weights, following)
+
+
+def drawn_by_definition(weights, uniform):
+    """In exact arithmetic."""
+    sums = itertools.accumulate(map(Fraction, weights))
+    return next(token for token, upto in enumerate(sums) if upto > Fraction(uniform) * sum(map(Fraction, weights)))
 
 
 @given(st.integers(0, 2**32), st.integers(0, 4), st.integers(1, 5), st.integers(2, 6), st.booleans())
@@ -65,16 +73,16 @@ def test_sampled(seed, k, rows, vocabulary, deterministic):
     p, q = probabilities(rows, k + 1, vocabulary), probabilities(rows, k, vocabulary)
     drafted = torch.randint(vocabulary, (rows, k), generator=generator)
     counts = torch.randint(k + 1, (rows,), generator=generator)
-    uniform, exponential = random_numbers(rows, k, vocabulary, p.device, generator)
+    uniform, following = random_numbers(rows, k, p.device, generator)
     if deterministic:
         q = torch.nn.functional.one_hot(drafted, vocabulary).float()
-    accepted, following = accept_sampled(drafted, None if deterministic else q, p, counts, uniform, exponential)
-    arguments = [each.double().tolist() for each in (q, p, uniform, exponential)]
+    accepted, tokens = accept_sampled(drafted, None if deterministic else q, p, counts, uniform, following)
+    arguments = [each.double().tolist() for each in (q, p, uniform, following)]
     wanted = [
         sampled_by_definition(draft, q_, p_, count, u, e)
         for draft, count, q_, p_, u, e in zip(drafted.tolist(), counts.tolist(), *arguments, strict=True)
     ]
-    assert list(zip(accepted.tolist(), following.tolist(), strict=True)) == wanted
+    assert list(zip(accepted.tolist(), tokens.tolist(), strict=True)) == wanted
 
 
 def decide(drafted, q, p, uniform=0.5, count=None):
@@ -83,7 +91,8 @@ def decide(drafted, q, p, uniform=0.5, count=None):
     uniforms = torch.full((1, len(drafted)), uniform)
     accepted, following = accept_sampled(
         torch.tensor([drafted], dtype=torch.int64), None if q is None else torch.tensor(q).view(1, -1, p.shape[2]), p,
-        torch.tensor([len(drafted) if count is None else count]), uniforms, torch.ones(1, p.shape[2]),
+        torch.tensor([len(drafted) if count is None else count]), uniforms,
+        torch.tensor([0.4], dtype=torch.float64),
     )  # fmt: skip
     return int(accepted), int(following)
 
@@ -111,19 +120,34 @@ def test_corners_of_sampling():
     assert decide([], [], [[0.1, 0.9, 0.0]]) == (0, 1)
 
 
-def test_exponential_numbers_of_zero():
-    p = torch.tensor([[[0.5, 0.0, 0.5]]])
-    none, no_tokens = torch.empty(1, 0), torch.empty(1, 0, dtype=torch.int64)
-    for exponential, wanted in (([0.0, 0.0, 1.0], 0), ([1.0, 0.0, 0.0], 2)):
-        found = accept_sampled(no_tokens, None, p, torch.tensor([0]), none, torch.tensor([exponential]))
-        assert found[1].tolist() == [wanted]
+@given(st.lists(st.sampled_from([0.0, 1e-45, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=6), st.floats(0, 1))
+@settings(max_examples=200)
+def test_draws(weights, uniform):
+    """Never a token without a weight, whatever the number, the first and the last one among them."""
+    weights = torch.tensor([[*weights, 0.25, 0.0]])
+    for number in (min(uniform, 1 - 2**-53), 0.0, 1 - 2**-53):
+        found = draw(weights, torch.tensor([number], dtype=torch.float64))
+        assert weights[0, found] > 0
+        exact = drawn_by_definition(weights[0].double().tolist(), number)
+        assert found == exact or is_at_a_border(weights, number)
+
+
+def is_at_a_border(weights, number):
+    """Whether the sum of some of the weights is so near that rounding decides."""
+    sums = weights.double().cumsum(1)
+    return bool(((sums / sums[:, -1:] - number).abs() < 1e-14).any())
+
+
+def test_draws_of_what_are_no_numbers():
+    found = draw(torch.tensor([[0.5, torch.nan, 0.5], [0.0, 0.0, 0.0]]), torch.tensor([0.9, 0.9], dtype=torch.float64))
+    assert bool((found < 3).all())
 
 
 def test_no_rows():
     empty = torch.empty(0, 2, dtype=torch.int64)
     assert accept_greedy(empty, torch.empty(0, 3, dtype=torch.int64), empty[:, 0]).shape == (0,)
     found = accept_sampled(
-        empty, torch.empty(0, 2, 5), torch.empty(0, 3, 5), empty[:, 0], torch.empty(0, 2), torch.empty(0, 5)
+        empty, torch.empty(0, 2, 5), torch.empty(0, 3, 5), empty[:, 0], torch.empty(0, 2), torch.empty(0).double()
     )
     assert [each.shape for each in found] == [(0,), (0,)]
 
@@ -239,7 +263,7 @@ def test_a_near_draft_is_accepted_often():
     generator = torch.Generator().manual_seed(3)
     p, q = model.of(model.warped, last), draft.of(draft.warped, last)
     drafted = torch.multinomial(q, 1, generator=generator)
-    numbers = random_numbers(DRAWS, 1, 4, p.device, generator)
+    numbers = random_numbers(DRAWS, 1, p.device, generator)
     accepted, _ = accept_sampled(
         drafted, q[:, None], torch.stack([p, p], 1), torch.ones(DRAWS, dtype=torch.int64), *numbers
     )
@@ -259,7 +283,7 @@ def test_in_a_program(k, deterministic):
     drafted, counts = torch.zeros(rows, k, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     chosen = torch.zeros(rows, k + 1, dtype=torch.int64)
     q, p = torch.ones(rows, k, vocabulary) / vocabulary, torch.ones(rows, k + 1, vocabulary) / vocabulary
-    numbers = torch.zeros(rows, k), torch.ones(rows, vocabulary)
+    numbers = torch.zeros(rows, k), torch.zeros(rows, dtype=torch.float64)
     results = torch.zeros(3, rows, dtype=torch.int64)
 
     def step() -> None:
@@ -277,7 +301,7 @@ def test_in_a_program(k, deterministic):
         for probabilities in (q, p):
             probabilities.copy_(torch.softmax(2 * torch.randn(probabilities.shape, generator=generator), -1))
         numbers[0].uniform_(generator=generator)
-        numbers[1].exponential_(generator=generator)
+        numbers[1].uniform_(generator=generator)
         program.replay()
         found = results.clone()
         step()

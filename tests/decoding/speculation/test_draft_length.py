@@ -127,7 +127,7 @@ def test_the_choice_gives_most_tokens_per_second(rates, available, limited, most
 
 
 def test_limits():
-    chooser = new(2, acceptance=0.95)
+    chooser = new(2, acceptance=0.95, tolerance=0.05)
     assert chooser.choose([0, 1]) > 2
     assert chooser.choose([0, 1], most=2) == 2
     assert chooser.choose([0, 1], available=[0, 1]) <= 1
@@ -237,6 +237,20 @@ def test_a_row_of_which_nothing_is_accepted(rate):
     truth = costs.steps(8, 8)
     call = Call(lambda row, _: rate if row else 0.0, 8, truth=lambda _, k: truth[k], found=lambda _: 8)
     assert call.run(DraftLength(costs, 8, (0, 2, 4, 8), horizon=128)) > 0.9
+
+
+@pytest.mark.parametrize("expected", [0.7, 0.9, 0.95])
+def test_an_unlucky_draft_is_not_the_last_of_the_call(expected):
+    """A draft that takes most of what may be lost waits until others have gained something."""
+    costs = Costs({1: 1.0, 3: 1.05, 5: 1.2, 9: 1.35}, {1: 0.39})
+    for k in (2, 4, 8):
+        chooser = DraftLength(costs, 1, (0, 2, 4, 8), acceptance=expected, horizon=128)
+        first = chooser.choose([0], most=k)
+        assert first > 0
+        chooser.observe([0], first, [first], [0])
+        chooser._all.add(100, 95)  # only what is left decides
+        chooser._rows[0].add(100, 95)
+        assert chooser.choose([0]) > 0
 
 
 def test_only_lengths_that_there_are():

@@ -54,6 +54,10 @@ class _StepCosts(Costs):
     def _table(self, rows: int, most: int) -> list[float]:
         return super()._table(self._all_rows, most)
 
+    def _correction(self, k: int) -> float:
+        """What rounds with a draft are measured to take says nothing about plain calls."""
+        return 1.0 if k == 0 and self._plain_is_given else super()._correction(k)
+
 
 class Pace:
     """Chooses how many tokens to draft.

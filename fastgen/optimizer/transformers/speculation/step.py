@@ -34,8 +34,38 @@ from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep
 
 # Times that a part runs as it is before it is captured.
 _WARM_UPS = 1
-# Timings of each part that are kept.
-_TIMES, _ENOUGH_TIMES = 16, 2
+# Timings of each part that are kept, and calls whose times are, as of plain steps.
+_TIMES, _ENOUGH_TIMES, _CALLS = 16, 2, 4
+
+
+class Times(deque[float]):
+    """Seconds of the last runs of a part in this call, and what it has taken in the last calls that ran it."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_TIMES)
+        self._of_calls: deque[float] = deque(maxlen=_CALLS)
+
+    @property
+    def seconds(self) -> float | None:
+        """None as long as there are too few timings.
+
+        A part does the same each time, and what makes it longer is from outside, or that it ran for the first time.
+        So it is the lower quartile of a call, and the least one of some calls. A plain step is told from as many: else
+        drafts might be given up for what else the machine did in one call, and their parts would not run again.
+        """
+        known = [*self._of_calls, *self._of_this_call()]
+        return min(known, default=None)
+
+    def begin_call(self) -> None:
+        """Another call begins. Of a part that runs seldom, timings of several calls count as one."""
+        found = self._of_this_call()
+        if found:
+            self._of_calls.extend(found)
+            self.clear()
+
+    def _of_this_call(self) -> list[float]:
+        known = sorted(self)
+        return known[(len(known) - 1) // 4 :][:1] if len(known) >= _ENOUGH_TIMES else []
 
 
 class _Part:
@@ -75,8 +105,8 @@ class SpeculativeStep(CapturedStep):
         counts: [rows], int64: how many tokens are drafted, behind the end of each row. Of a draft that is not the
             model's own, whoever drafts writes them.
         accepted: [rows], int64: how many of them were kept in the last round.
-        times: seconds of the last runs of each part, by the number of positions that it checks; 0 for a step of the
-            draft. Those of parts that have been captured.
+        times: of each part, by the number of positions that it checks; 0 for a step of the draft. Those of parts that
+            have been captured.
         host_times: seconds of the last rounds besides those of their parts.
         seconds_of_first_runs: of all parts until they had been captured.
         seconds_of_move: what it took to take over rows of a larger step.
@@ -105,7 +135,7 @@ class SpeculativeStep(CapturedStep):
         recorded = rows if key.draft.records else 0, key.width, 2, prompt.logits.shape[-1]
         self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
-        self.times: dict[int, deque[float]] = {}
+        self.times: dict[int, Times] = {}
         self.host_times: deque[float] = deque(maxlen=_TIMES)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.acceptance: float | None = None  # what the last call has found
@@ -164,16 +194,12 @@ class SpeculativeStep(CapturedStep):
             self.times, self.host_times = other.times, other.host_times
         self.seconds_of_move = self._now(waits=True) - start
 
-    def times_of(self, positions: int) -> deque[float]:
-        return self.times.setdefault(positions, deque(maxlen=_TIMES))
+    def times_of(self, positions: int) -> Times:
+        return self.times.setdefault(positions, Times())
 
     def seconds(self, positions: int) -> float | None:
-        """The lower quartile of a part's `times`; None as long as there are too few.
-
-        It does the same each time. What makes it longer is from outside, or that it ran for the first time.
-        """
-        known = sorted(self.times.get(positions, ()))
-        return known[(len(known) - 1) // 4] if len(known) >= _ENOUGH_TIMES else None
+        """What a part takes; None as long as there are too few timings."""
+        return self.times[positions].seconds if positions in self.times else None
 
     def seconds_of_round(self, length: int) -> float | None:
         """What drafting `length` tokens and checking them takes, besides what the host does; None if nobody knows."""
@@ -183,6 +209,9 @@ class SpeculativeStep(CapturedStep):
 
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
+        if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
+            for known in self.times.values():
+                known.begin_call()
         self.near_ties.zero_()
         self._drafted.zero_()
         # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
@@ -264,7 +293,7 @@ class SpeculativeStep(CapturedStep):
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
             self._draft_probabilities.index_copy_(1, self._drafted.view(1), probabilities.unsqueeze(1))
-            tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
+            tokens = acceptance.draw(probabilities, acceptance.random_numbers(len(scores), 0, self.device)[1])
         else:
             tokens = scores.argmax(dim=-1)
         if self.key.draft.is_rated:
@@ -290,11 +319,11 @@ class SpeculativeStep(CapturedStep):
         self._send()
 
     def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
-        rows, width, vocabulary = scores.shape
+        rows, width, _ = scores.shape
         probabilities = torch.softmax(scores, dim=-1)
         is_spoilt = probabilities.isnan().any(dim=2).any(dim=1) & self.search.unfinished.view(-1)
         self.search.is_spoilt.logical_or_(is_spoilt.any())
-        numbers = acceptance.random_numbers(rows, width - 1, vocabulary, self.device)
+        numbers = acceptance.random_numbers(rows, width - 1, self.device)
         q = self._draft_probabilities[:, : width - 1] if self.key.draft.samples else None
         accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
         self.accepted.copy_(accepted)

@@ -16,7 +16,7 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, Times
 
 CPU = torch.device("cpu")
 RECORDING = 0.5
@@ -33,7 +33,9 @@ class SmallKey(NamedTuple):
 def step(rows: int, seconds: dict[int, float]) -> Any:
     """A step of so many rows whose parts were measured to take so long, [positions] -> seconds."""
     made: Any = object.__new__(SpeculativeStep)
-    made.key, made.times = SmallKey(rows), {part: [found, found] for part, found in seconds.items()}
+    made.key, made.times = SmallKey(rows), {part: Times() for part in seconds}
+    for part, found in seconds.items():
+        made.times[part].extend([found, found])
     made.host_times, made.acceptance = [], 0.6
     made.seconds_of_first_runs, made.seconds_of_move = RECORDING, 0.02
     return made

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, Times
 
 # Seconds of a draft of one token, and of checks, by positions.
 TIMES = {0: 0.1, 1: 1.0, 3: 1.1, 5: 1.2, 9: 1.4}
@@ -47,3 +47,63 @@ def test_plain_steps_are_measured_now_and_then(plain: float | None) -> None:
 
 def test_what_plain_calls_take_decides() -> None:
     assert all(rounds(1.0, 20, 64)) and not any(rounds(0.1, 20, 64))
+
+
+def test_plain_steps_are_what_plain_calls_take() -> None:
+    """Rounds with a draft that are slower or faster than the tables say do not change it."""
+    step: Any = Step()
+    pace = Pace(step, 1, 64, has_model=True, plain=1.0)
+    step.times = {part: seconds / 2 for part, seconds in TIMES.items()}
+    step.seconds = step.times.get
+    for _ in range(20):
+        pace.observe(step, [0], 4, [4], [4])
+    # A round takes 0.8 seconds, and at first 1.6.
+    chooser: Any = pace._chooser
+    assert chooser._costs.steps(1, 4)[0] == 1.0
+    assert 0.8 < chooser.gain == pytest.approx(1 - chooser._costs.steps(1, 4)[4] / 5, abs=0.1)
+
+
+def test_a_call_that_was_disturbed_does_not_end_drafts() -> None:
+    """For its parts would never be measured again: they count by the best of some calls, as plain steps do."""
+
+    class Measured(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: Any = {part: Times() for part in TIMES}
+            self.seconds = lambda part: self.times[part].seconds
+
+        def begin_call(self) -> None:
+            for known in self.times.values():
+                known.begin_call()
+
+    step: Any = Measured()
+    for factor in (1.0, 10.0):
+        step.begin_call()
+        for part, known in step.times.items():
+            known.extend([factor * TIMES[part]] * 20)
+    step.begin_call()
+    pace, found = Pace(step, 1, 128, has_model=True, plain=1.0), []
+    for _ in range(5):
+        found.append(pace.choose(step, [0], 128))
+        pace.observe(step, [0], found[-1], [found[-1]], [found[-1]])
+    assert all(found)
+
+
+def test_times() -> None:
+    """None before there are two; then the lower quartile of each call, the least of the last ones."""
+    times = Times()
+    assert times.seconds is None
+    times.append(5.0)
+    times.begin_call()
+    assert times.seconds is None
+    times.extend([9.0, 4.0, 3.0, 8.0])
+    assert times.seconds == 4.0
+    times.begin_call()
+    times.append(1.0)
+    assert times.seconds == 4.0
+    times.append(2.0)
+    assert times.seconds == 1.0
+    for _ in range(5):  # what was long ago does not count
+        times.begin_call()
+        times.extend([6.0, 6.0])
+    assert times.seconds == 6.0
