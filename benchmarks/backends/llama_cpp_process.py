@@ -12,7 +12,7 @@ from typing import Any
 
 # The type of file to convert to (`llama_ftype`), and the type of K and V (`ggml_type`): numbers of the file format, of
 # which the library's Python module lacks one.
-_PRECISIONS = {"F32": (0, 0), "BF16": (32, 30), "Q8_0": (7, 1), "Q4_1": (None, 1)}
+_PRECISIONS = {"F32": (0, 0), "BF16": (32, 30), "Q8_0": (7, 1), "Q4_0": (2, 1), "Q4_1": (None, 1)}
 
 
 def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:

@@ -6,6 +6,7 @@
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
 // are added in float32, in their order. Many rows are multiplied in the matrix registers of AMX, with the same result.
 #include "float16.h"
+#include "grouped_linear/rounded_rows.h"
 #include "grouped_linear/rows.h"
 #include "instruction_set.h"
 #include "matrix_registers.h"
@@ -34,30 +35,29 @@
 namespace {
 
 using fastgen::Group;
+using fastgen::Inputs;
 using fastgen::kBlockBytes;
 using fastgen::kBlockGroups;
 using fastgen::kUnitBytes;
 using fastgen::is_floating;
-using fastgen::kGrain;
 using fastgen::kMaxGroup;
 using fastgen::kPanel;
 using fastgen::read;
-using fastgen::read_line;
+using fastgen::RoundedRows;
+using fastgen::Tiles;
 using fastgen::write;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Bytes of a panel that are asked for ahead of time.
-constexpr int64_t kAhead = 1024;
+// A line of a panel: four bytes of each output.
+constexpr int64_t kLine = kPanel * 4;
+// Bytes of a weight that a single tile asks for ahead of time. More of them take memory's time from what the processor
+// fetches by itself (measured on an AMD EPYC with AVX-512).
+constexpr int64_t kAhead = 256;
+// Tiles of rows that share what is asked for of the next panel.
+constexpr int64_t kAskers = 3;
 // Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
-
-// Rows in bytes.
-struct Inputs {
-  const int8_t* numbers;
-  const Group* groups;
-  int64_t stride;  // bytes of a row
-};
 
 struct Weight {
   const uint8_t *numbers, *zeros;
@@ -81,6 +81,20 @@ inline Place place(const Weight& weight, int64_t at) {
   const uint8_t* block = weight.multiples + group / kBlockGroups * kBlockBytes;
   return {reinterpret_cast<const uint16_t*>(block) + lane,
           block + kUnitBytes + group % kBlockGroups * 2 * kPanel + lane};
+}
+
+// Where the bytes are that a tile asks for while it reads a panel: so far behind its own, and so far apart for each line.
+struct Ahead {
+  int64_t distance, step;
+};
+
+// A panel comes from memory for its first tile, and is near by for the others. So that memory is read all the time, the
+// first tiles ask for a part of the next panel each.
+inline Ahead ahead(const Weight& weight, int64_t tile, int64_t tiles) {
+  if (tiles == 1) return {kAhead, kLine};
+  const int64_t askers = std::min(tiles, kAskers);
+  if (tile >= askers) return {0, kLine};
+  return {weight.panel_bytes + weight.panel_bytes * tile / askers, kLine / askers};
 }
 
 inline int32_t four(const int8_t* x) {
@@ -194,6 +208,20 @@ void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t num
   }
 }
 
+// Rows of a tile in these kernels.
+int64_t tile_rows() {
+  switch (kernels()) {
+#ifdef FASTGEN_X86
+    case Kernels::kAvx512Vnni: return avx512vnni::kTileRows;
+#ifdef FASTGEN_AVX_VNNI
+    case Kernels::kAvxVnni: return avxvnni::kTileRows;
+#endif
+    case Kernels::kAvx2: return avx2::kTileRows;
+#endif
+    default: return portable::kTileRows;
+  }
+}
+
 // Whether so many rows with groups of this size are multiplied in the matrix registers.
 bool are_in_matrices(int64_t rows, int64_t group_size) {
 #ifdef FASTGEN_MATRICES
@@ -212,9 +240,9 @@ class Worker {
 #ifdef FASTGEN_MATRICES
     if (!in_matrices_) return;
     avx512vnni::set_up(avx512vnni::matrix_depth(any.group_size));
-    memory_.reset(new uint8_t[any.groups * any.group_size * kPanel + kLine]);
-    const auto odd = reinterpret_cast<uintptr_t>(memory_.get()) % kLine;
-    numbers_ = memory_.get() + (kLine - odd) % kLine;
+    memory_.reset(new uint8_t[any.groups * any.group_size * kPanel + kAligned]);
+    const auto odd = reinterpret_cast<uintptr_t>(memory_.get()) % kAligned;
+    numbers_ = memory_.get() + (kAligned - odd) % kAligned;
 #endif
   }
   ~Worker() {
@@ -234,7 +262,7 @@ class Worker {
   }
 
  private:
-  static constexpr int64_t kLine = 64;  // what loads are aligned to
+  static constexpr int64_t kAligned = 64;  // what loads are aligned to
   bool in_matrices_;
   std::unique_ptr<uint8_t[]> memory_;
   uint8_t* numbers_ = nullptr;
@@ -275,46 +303,6 @@ struct Packed {
             groups,
             panel_bytes,
             outputs};
-  }
-};
-
-// Rows in bytes, and the memory that they are in.
-struct RoundedRows {
-  std::vector<int8_t> numbers;
-  std::vector<Group> groups;
-  int64_t stride;
-
-  RoundedRows(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size, bool rotated) {
-    const int64_t rows = x.size(0), inputs = x.size(1), count = (inputs + group_size - 1) / group_size;
-    const ScalarType type = x.scalar_type();
-    stride = count * group_size;
-    // Whole matrix registers of them.
-    const int64_t whole = (rows + fastgen::kMatrixRows - 1) / fastgen::kMatrixRows * fastgen::kMatrixRows;
-    numbers.resize(whole * stride);
-    groups.resize(whole * count);
-    const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
-    const bool is_as_it_is = from == nullptr && type == ScalarType::Float && (!rotated || stride == inputs);
-    const fastgen::RowKernels kernels = fastgen::row_kernels();
-    const auto round = [&](int64_t begin, int64_t end) {
-      // With zeros behind them for the last group.
-      std::vector<float> line(is_as_it_is ? 0 : stride), turned(rotated ? stride : 0);
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t start = row * x.stride(0);
-        if (!is_as_it_is) read_line(x.const_data_ptr(), start, inputs, 1, from, type, line.data());
-        const float* values = is_as_it_is ? static_cast<const float*>(x.const_data_ptr()) + start : line.data();
-        if (rotated) {
-          kernels.rotate(values, stride, group_size, 1.0f / static_cast<float>(group_size), turned.data());
-          values = turned.data();
-        }
-        kernels.quantize(values, rotated ? stride : inputs, group_size, numbers.data() + row * stride,
-                         groups.data() + row * count);
-      }
-    };
-    if (rows * stride < kGrain) {
-      round(0, rows);
-    } else {
-      fastgen::parallel_for(0, rows, std::max<int64_t>(kGrain / stride, 1), round);
-    }
   }
 };
 
@@ -383,11 +371,11 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
   }
   const int64_t rows = x.size(0);
   if (rows == 0 || panels == 0) return;
-  const RoundedRows rounded(x, order, group_size, rotated);
-  const Inputs inputs{rounded.numbers.data(), rounded.groups.data(), rounded.stride};
+  const bool in_matrices = are_in_matrices(rows, group_size);
+  const RoundedRows rounded(x, order, group_size, rotated, in_matrices ? 0 : tile_rows());
+  const Inputs inputs = rounded.inputs();
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   const int64_t piece = (panels + threads - 1) / threads;
-  const bool in_matrices = are_in_matrices(rows, group_size);
   fastgen::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     size_t product = 0;
     Worker worker(weights[0], in_matrices);

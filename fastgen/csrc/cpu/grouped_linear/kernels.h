@@ -30,6 +30,8 @@ struct Factors {
   Floats scale, middle = {}, least = {};
 };
 
+constexpr int64_t kTileRows = FASTGEN_ROWS;
+
 // A byte times a number in float16, of each output.
 FASTGEN_INLINE void load_multiples(Floats& to, const uint16_t* units, const uint8_t* bytes) {
   FASTGEN_FLOAT16::load(to, units);
@@ -59,14 +61,16 @@ FASTGEN_INLINE void add_group(Floats& total, const Ints& sum, const Factors& fac
   if (has_least) total += factors.least * (of.scale * static_cast<float>(of.sum));
 }
 
-// The sums over all inputs, in float32, of kRows rows and the outputs from `first` on in a panel.
-template <int kBits, int kRows>
+// The sums over all inputs, in float32, of the kRows rows of a tile and the outputs from `first` on in a panel.
+// With kHasMore the weight may have zeros, minimums or multiples.
+template <int kBits, int kRows, bool kHasMore>
 FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t panel, int64_t first,
-                         float* sums) {
+                         Ahead where, float* sums) {
   constexpr int kVectors = FASTGEN_VECTORS;
-  constexpr int64_t kLine = kPanel * 4;  // bytes: four of each output
   const uint8_t* numbers = weight.numbers + panel * weight.panel_bytes + first * 4;
-  const uint8_t* ahead = numbers + kAhead;
+  const uint8_t* ahead = numbers + where.distance;
+  const int64_t step = where.step;
+  const Group* of = inputs.groups + row * weight.groups;
   const int64_t lines = weight.group_size / 4 * kBits / 8;
   const int8_t* x = inputs.numbers + row * inputs.stride;
   Floats total[kRows][kVectors];
@@ -80,39 +84,56 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
     Ints sum[kRows][kVectors];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Group& of = inputs.groups[(row + r) * weight.groups + group];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of.sum;
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of[r].sum;
     }
-    for (int64_t line = 0; line < lines; ++line, numbers += kLine, ahead += kLine) {
+    for (const uint8_t* end = numbers + lines * kLine; numbers != end; numbers += kLine, ahead += step) {
       __builtin_prefetch(ahead, 0, 3);
       if (kVectors * FASTGEN_WIDTH * 4 > 64) __builtin_prefetch(ahead + 64, 0, 3);
+      // The weight's vectors first: then four inputs of a row are repeated once for all of them.
+      Bytes bytes[kVectors], some[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        const Bytes bytes = *reinterpret_cast<const Bytes*>(numbers + v * FASTGEN_WIDTH * 4);
-        if (kBits == 8) {
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) FASTGEN_DOT(sum[r][v], bytes, x + r * inputs.stride);
-        } else {
-          const Bytes low = bytes & 15, high = (Bytes)(((Ints)bytes >> 4) & 0x0f0f0f0f);
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) FASTGEN_SMALL_DOT(sum[r][v], low, x + r * inputs.stride);
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) FASTGEN_SMALL_DOT(sum[r][v], high, x + r * inputs.stride + 4);
-        }
+        bytes[v] = *reinterpret_cast<const Bytes*>(numbers + v * FASTGEN_WIDTH * 4);
       }
-      x += kBits == 8 ? 4 : 8;
+      if (kBits == 8) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r, x += 4) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) FASTGEN_DOT(sum[r][v], bytes[v], x);
+        }
+        continue;
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) some[v] = bytes[v] & 15;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r, x += 4) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) some[v] = (Bytes)(((Ints)bytes[v] >> 4) & 0x0f0f0f0f);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r, x += 4) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
+      }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       Factors factors;
-      load_group(factors, weight, at + v * FASTGEN_WIDTH);
+      if (kHasMore) {
+        load_group(factors, weight, at + v * FASTGEN_WIDTH);
+      } else {
+        load_factors(factors.scale, weight.scales, at + v * FASTGEN_WIDTH, weight.are_half);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const Group& of = inputs.groups[(row + r) * weight.groups + group];
-        add_group(total[r][v], sum[r][v], factors, of, weight.zeros != nullptr, weight.has_minimums());
+        const bool has_middle = kHasMore && weight.zeros != nullptr, has_least = kHasMore && weight.has_minimums();
+        add_group(total[r][v], sum[r][v], factors, of[r], has_middle, has_least);
       }
     }
+    of += kRows;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -123,21 +144,21 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
   }
 }
 
-template <int kBits>
+template <int kBits, bool kHasMore>
 FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t some, int64_t panel,
-                                 float* sums) {
+                                 Ahead where, float* sums) {
   for (int64_t first = 0; first < kPanel; first += FASTGEN_VECTORS * FASTGEN_WIDTH) {
     switch (some) {
 #if FASTGEN_ROWS >= 6
-      case 6: tile<kBits, 6>(weight, inputs, row, panel, first, sums); break;
-      case 5: tile<kBits, 5>(weight, inputs, row, panel, first, sums); break;
-      case 4: tile<kBits, 4>(weight, inputs, row, panel, first, sums); break;
+      case 6: tile<kBits, 6, kHasMore>(weight, inputs, row, panel, first, where, sums); break;
+      case 5: tile<kBits, 5, kHasMore>(weight, inputs, row, panel, first, where, sums); break;
+      case 4: tile<kBits, 4, kHasMore>(weight, inputs, row, panel, first, where, sums); break;
 #endif
 #if FASTGEN_ROWS >= 3
-      case 3: tile<kBits, 3>(weight, inputs, row, panel, first, sums); break;
+      case 3: tile<kBits, 3, kHasMore>(weight, inputs, row, panel, first, where, sums); break;
 #endif
-      case 2: tile<kBits, 2>(weight, inputs, row, panel, first, sums); break;
-      default: tile<kBits, 1>(weight, inputs, row, panel, first, sums);
+      case 2: tile<kBits, 2, kHasMore>(weight, inputs, row, panel, first, where, sums); break;
+      default: tile<kBits, 1, kHasMore>(weight, inputs, row, panel, first, where, sums);
     }
   }
 }
@@ -146,15 +167,15 @@ FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int
 template <class Finish>
 FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t panel,
                           const Finish& finish) {
-  alignas(64) float sums[FASTGEN_ROWS * kPanel];
-  const int64_t tiles = (rows + FASTGEN_ROWS - 1) / FASTGEN_ROWS;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t begin = rows * i / tiles, some = rows * (i + 1) / tiles - begin;  // of nearly the same size
-    if (weight.bits == 8) {
-      rows_of_tile<8>(weight, inputs, begin, some, panel, sums);
-    } else {
-      rows_of_tile<4>(weight, inputs, begin, some, panel, sums);
-    }
+  alignas(64) float sums[kTileRows * kPanel];
+  const Tiles tiles(rows, kTileRows);
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const int64_t begin = tiles.begin(i), some = tiles.begin(i + 1) - begin;
+    Ahead where = ahead(weight, i, tiles.count);
+    const bool has_more = weight.zeros != nullptr || weight.has_minimums();
+    const auto rows_of = weight.bits == 8 ? has_more ? &rows_of_tile<8, true> : &rows_of_tile<8, false>
+                                          : has_more ? &rows_of_tile<4, true> : &rows_of_tile<4, false>;
+    rows_of(weight, inputs, begin, some, panel, where, sums);
     finish(sums, begin, some);
   }
 }

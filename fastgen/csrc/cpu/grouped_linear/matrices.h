@@ -22,7 +22,7 @@ inline void set_up(int64_t depth) {
 // The numbers of a panel less the middle of their range, as signed bytes: `inputs` x 16 outputs, and behind them those of
 // the other 16.
 FASTGEN_TARGET inline void lay_out(const Weight& weight, int64_t panel, uint8_t* to) {
-  constexpr int64_t kLine = kPanel * 4, kHalf = kLine / 2;
+  constexpr int64_t kHalf = kLine / 2;
   const uint8_t* from = weight.numbers + panel * weight.panel_bytes;
   const int64_t half = weight.groups * weight.group_size * kMatrixRows, lines = weight.panel_bytes / kLine;
   if (weight.bits == 8) {

@@ -37,9 +37,11 @@ FASTGEN_TARGET inline void rotate(const float* x, int64_t count, int64_t group_s
 }
 
 // A row in signed bytes, group by group: multiples of a 127th of the group's largest number. What is not finite makes
-// the group's scale NaN.
-FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t group_size, int8_t* to, Group* groups) {
-  for (int64_t begin = 0; begin < inputs; begin += group_size, ++groups) {
+// the group's scale NaN. The row is one of `some` in a tile (rows.h).
+FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to,
+                                    Group* groups) {
+  alignas(64) int8_t numbers[kMaxGroup];
+  for (int64_t begin = 0; begin < inputs; begin += group_size, groups += some, to += group_size * some) {
     const int64_t count = std::min(group_size, inputs - begin);
     uint32_t largest = 0;  // as bits, which are in the order of the sizes
     for (int64_t i = 0; i < count; ++i) {
@@ -54,10 +56,15 @@ FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t grou
     for (int64_t i = 0; i < count; ++i) {
       const float shifted = (is_finite ? x[begin + i] : 0.0f) * factor + kRounding;
       const int32_t number = static_cast<int32_t>(fastgen::bits_of(shifted) - fastgen::bits_of(kRounding));
-      to[begin + i] = static_cast<int8_t>(number);
+      numbers[i] = static_cast<int8_t>(number);
       sum += number;
     }
-    for (int64_t i = begin + count; i < begin + group_size; ++i) to[i] = 0;
+    for (int64_t i = count; i < group_size; ++i) numbers[i] = 0;
+    if (some == 1) {
+      std::memcpy(to, numbers, group_size);
+    } else {
+      for (int64_t i = 0; i < group_size; i += 4) std::memcpy(to + i * some, numbers + i, 4);
+    }
     *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
   }
 }
