@@ -20,6 +20,7 @@ OPERATORS = (
     "grouped_linear",
     "linear",
     "no_repeat_ngram",
+    "packed_attention",
     "quantized_linear",
     "rms_norm",
     "search_step",
