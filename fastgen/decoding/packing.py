@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import settings
+from fastgen.ops import packed_attention
+
 
 class Packing:
     """Where the tokens of a batch lie in the row.
@@ -35,6 +38,7 @@ class Packing:
         # Of texts with the same length: how many, and the length.
         runs = itertools.groupby(self.lengths[text] for text in order)
         self._runs = [(len(list(same)), length) for length, same in runs]
+        self._in_row = torch.tensor([self.lengths[text] for text in order])
 
     def pack(self, x: Tensor) -> Tensor:
         """[texts, longest, ...] -> [1, total, ...]."""
@@ -55,6 +59,8 @@ class Packing:
         Returns:
             [1, total, heads, dim of the values].
         """
+        if self._is_one_operator(query, keys, values):
+            return packed_attention.packed_attention(query[0], keys[0], values[0], self._in_row, scale).unsqueeze(0)
         has_groups = query.shape[1] != keys.shape[1]
         result = values.new_empty(1, self.total, query.shape[1], values.shape[3])
         begin = 0
@@ -66,6 +72,13 @@ class Packing:
             )
             begin += texts * length
         return result
+
+    def _is_one_operator(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Whether attention of all texts is one call, which is measured to be faster."""
+        if settings.current().linear_products == "fixed" or not packed_attention.serves(query, keys, values):
+            return False
+        heads, dim = query.shape[1], query.shape[3]
+        return packed_attention.is_faster(max(self.lengths), heads, keys.shape[1], dim)
 
 
 def _of_texts(x: Tensor, begin: int, texts: int, length: int) -> Tensor:

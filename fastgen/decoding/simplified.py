@@ -11,16 +11,19 @@ import math
 from collections import Counter, defaultdict
 
 import torch
-from torch.utils._pytree import tree_structure
+from torch.utils._pytree import tree_structure, tree_unflatten
 
+from fastgen import settings
 from fastgen.decoding import largest_outputs
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.ops import packed_attention
 
 _aten = torch.ops.aten
 # Of their tensor they use the shape and the type, and not the numbers.
 _BY_LAYOUT = frozenset(
     {_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros_like, _aten.ones_like, _aten.full_like}
 )
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
@@ -29,7 +32,7 @@ def simplified(recording: Recording) -> Recording:
 
     What is added to a product is its bias. The largest output of a layer is found without computing all of them
     (`fastgen.decoding.largest_outputs`). Lines of an embedding are selected by an operator that writes them to where
-    they belong: that of embeddings makes a copy.
+    they belong: that of embeddings makes a copy. Attention of texts is FastGen's operator where that is faster.
 
     A constant stays in the storage in which the recording has it. That storage is no longer one of `made`.
     """
@@ -39,7 +42,8 @@ def simplified(recording: Recording) -> Recording:
     constants = _constants(operations)
     found.made = recording.made - constants
     operations = [each for each in operations if not each.made or not each.made <= constants]
-    found.operations = _needed(largest_outputs.recognised(_with_biases(_without_copies(operations))), found.made)
+    operations = _with_own_attention(_without_copies(operations), recording)
+    found.operations = _needed(largest_outputs.recognised(_with_biases(operations)), found.made)
     return found
 
 
@@ -96,6 +100,54 @@ def _without_copies(operations: list[Operation]) -> list[Operation]:
         if _has_layout(source, copy) and not is_written and copy.storage not in outside:
             originals[copy.storage] = source, copy
     return found
+
+
+def _with_own_attention(operations: list[Operation], recording: Recording) -> list[Operation]:
+    if settings.current().linear_products == "fixed":  # the choice depends on a measurement
+        return operations
+    used = frozenset(storage for each in operations for storage in each.used)
+    return [
+        _own_attention(each, used, recording) or each if each.function is _ATTENTION else each for each in operations
+    ]
+
+
+def _own_attention(operation: Operation, used: frozenset[int], recording: Recording) -> Operation | None:
+    """Attention of texts over all of their tokens as FastGen's operator, if that is faster."""
+    args, options = tree_unflatten(operation.leaves, operation.structure)
+    scale = options.pop("scale", Constant(None))
+    out, sums = operation.fresh
+    # No dropout, no mask, not causal, and nobody reads the sums of its weights.
+    is_plain = all(isinstance(each, Constant) and not each.value for each in (*args[3:], *options.values()))
+    if not is_plain or out is None or sums is None or sums.storage in used:
+        return None
+    given = (*args[:3], out)
+    parts = [part for each in given if (part := _as_row(each, recording)) is not None]
+    if len(parts) < len(given):
+        return None
+    query, keys, values, result = parts[0], parts[1], parts[2], parts[3].transpose(0, 1)
+    heads, _, dim = query.shape
+    if not (result.is_contiguous() and packed_attention.serves(query, keys, values)):
+        return None
+    texts, length = out.size[0], out.size[2]
+    if not packed_attention.is_faster(length, heads, keys.shape[0], dim):
+        return None
+    *places, place = (
+        dataclasses.replace(one, size=tuple(part.shape), stride=part.stride())
+        for one, part in zip(given, (query, keys, values, result), strict=True)
+    )
+    lengths = torch.full((texts,), length, dtype=torch.int64, device="cpu")
+    others = [Constant(lengths), Constant(packed_attention.scale_of(dim, scale.value))]
+    return Operation(packed_attention.OPERATOR, [*places, *others], tree_structure(((None,) * 5, {})), [place])
+
+
+def _as_row(place: Place, recording: Recording) -> torch.Tensor | None:
+    """[texts, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
+    storage = recording.storages[place.storage]
+    texts = torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+    try:
+        return texts.transpose(0, 1).view(place.size[1], place.size[0] * place.size[2], place.size[3])
+    except RuntimeError:
+        return None
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:

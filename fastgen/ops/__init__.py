@@ -21,6 +21,7 @@ OPERATORS = (
     "largest_output",
     "linear",
     "no_repeat_ngram",
+    "packed_attention",
     "quantized_linear",
     "rms_norm",
     "search_step",

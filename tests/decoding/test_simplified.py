@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen import settings
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.simplified import simplified
+from fastgen.ops import packed_attention
 
 aten = torch.ops.aten
 X = torch.randn(3, 5)
@@ -277,3 +279,49 @@ def test_an_embedding_of_what_is_no_line_fails() -> None:
     ids[1] = 7
     with pytest.raises((IndexError, RuntimeError)):
         program.replay()
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> tuple[list[str], float]:
+    """The operators that are left of attention, and how far a replay is from what the function gives."""
+    out = torch.zeros(2, 5, 4 * 16)
+
+    def steps() -> None:
+        result = torch.nn.functional.scaled_dot_product_attention(query, keys, values, **options)
+        out.copy_(result.transpose(1, 2).flatten(2))
+
+    with torch.inference_mode():
+        recording, _ = record(steps)
+        names = [each.function.overloadpacket._qualified_op_name for each in simplified(recording).operations]
+        program = Program()
+        program.capture(steps)
+        for part in (query, keys, values):
+            part.normal_()
+        program.replay()
+        found = out.clone()
+        steps()
+    return names, float((found - out).abs().max())
+
+
+def of_tokens() -> list[Tensor]:
+    """As linear layers give them: [texts, heads, length, dim]."""
+    return [torch.randn(2, 5, 4, 16).transpose(1, 2) for _ in range(3)]
+
+
+@pytest.mark.skipif(not packed_attention.is_available(), reason="there are no kernels with vectors in this process")
+def test_attention_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_faster = True
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: is_faster)
+    for options in ({}, {"scale": 0.5}):
+        names, difference = attended(*of_tokens(), **options)
+        assert names == ["fastgen::packed_attention", "aten::copy_"] and difference < 1e-6
+    torchs = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    query, keys, values = of_tokens()
+    for options in ({"attn_mask": torch.zeros(5, 5)}, {"is_causal": True}):
+        assert attended(query, keys, values, **options) == ([torchs, "aten::copy_"], 0.0)
+    # Another number of keys, and texts that do not follow one another in memory.
+    assert attended(query, keys[:, :, :3], values[:, :, :3]) == ([torchs, "aten::copy_"], 0.0)
+    assert attended(query, *(torch.randn(2, 4, 7, 16)[:, :, :5] for _ in range(2))) == ([torchs, "aten::copy_"], 0.0)
+    with settings.changed(linear_products="fixed"):
+        assert attended(*of_tokens()) == ([torchs, "aten::copy_"], 0.0)
+    is_faster = False
+    assert attended(*of_tokens()) == ([torchs, "aten::copy_"], 0.0)

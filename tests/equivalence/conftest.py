@@ -13,7 +13,7 @@ import fastgen
 from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
-from fastgen.ops import dot_linear, linear, split_linear, widened_linear
+from fastgen.ops import dot_linear, linear, packed_attention, split_linear, widened_linear
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence import speculation
@@ -64,6 +64,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(split_linear, "costs", lambda *shape, **options: split_linear.Costs(plain=2.0, split=9.0))
     monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(plain=2.0, widened=1.0))
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=0.5, packing=0.0))
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable()
     fastgen.reset_stats()
     yield

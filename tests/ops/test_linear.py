@@ -273,6 +273,11 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
         torch.set_num_threads(before)
     assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
     assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0)  # in proportion to 1,024 rows
+    measured.clear()
+    for rows in (9, 10, 12, 13, 16, 17, 40):
+        linear.costs(rows, 5, 5, False)
+    # As dot products with up to 16 rows, so that the two can be compared.
+    assert [rows for rows, *_ in measured] == [12, 16, 32, 64]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": ["x"]}}', "\x00"])

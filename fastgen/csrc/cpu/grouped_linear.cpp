@@ -328,27 +328,43 @@ void check_result(const Tensor& y, const Tensor& x, const std::optional<Tensor>&
                   "grouped_linear: the bias must be [outputs] of a floating type");
 }
 
-// The results of a panel, into y.
-void store(const Tensor& y, const std::optional<Tensor>& bias, int64_t first, const float* sums, int64_t row,
-           int64_t some) {
-  const int64_t outputs = y.size(1), count = std::min(kPanel, outputs - first);
-  const ScalarType type = y.scalar_type();
-  float added[kPanel] = {};
-  for (int64_t i = 0; bias && i < count; ++i) added[i] = read(bias->const_data_ptr(), first + i, bias->scalar_type());
-  void* to = y.mutable_data_ptr();
-  if (type == ScalarType::Float) {
-    float* line = static_cast<float*>(to) + row * outputs + first;
-    for (int64_t r = 0; r < some; ++r, line += outputs, sums += kPanel) {
-      for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
-    }
-    return;
+// Where results go, and what is added to them. It is looked up once for each product: a panel is stored a few rows at a
+// time, and to ask torch for each of these takes as long as to multiply them.
+class Target {
+ public:
+  Target(const Tensor& y, const std::optional<Tensor>& bias)
+      : to_(y.mutable_data_ptr()), outputs_(y.size(1)), type_(y.scalar_type()) {
+    added_.resize((outputs_ + kPanel - 1) / kPanel * kPanel);
+    if (!bias) return;
+    const void* from = bias->const_data_ptr();
+    const ScalarType type = bias->scalar_type();
+    for (int64_t i = 0; i < outputs_; ++i) added_[i] = read(from, i, type);
   }
-  for (int64_t r = 0; r < some; ++r) {
-    for (int64_t i = 0; i < count; ++i) {
-      write(to, (row + r) * outputs + first + i, type, sums[r * kPanel + i] + added[i]);
+
+  // The sums of a panel, whose first output is `first`, for some rows.
+  void store(int64_t first, const float* sums, int64_t row, int64_t some) const {
+    const int64_t count = std::min(kPanel, outputs_ - first);
+    const float* added = added_.data() + first;
+    if (type_ == ScalarType::Float) {
+      float* line = static_cast<float*>(to_) + row * outputs_ + first;
+      for (int64_t r = 0; r < some; ++r, line += outputs_, sums += kPanel) {
+        for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
+      }
+      return;
+    }
+    for (int64_t r = 0; r < some; ++r) {
+      for (int64_t i = 0; i < count; ++i) {
+        write(to_, (row + r) * outputs_ + first + i, type_, sums[r * kPanel + i] + added[i]);
+      }
     }
   }
-}
+
+ private:
+  void* to_;
+  int64_t outputs_;
+  ScalarType type_;
+  std::vector<float> added_;
+};
 
 // Products with the same x and the same groups. The panels of all together are shared out among the threads.
 void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
@@ -361,12 +377,14 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
                   "grouped_linear: as many parts of weights and biases as results");
   check(x, order, group_size, rotated);
   std::vector<Weight> weights;
+  std::vector<Target> targets;
   std::vector<int64_t> ends;  // of the panels of each product, among those of all
   int64_t panels = 0;
   for (size_t i = 0; i < count; ++i) {
     check_result(results[i], x, biases[i]);
     const Packed packed{numbers[i], scales[i], zeros[i], minimums[i], biases[i]};
     weights.push_back(packed.weight(x.size(1), results[i].size(1), bits, group_size));
+    targets.emplace_back(results[i], biases[i]);
     ends.push_back(panels += (results[i].size(1) + kPanel - 1) / kPanel);
   }
   const int64_t rows = x.size(0);
@@ -384,7 +402,7 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
       const Weight& weight = weights[product];
       const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);
       worker.multiply(weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
-        store(results[product], biases[product], own * kPanel, sums, row, some);
+        targets[product].store(own * kPanel, sums, row, some);
       });
     }
   });

@@ -101,7 +101,7 @@ Row measure(const Layer& layer, int64_t row) {
   // As the estimates were made. A group times its Hadamard matrix is longer than the group by the root of its size.
   const float size = static_cast<float>(layer.group_size);
   kernels.rotate(line.data(), whole, layer.group_size, 1.0f / size, turned.data());
-  kernels.quantize(turned.data(), whole, layer.group_size, numbers.data(), scales.data());
+  kernels.quantize(turned.data(), whole, layer.group_size, 1, numbers.data(), scales.data());
   double squares = 0.0, errors = 0.0;
   for (int64_t i = 0; i < whole; ++i) {
     const double number = turned[i], error = number - double{scales[i / layer.group_size].scale} * numbers[i];

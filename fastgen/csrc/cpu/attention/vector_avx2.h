@@ -42,3 +42,8 @@ inline Vector power_of_two(Vector rounded) {
   return _mm256_castsi256_ps(
       _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(rounded), _mm256_set1_epi32(127)), 23));
 }
+
+// Lines of as many floats as a vector has, as many lines, transposed.
+inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+  transpose8(from, stride, to, to_stride);
+}

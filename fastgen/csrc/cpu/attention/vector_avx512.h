@@ -38,3 +38,8 @@ inline Vector power_of_two(Vector rounded) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(rounded), _mm512_set1_epi32(127)), 23));
 }
+
+// Lines of as many floats as a vector has, as many lines, transposed.
+inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+  transpose16(from, stride, to, to_stride);
+}

@@ -56,3 +56,8 @@ inline Vector power_of_two(Vector rounded) {
   std::memcpy(&x, bits, sizeof x);
   return x;
 }
+
+// Lines of as many floats as a vector has, as many lines, transposed.
+inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+  transpose4(from, stride, to, to_stride);
+}

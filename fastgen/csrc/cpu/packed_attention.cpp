@@ -1,0 +1,159 @@
+// Attention within each text of several that lie one behind the other. The schema is defined in
+// fastgen/ops/packed_attention.py.
+#include "parallel.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace fastgen {
+namespace {
+
+// [heads, tokens, dim], the last one contiguous.
+struct Rows {
+  const float* data;
+  int64_t head, token;
+  const float* row(int64_t h, int64_t t) const { return data + h * head + t * token; }
+};
+
+struct TextAttention {
+  Rows query, keys, values;
+  int64_t group, dim, value_dim;  // heads of queries that share one of keys
+  float scale;
+  float* output;  // [tokens, heads, value dim]; tokens are `output_token` apart, the rest is contiguous
+  int64_t output_token;
+};
+
+struct Text {
+  int64_t begin, length;
+};
+
+// `attend` takes some queries of a head and a text, at most `queries`, and works in so many floats.
+struct TextKernels {
+  int64_t queries;
+  int64_t (*floats_of_scratch)(const TextAttention&);
+  void (*attend)(const TextAttention&, int64_t head, const Text&, int64_t first, float* scratch);
+};
+
+}  // namespace
+}  // namespace fastgen
+
+#define FASTGEN_ATTENTION_KERNEL "texts.h"
+#include "attention/instruction_sets.h"
+
+namespace {
+
+using fastgen::Rows;
+using fastgen::Text;
+using fastgen::TextAttention;
+using fastgen::TextKernels;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// About as many multiplications as it takes to pay for waking a thread.
+constexpr int64_t kProductsPerTask = 1 << 17;
+
+TextKernels kernels() {
+#ifdef FASTGEN_X86
+  switch (fastgen::instruction_set()) {
+    case fastgen::InstructionSet::kAvx512: return fastgen::avx512::kernels();
+    case fastgen::InstructionSet::kAvx2: return fastgen::avx2::kernels();
+    case fastgen::InstructionSet::kPortable: break;
+  }
+#endif
+  return fastgen::portable::kernels();
+}
+
+void check(const Tensor& x, const char* name) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3 && x.scalar_type() == ScalarType::Float && x.size(2) > 0 &&
+                      (x.stride(2) == 1 || x.size(2) == 1),
+                  "packed_attention: ", name,
+                  " must be [heads, tokens, dim] of float32, its last dimension contiguous");
+}
+
+Rows rows_of(const Tensor& x) {
+  return {static_cast<const float*>(x.const_data_ptr()), x.stride(0), x.stride(1)};
+}
+
+std::vector<Text> texts_of(const Tensor& lengths, int64_t tokens) {
+  STD_TORCH_CHECK(lengths.is_cpu() && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Long &&
+                      lengths.is_contiguous(),
+                  "packed_attention: lengths must be [texts] of int64");
+  const int64_t* numbers = static_cast<const int64_t*>(lengths.const_data_ptr());
+  std::vector<Text> texts;
+  int64_t begin = 0;
+  for (int64_t i = 0; i < lengths.size(0); ++i) {
+    STD_TORCH_CHECK(numbers[i] >= 0 && numbers[i] <= tokens - begin, "packed_attention: lengths do not fit");
+    if (numbers[i] > 0) texts.push_back({begin, numbers[i]});
+    begin += numbers[i];
+  }
+  STD_TORCH_CHECK(begin == tokens, "packed_attention: lengths of ", begin, " tokens, and not of ", tokens);
+  return texts;
+}
+
+// Some queries of one head and one text.
+struct Task {
+  int64_t head, text, first;
+};
+
+Tensor packed_attention_out(Tensor query, Tensor keys, Tensor values, Tensor lengths, double scale, Tensor out) {
+  check(query, "the query"), check(keys, "keys"), check(values, "values");
+  const int64_t heads = query.size(0), tokens = query.size(1), kv_heads = keys.size(0), value_dim = values.size(2);
+  STD_TORCH_CHECK(keys.size(1) == tokens && values.size(1) == tokens && keys.size(2) == query.size(2) &&
+                      values.size(0) == kv_heads && kv_heads > 0 && heads % kv_heads == 0,
+                  "packed_attention: query, keys and values do not fit together");
+  STD_TORCH_CHECK(out.is_cpu() && out.dim() == 3 && out.scalar_type() == ScalarType::Float && out.size(0) == tokens &&
+                      out.size(1) == heads && out.size(2) == value_dim && out.is_contiguous(),
+                  "packed_attention: the result must be [tokens, heads, dim of the values] of float32");
+  const std::vector<Text> texts = texts_of(lengths, tokens);
+  const TextAttention problem{rows_of(query),
+                              rows_of(keys),
+                              rows_of(values),
+                              heads / kv_heads,
+                              query.size(2),
+                              value_dim,
+                              static_cast<float>(scale),
+                              static_cast<float*>(out.mutable_data_ptr()),
+                              heads * value_dim};
+  const TextKernels kernels = ::kernels();
+  std::vector<Task> tasks;
+  int64_t products = 0;
+  for (int64_t text = 0; text < static_cast<int64_t>(texts.size()); ++text) {
+    const int64_t length = texts[text].length;
+    products += heads * length * length * (problem.dim + value_dim);
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t first = 0; first < length; first += kernels.queries) tasks.push_back({head, text, first});
+    }
+  }
+  const int64_t count = static_cast<int64_t>(tasks.size());
+  const int64_t grain = std::max<int64_t>(1, count * kProductsPerTask / std::max<int64_t>(products, 1));
+  fastgen::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    float* scratch = fastgen::allocate_floats(kernels.floats_of_scratch(problem));
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& [head, text, first] = tasks[i];
+      kernels.attend(problem, head, texts[text], first, scratch);
+    }
+    fastgen::free_floats(scratch);
+  });
+  return out;
+}
+
+Tensor packed_attention(Tensor query, Tensor keys, Tensor values, Tensor lengths, double scale) {
+  check(query, "the query"), check(values, "values");
+  Tensor out = torch::stable::new_empty(query, {query.size(1), query.size(0), values.size(2)});
+  return packed_attention_out(query, keys, values, lengths, scale, out);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("packed_attention", TORCH_BOX(&packed_attention));
+  library.impl("packed_attention.out", TORCH_BOX(&packed_attention_out));
+}

@@ -1,0 +1,63 @@
+"""Texts in one row: attention within each of them, by FastGen's operator and by torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen import settings
+from fastgen.decoding.packing import Packing
+from fastgen.ops import packed_attention
+
+LENGTHS = [7, 30, 7, 1, 130]
+HEADS, DIM = 4, 24
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The texts of each call of FastGen's operator, which is the faster one."""
+    if not packed_attention.is_available():
+        pytest.skip("there are no kernels with vectors in this process")
+    found: list[int] = []
+    operator = packed_attention.OPERATOR
+
+    def counted(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        found.append(len(lengths))
+        return operator(query, keys, values, lengths, scale)
+
+    monkeypatch.setattr(packed_attention, "OPERATOR", counted)
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
+    return found
+
+
+def check(kv_heads: int = HEADS, scale: float | None = None, dtype: torch.dtype = torch.float32) -> None:
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    parts = [torch.randn(*mask.shape, heads, DIM).to(dtype) for heads in (HEADS, kv_heads, kv_heads)]
+    packing = Packing(mask)
+    found = packing.attend(*(packing.pack(part).transpose(1, 2) for part in parts), scale)
+    unpacked = packing.unpack(found, 0.0)
+    for text, length in enumerate(LENGTHS):
+        some = [part[text, :length].transpose(0, 1).double() for part in parts]
+        wanted = F.scaled_dot_product_attention(*some, scale=scale, enable_gqa=True).transpose(0, 1)
+        rounding = 3e-2 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(unpacked[text, :length].double(), wanted, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_all_texts_are_one_call(calls: list[int], kv_heads: int, scale: float | None) -> None:
+    check(kv_heads, scale)
+    assert calls == [len(LENGTHS)]
+
+
+def test_what_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(dtype=torch.bfloat16)
+    check(dtype=torch.float64)
+    with settings.changed(linear_products="fixed"):  # which depends on no measurement
+        check()
+    asked = []
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: bool(asked.append(shape)))
+    check(2)
+    assert calls == [] and asked == [(max(LENGTHS), HEADS, 2, DIM)]
