@@ -31,6 +31,8 @@ def recognised(operations: list[Operation]) -> list[Operation]:
     """The operators, with these in the place of such products and their argmax."""
     places = {id(each): place for place, each in enumerate(operations)}
     made_by = {each.fresh[0].storage: each for each in operations if each.function in _PRODUCTS and each.fresh[0]}
+    # A weight that the step itself makes or writes is another one in each step.
+    written = frozenset[int]().union(*(each.made | each.in_place for each in operations))
     found = list(operations)
     for argmax in operations:
         scores = _chosen_from(argmax)
@@ -40,8 +42,11 @@ def recognised(operations: list[Operation]) -> list[Operation]:
         first, last = places[id(product)], places[id(argmax)]
         *bias, x, weight = product.leaves
         assert isinstance(scores, Place) and isinstance(weight, Place)
-        is_kept = all(not (each.made | each.in_place) & {*product.used} for each in operations[first + 1 : last])
-        if not is_kept or not _only_ban(operations, scores, product, argmax):
+        changed = frozenset[int]().union(*(each.made | each.in_place for each in operations[first + 1 : last]))
+        if weight.storage in written or changed & product.used:
+            continue
+        users = [place for place, each in enumerate(operations) if scores.storage in each.used | each.made]
+        if (users[0], users[-1]) != (first, last) or not _only_ban(operations[first : last + 1], scores):
             continue
         lines = dataclasses.replace(weight, size=weight.size[::-1], stride=weight.stride[::-1])
         leaves = [x, lines, bias[0] if bias else Constant(None)]
@@ -88,15 +93,16 @@ def _is_whole(place: Place | Constant, result: Place) -> bool:
     )
 
 
-def _only_ban(operations: Sequence[Operation], scores: Place, product: Operation, argmax: Operation) -> bool:
+def _only_ban(operations: Sequence[Operation], scores: Place) -> bool:
     """Whether all that happens to the scores between product and argmax is that some of them become -inf.
 
     Or all but one of a row, whatever that one becomes: then it is the largest.
+
+    Args:
+        operations: from the product to the argmax.
     """
-    users = [each for each in operations if scores.storage in each.used or scores.storage in each.made]
-    if users[0] is not product or users[-1] is not argmax:
-        return False
-    steps = iter(users[1:-1])
+    rewritten = frozenset[int]().union(*(each.in_place for each in operations))
+    steps = iter([each for each in operations[1:-1] if scores.storage in each.used])
     banned_if: Place | Constant | None = None  # where the operator before has banned all
     for each in steps:
         banned, banned_if = banned_if, None
@@ -105,9 +111,10 @@ def _only_ban(operations: Sequence[Operation], scores: Place, product: Operation
         if not _is_whole(each.leaves[0], scores):
             return False
         if each.function is _aten.masked_fill_.Scalar and each.leaves[2] == Constant(-math.inf):
-            banned_if = each.leaves[1]
+            condition = each.leaves[1]
+            banned_if = condition if isinstance(condition, Place) and condition.storage not in rewritten else None
         elif each.function is _aten.index_select.default:
-            if not _changes_columns(operations, each, next(steps), banned):
+            if not _changes_columns(operations, each, next(steps, None), banned, rewritten):
                 return False
         elif each.function is not _BAN_NGRAMS and not _bans_columns(each):
             return False
@@ -120,20 +127,26 @@ def _bans_columns(operation: Operation) -> bool:
 
 
 def _changes_columns(
-    operations: Sequence[Operation], selection: Operation, copy: Operation, banned: Place | Constant | None
+    operations: Sequence[Operation],
+    selection: Operation,
+    copy: Operation | None,
+    banned: Place | Constant | None,
+    rewritten: frozenset[int],
 ) -> bool:
     """Whether some columns are selected, become -inf where a condition holds, and are copied back.
 
     One column may become another number where all others have been `banned`.
     """
     (columns,), (_, dim, index, *_) = selection.fresh, selection.leaves
-    if columns is None or copy.function is not _aten.index_copy_.default or copy.leaves[1:3] != [dim, index]:
+    if columns is None or copy is None or copy.function is not _aten.index_copy_.default:
         return False
+    is_same = copy.leaves[1:3] == [dim, index] and isinstance(index, Place) and index.storage not in rewritten
     users = [each for each in operations if columns.storage in each.used]
-    if len(users) != 2 or users[1] is not copy or not _is_whole(copy.leaves[3], columns):
+    if dim not in (Constant(1), Constant(-1)) or not is_same or len(users) != 2 or users[1] is not copy:
         return False
     fill = users[0]
-    if fill.function is not _aten.masked_fill_.Scalar or not _is_whole(fill.leaves[0], columns):
+    is_filled = fill.function is _aten.masked_fill_.Scalar and _is_whole(fill.leaves[0], columns)
+    if not is_filled or not _is_whole(copy.leaves[3], columns):
         return False
     is_one = isinstance(index, Place) and math.prod(index.size) == 1
     return fill.leaves[2] == Constant(-math.inf) or (is_one and banned is not None and fill.leaves[1] == banned)

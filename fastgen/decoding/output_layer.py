@@ -1,14 +1,17 @@
 """The output layer of a greedy step: the largest output of each row, found with a copy of the weight in 8 bits.
 
 `fastgen.decoding.largest_outputs` says which products of a recording are one. The result is the same as without the
-copy (`fastgen.ops.largest_output`). The copy lives as long as the programs that use it. Whether it still stands for the
-weight is looked at once in each call, by the contents of the weight.
+copy (`fastgen.ops.largest_output`). The copy lives as long as the programs that use it. Whether it still stands for
+the weight is looked at once in each call, by the contents of the weight. During a call, only code of others could
+change it: where such code runs, the rest of the call does without the copy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,23 +21,47 @@ from torch import Tensor
 from fastgen import memory, settings
 from fastgen.decoding import products
 from fastgen.ops import _timings, largest_output
-from fastgen.ops.linear import shortest_times
+from fastgen.ops.linear import MAX_BYTES, shortest_times
 
 _aten = torch.ops.aten
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "largest output 1"
+_KERNEL = "largest output 2"
 # A copy is not worth it for less than that. No copy is made where there is not so many times its size of free memory.
 _LEAST_BYTES, _FREE_MEMORY = 2**22, 8
-# If more than this part of all outputs is computed over some steps, estimates do not help: the logits are too flat.
+# If more than this part of all outputs is computed over so many steps, estimates do not help: the logits are too flat.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
+# So many calls do without a copy then.
+_PAUSE = 64
+# Steps of the plain product that take about as long as making a copy: one of a weight that has changed must pay first.
+_STEPS_OF_COPY = 32
 
-_call = 0  # number of the present call
+
+class _Calls(threading.local):
+    """The calls of this thread that use programs; one may run inside another."""
+
+    depth = 0
+    number: object = None  # of the outermost one
+    others_ran = False  # code of others has run inside of it
 
 
-def begin_call() -> None:
-    """From here on, weights may be others than before."""
-    global _call
-    _call += 1
+_calls = _Calls()
+
+
+@contextlib.contextmanager
+def call() -> Iterator[None]:
+    """A call that uses programs. Before it, weights may have changed."""
+    if _calls.depth == 0:
+        _calls.number, _calls.others_ran = object(), False
+    _calls.depth += 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def others_run() -> None:
+    """Code of others is about to run inside the call. It might write to weights."""
+    _calls.others_ran = True
 
 
 class Step:
@@ -48,8 +75,8 @@ class Step:
     def __init__(self, outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._outputs, self._x, self._bias = outputs, x, bias
         self._multiply = _product(outputs, x, weight, bias)
-        self._layer = _layer(x, weight, bias)
-        self._copy: largest_output.Copy | None = None  # that these estimates are from
+        self._layer = _layer(outputs, x, weight, bias)
+        self._copy: largest_output.Copy | None = None  # that these estimates are from, until they are used
 
     def estimate(self) -> None:
         """Writes all outputs, or estimates of them."""
@@ -61,17 +88,19 @@ class Step:
 
     def find(self, out: Tensor) -> None:
         """Writes the number of the largest output of each row, [rows], int64; those that are -inf by now are banned."""
-        if self._copy is None or self._layer is None:
+        copy, self._copy = self._copy, None
+        if copy is None or self._layer is None:
             _aten.argmax.out(self._outputs, -1, False, out=out)
         else:
-            self._layer.find(out, self._outputs, self._x, self._bias, self._copy)
+            self._layer.find(out, self._outputs, self._x, self._bias, copy)
 
     def find_two(self, out: Tensor, is_near: Tensor, masked: float, share: float) -> None:
         """The same, and whether another one is about as large, [rows], bool (`fastgen.ops.best_two`)."""
-        if self._copy is None or self._layer is None:
+        copy, self._copy = self._copy, None
+        if copy is None or self._layer is None:
             torch.ops.fastgen.best_two_out(out, is_near, self._outputs, masked, share)
         else:
-            self._layer.find(out, self._outputs, self._x, self._bias, self._copy, is_near, share)
+            self._layer.find(out, self._outputs, self._x, self._bias, copy, is_near, masked, share)
 
 
 def _product(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], Any]:
@@ -84,7 +113,7 @@ def _product(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return partial(_aten.addmm.out, bias, x, weight.t(), out=outputs)
 
 
-def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None:
+def _layer(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None:
     """The weight with its copy, where that is faster."""
     size = weight.numel() * weight.itemsize
     # "never" says that products are torch's own, and that nothing is copied.
@@ -92,18 +121,38 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> OutputLayer | None
         return None
     if size < _LEAST_BYTES or size / 4 * _FREE_MEMORY > memory.free_host_memory():
         return None
+    if settings.current().linear_products == "fixed":
+        # With the copy, outputs have the bits of dot products. A result must not depend on whether there is one.
+        return OutputLayer.of(weight) if products.are_dots(products.faster(outputs, x, weight, bias)) else None
     key = f"{x.shape[0]}x{x.shape[1]}x{weight.shape[0]}"
-    is_measured = settings.current().linear_products != "fixed"
-    if is_measured and _is_faster(_timings.get(_KERNEL, key, 2, None)) is False:
-        return None
-    layer = OutputLayer.of(weight)
-    if is_measured and not _is_faster(_timings.get(_KERNEL, key, 2, partial(layer.measure, x.shape[0]))):
-        return None
-    return layer
+    known = _timings.get(_KERNEL, key, 2, partial(_measure, *x.shape, weight.shape[0]))
+    return OutputLayer.of(weight) if _is_faster(known) else None
 
 
-def _is_faster(known: _timings.Timing | None) -> bool | None:
-    return None if known is None else known[1] < known[0]
+def _is_faster(known: _timings.Timing | None) -> bool:
+    return known is not None and known[1] < known[0]
+
+
+@torch.no_grad()
+def _measure(rows: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Seconds without a copy and with one, with random weights that come from memory."""
+    some = min(outputs, max(MAX_BYTES // (4 * inputs), 1))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator, dtype=torch.float32) for n in (rows, some))
+    out, results, copy = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, some), largest_output.copy_of(weight)
+    assert copy is not None
+    multiply = _product(results, x, weight, None)
+
+    def plain(_: Tensor) -> None:
+        multiply()
+        _aten.argmax.out(results, -1, False, out=out)
+
+    def with_copy(_: Tensor) -> None:
+        largest_output.estimate_out(results, x, None, copy)
+        largest_output.largest_output_out(out, results, x, weight, None, copy)
+
+    seconds = shortest_times([(plain, [weight]), (with_copy, [copy.numbers.numbers])])
+    return seconds[0] * outputs / some, seconds[1] * outputs / some
 
 
 class OutputLayer:
@@ -113,7 +162,8 @@ class OutputLayer:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        self._make_copy(largest_output.fingerprint(weight))
+        self._make_copy()
+        self._fingerprint, self._seen_in = largest_output.fingerprint(weight), _calls.number
 
     @classmethod
     def of(cls, weight: Tensor) -> OutputLayer:
@@ -125,19 +175,32 @@ class OutputLayer:
             found = cls._layers[key] = cls(weight)
         return found
 
-    def _make_copy(self, fingerprint: int) -> None:
-        self._fingerprint, self._checked_in = fingerprint, _call
-        self._copy = largest_output.copy_of(self._weight)
+    def _make_copy(self) -> None:
+        self._copy, self._waits = largest_output.copy_of(self._weight), 0
+        self._pause = 0 if self._copy is not None else _PAUSE
         self._computed = self._steps = 0
 
     def copy(self) -> largest_output.Copy | None:
-        """The copy, of the weight as it is in this call; None where it does not help."""
-        if self._checked_in != _call:
-            fingerprint = largest_output.fingerprint(self._weight)
-            if fingerprint != self._fingerprint:
-                self._make_copy(fingerprint)
-            self._checked_in = _call
+        """The copy, of the weight as it is in this call; None where there is none, or it does not help."""
+        if _calls.others_ran:
+            return None
+        if self._seen_in is not _calls.number:
+            self._look_again()
+        if self._waits > 0:
+            self._waits -= 1
+            if self._waits == 0:
+                self._make_copy()
         return self._copy
+
+    def _look_again(self) -> None:
+        """In a new call: whether the copy still stands for the weight."""
+        self._seen_in = _calls.number
+        if self._pause > 0:
+            self._pause -= 1
+            return
+        fingerprint = largest_output.fingerprint(self._weight)
+        if fingerprint != self._fingerprint or (self._copy is None and self._waits == 0):
+            self._fingerprint, self._copy, self._waits = fingerprint, None, _STEPS_OF_COPY
 
     def find(
         self, out: Tensor, estimates: Tensor, x: Tensor, bias: Tensor | None, copy: largest_output.Copy, *near: Any
@@ -145,25 +208,7 @@ class OutputLayer:
         """Writes the number of the largest output of each row to `out`; with more arguments of `largest_output_out`."""
         computed = largest_output.largest_output_out(out, estimates, x, self._weight, bias, copy, *near)
         self._computed, self._steps = self._computed + computed / x.shape[0], self._steps + 1
-        if self._steps >= _STEPS and self._computed > _MOST_COMPUTED * self._steps * self._weight.shape[0]:
-            self._copy = None
-
-    def measure(self, rows: int) -> tuple[float, float]:
-        """Seconds without the copy and with it, for so many rows, with the weight and the copy out of the caches."""
-        copy, weight = self._copy, self._weight
-        if copy is None:
-            return 0.0, 0.0  # nothing is faster
-        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        out, outputs = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, weight.shape[0])
-        multiply = _product(outputs, x, weight, None)
-
-        def plain(_: Tensor) -> None:
-            multiply()
-            _aten.argmax.out(outputs, -1, False, out=out)
-
-        def with_copy(_: Tensor) -> None:
-            largest_output.estimate_out(outputs, x, None, copy)
-            largest_output.largest_output_out(out, outputs, x, weight, None, copy)
-
-        first, second = shortest_times([(plain, [weight]), (with_copy, [copy.numbers.numbers])])
-        return first, second
+        if self._steps == _STEPS:
+            if self._computed > _MOST_COMPUTED * _STEPS * self._weight.shape[0]:
+                self._copy, self._pause = None, _PAUSE
+            self._computed = self._steps = 0

@@ -282,6 +282,11 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
 
 
+def are_dots(product: Product | None) -> bool:
+    """Whether it is that of dot products with the lines of the weight."""
+    return product is not None and product.operator is _DOTS
+
+
 def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """FastGen's product in float32, where its bits depend on no other row and no number of threads."""
     if not (x.dtype is weight.dtype is torch.float32 and linear.has_vectors() and x.stride(1) == 1):

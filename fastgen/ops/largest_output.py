@@ -3,7 +3,8 @@
 Greedy search asks the output layer for nothing else. The layer is large: of small models, a fifth to a half of all
 weights. So all outputs are estimated first, with a copy of the weight in 8 bits, which is a quarter of the bytes. An
 estimate is off by a bound at most. Only outputs that could be the largest are computed from the weight itself, as
-`dot_linear` computes them. The result is that of the argmax over all outputs of `dot_linear`, to the last bit.
+`dot_linear` computes them. The result is that of the argmax over all outputs of `dot_linear`, as long as no estimate
+overflows (results up to 1e37).
 
 The bound follows from the Cauchy-Schwarz inequality. For a row x and a line w of the weight, of which the copies are x'
 and w',
@@ -19,7 +20,7 @@ section 4, for bounds that have one.)
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +28,14 @@ from torch import Tensor
 
 from fastgen.ops import _library, grouped_linear
 from fastgen.ops.best_two import MASKED
-from fastgen.ops.best_two import reference as best_two_reference
 from fastgen.ops.grouped_linear import PackedWeight
 
 # Outputs that the kernel looks at together (csrc/cpu/largest_output.cpp).
 _BLOCK = 256
 _GROUP_SIZE = 64
-# Lines of which all numbers are smaller are not rounded to what a bound is known for.
-_LEAST_SCALE = 1e-15
+# Of lines of which all scales are smaller, it is not known what their numbers are rounded to. No size is less than
+# the second number.
+_LEAST_SCALE, _LEAST = 1e-30, 1e-37
 # Rounding to nearest in float32: the largest error of a result, as a part of it.
 _UNIT = 2.0**-24
 # So much of a result, at the most, it may differ by because it and its estimate are rounded when the bias is added.
@@ -51,20 +52,21 @@ class Copy(NamedTuple):
 
 
 def copy_of(weight: Tensor) -> Copy | None:
-    """A copy of a weight, [outputs, inputs], float32; None if numbers are not finite, or all of a line tiny."""
+    """A copy of a weight, [outputs, inputs], float32; None if not all of its numbers are finite."""
     numbers = grouped_linear.rounded(weight, 8, _GROUP_SIZE, rotated=True)
+    # Of panels, groups and outputs. Rotated lines are longer by the root of the group size: so it is no factor here.
+    scales = numbers.scales.double()
+    roots = scales.square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
+    lengths = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64)
     # Each number of a line is off by half of its group's scale at the most; slightly more where the scale is rounded.
-    squares = numbers.scales.float().square().sum(dim=1).flatten()[: weight.shape[0]]  # of panels, groups, outputs
-    # Rotated lines are longer by the root of the group size, so that it is not a factor here.
-    errors = squares.sqrt() * (0.5 * 1.001)
-    lengths = torch.linalg.vector_norm(weight.detach(), dim=1) + errors
+    # What is smaller than float32 can divide by may have become any number of 8 bits.
+    are_tiny = scales.amax(dim=1).flatten()[: weight.shape[0]] < _LEAST_SCALE
+    errors = torch.where(are_tiny, lengths + 128 * roots, 0.5 * 1.001 * roots)
+    lengths = (lengths + errors) * (1 + 1e-4)
     # Of sums: those of `dot_linear`, those of the estimates, and rotating. Twice as much as could be.
-    lengths *= 1 + 1e-4
     errors += lengths * (2 * _UNIT * (weight.shape[1] + 64))
-    are_too_small = (squares > 0.0) & (squares < _LEAST_SCALE**2)
-    if bool(are_too_small.any() | ~lengths.isfinite().all()):
-        return None
-    return Copy(numbers, torch.stack([_with_blocks(lengths), _with_blocks(errors)]))
+    sizes = torch.stack([_with_blocks(lengths), _with_blocks(errors)]).float().clamp(min=_LEAST)
+    return Copy(numbers, sizes) if bool(sizes.isfinite().all()) else None
 
 
 def _with_blocks(sizes: Tensor) -> Tensor:
@@ -88,6 +90,7 @@ def largest_output_out(
     bias: Tensor | None,
     copy: Copy,
     is_near: Tensor | None = None,
+    masked: float = MASKED,
     share: float = 0.0,
 ) -> int:
     """Writes the number of the largest output for each row to `out`. Of equal ones it is the first; a NaN is largest.
@@ -100,8 +103,8 @@ def largest_output_out(
         weight: [outputs, inputs], float32, the inputs next to each other.
         bias: [outputs], float32, or None.
         copy: `copy_of(weight)`, of the weight as it is now.
-        is_near: [rows], bool, for what `best_two` says of a second output, with that `share` of the magnitude of a row,
-            which is taken from the estimates.
+        is_near: [rows], bool, for what `best_two` says of a second output, with that `share` of the magnitude of a row
+            (of what is not `masked`), which is taken from the estimates.
 
     Returns:
         How many outputs were computed from the weight, of all rows together.
@@ -110,7 +113,7 @@ def largest_output_out(
         RuntimeError: shapes, strides or dtypes do not fit together.
     """
     return torch.ops.fastgen.largest_output_out.default(
-        out, is_near, estimates, x, weight, bias, copy.sizes, copy.numbers.group_size, _ROUNDING, MASKED, share
+        out, is_near, estimates, x, weight, bias, copy.sizes, copy.numbers.group_size, _ROUNDING, masked, share
     )
 
 
@@ -142,44 +145,17 @@ def is_available() -> bool:
     return _library.has_kernel("fastgen::largest_output_out") and grouped_linear.unavailable() is None
 
 
-def _estimate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In plain torch, all outputs."""
-    return F.linear(x, weight, bias)
-
-
-def _largest(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In plain torch, the largest of these for each row, [rows], int64."""
-    return outputs.argmax(dim=-1)
-
-
-def _best_two(tokens: Tensor, is_near: Tensor, outputs: Tensor, masked: float, share: float, *layer: Any) -> None:
-    """In plain torch, what `best_two` says of these."""
-    for buffer, found in zip((tokens, is_near), best_two_reference(outputs, share), strict=True):
-        buffer.copy_(found)
-
-
-def _fake_estimate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _fake_largest(outputs: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.int64)
-
-
 backend = functools.partial(_library.backend, "fastgen::largest_output_out")
-# What stands in a recording for the product and its argmax.
-_library.define("output_estimates(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _estimate, _fake_estimate)
-_library.define(
-    "largest_output(Tensor outputs, Tensor x, Tensor weight, Tensor? bias) -> Tensor", _largest, _fake_largest
-)
+# Marks that stand in a recording for the product and its argmax: nobody calls them.
+_library.define("output_estimates(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("largest_output(Tensor outputs, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
     "largest_output_out(Tensor(a!) out, Tensor(b!)? is_near, Tensor estimates, Tensor x, Tensor weight, Tensor? bias, "
     "Tensor sizes, int group_size, float rounding, float masked, float share) -> int"
 )
 _library.define(
     "best_two_outputs(Tensor(a!) tokens, Tensor(b!) is_near, Tensor outputs, float masked, float share, Tensor x, "
-    "Tensor weight, Tensor? bias) -> ()",
-    _best_two,
+    "Tensor weight, Tensor? bias) -> ()"
 )
 _library.define("fingerprint(Tensor x) -> int")
 ESTIMATE = torch.ops.fastgen.output_estimates.default

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there
 ROWS, INPUTS, OUTPUTS = 3, 40, 700
 X, WEIGHT, BIAS = torch.randn(ROWS, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
 OUT = torch.zeros(ROWS, dtype=torch.int64)
-SEEN = torch.zeros(ROWS, OUTPUTS)
+SEEN, WRITTEN = torch.zeros(ROWS, OUTPUTS), torch.randn(OUTPUTS, INPUTS)
 TOKENS = torch.randint(OUTPUTS, (ROWS, 12))
 COLUMNS, COLUMN = torch.tensor([3, 5, 699]), torch.tensor([5])
 DUE = torch.zeros(1, 1, dtype=torch.bool)
@@ -35,7 +35,7 @@ OTHER = torch.zeros(ROWS, 1, dtype=torch.bool)
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
-    monkeypatch.setattr(output_layer.OutputLayer, "measure", lambda self, rows: (2.0, 1.0))
+    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
 
 
 def logits() -> Tensor:
@@ -54,10 +54,12 @@ def is_estimated(function: Callable[[], Any]) -> bool:
         X.normal_()
         DUE.fill_(due)
         OTHER.copy_(torch.rand(ROWS, 1) < 0.5)
+        written = WRITTEN.clone()
         OUT.fill_(-1)
         program.replay()
         found = OUT.clone()
         OUT.fill_(-1)
+        WRITTEN.copy_(written)
         function()
         assert torch.equal(found, OUT)
     return ESTIMATE in names
@@ -169,6 +171,33 @@ def input_is_changed() -> None:
     OUT.copy_(scores.argmax(dim=-1))
 
 
+def weight_is_made() -> None:
+    OUT.copy_(F.linear(X, F.normalize(WEIGHT + X[:1])).argmax(dim=-1))
+
+
+def weight_is_written_before() -> None:
+    WRITTEN.copy_(WEIGHT * X[:1])
+    OUT.copy_(F.linear(X, WRITTEN).argmax(dim=-1))
+
+
+def weight_is_written_afterwards() -> None:
+    OUT.copy_(F.linear(X, WRITTEN).argmax(dim=-1))
+    WRITTEN.copy_(WEIGHT * X[:1])
+
+
+def a_row_is_filled() -> None:
+    scores = logits()
+    row = COLUMN * 0
+    OUT.copy_(scores.index_copy_(0, row, scores.index_select(0, row).masked_fill_(DUE, -math.inf)).argmax(dim=-1))
+
+
+def the_condition_is_written_in_between() -> None:
+    due = DUE.clone()
+    scores = logits().masked_fill_(due, -math.inf)
+    due.logical_or_(OTHER[:1])
+    OUT.copy_(change(scores, COLUMN, due, 1e3).argmax(dim=-1))
+
+
 def half_precision() -> None:
     OUT.copy_(F.linear(X.bfloat16(), WEIGHT.bfloat16()).argmax(dim=-1))
 
@@ -178,7 +207,8 @@ def half_precision() -> None:
     [
         logits_are_kept, kept_after_all, added_to, of_columns, of_everything, of_some_columns, filled_with_a_number,
         two_forced, forced_under_another_condition, rows_are_filled, columns_of_others, penalised, input_is_changed,
-        half_precision,
+        half_precision, weight_is_made, weight_is_written_before, weight_is_written_afterwards, a_row_is_filled,
+        the_condition_is_written_in_between,
     ],
 )  # fmt: skip
 def test_not_estimated(function: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.output_layer import OutputLayer
 from fastgen.ops import _timings, largest_output
 
+MEASURE = output_layer._measure
 pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
 
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(_timings, "_known", {})
-    monkeypatch.setattr(OutputLayer, "measure", lambda self, rows: (2.0, 1.0))
+    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
 
 
 class Greedy:
@@ -62,28 +64,79 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     version = greedy.weight._version
     for _ in range(2):
         greedy.weight.data[300:] = torch.randn(300, 64) * scale
-        output_layer.begin_call()
-        assert all(greedy.is_right() for _ in range(5))
+        with output_layer.call():
+            assert all(greedy.is_right() for _ in range(5))
     assert greedy.weight._version == version
     greedy.weight.data.normal_()
-    output_layer.begin_call()
-    assert all(greedy.is_right() for _ in range(5))
+    for _ in range(output_layer._PAUSE + 1):
+        with output_layer.call():
+            assert all(greedy.is_right() for _ in range(output_layer._STEPS_OF_COPY + 1))
     assert layers()[0].copy() is not None
 
 
+def test_a_copy_of_a_changed_weight_must_pay_first() -> None:
+    greedy = Greedy(torch.randn(600, 64))
+    greedy.weight.normal_()
+    with output_layer.call():
+        for _ in range(output_layer._STEPS_OF_COPY - 1):
+            assert greedy.is_right() and layers()[0]._copy is None
+        assert greedy.is_right() and layers()[0]._copy is not None and greedy.is_right()
+
+
 def test_without_looking_at_the_weight_again_it_would_be_wrong() -> None:
-    """What the test above can see."""
+    """What the tests above can see."""
     greedy = Greedy(torch.randn(600, 64))
     greedy.weight.copy_(torch.randn(600, 64))
     assert not all(greedy.is_right() for _ in range(20))
 
 
-def test_flat_logits_are_computed_without_a_copy() -> None:
+def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
+    greedy = Greedy(torch.randn(600, 64))
+    with output_layer.call():
+        assert greedy.is_right()
+        output_layer.others_run()
+        with output_layer.call():  # of others, inside
+            greedy.weight.normal_()
+        assert all(greedy.is_right() for _ in range(20))
+    with output_layer.call():
+        assert all(greedy.is_right() for _ in range(2 * output_layer._STEPS_OF_COPY))
+        assert layers()[0].copy() is not None
+
+
+def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy, looks, look = Greedy(torch.randn(600, 64)), [], largest_output.fingerprint
+    monkeypatch.setattr(largest_output, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
+    for _ in range(3):
+        with output_layer.call():
+            for _ in range(4):
+                with output_layer.call():
+                    assert greedy.is_right()
+    assert len(looks) == 3
+
+
+def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = Greedy(torch.ones(600, 64))
     for _ in range(output_layer._STEPS):
         assert layers()[0].copy() is not None
         assert greedy.is_right()
-    assert layers()[0].copy() is None and greedy.is_right()
+    assert layers()[0].copy() is None
+    with monkeypatch.context() as context:
+        context.setattr(largest_output, "fingerprint", None)  # nobody asks
+        for _ in range(output_layer._PAUSE):
+            with output_layer.call():
+                assert greedy.is_right() and layers()[0].copy() is None
+
+
+def test_no_copy_outlives_a_change_in_a_program() -> None:
+    weight = torch.randn(600, 64)
+    programs = [Greedy(weight, rows) for rows in (1, 2, 3)]
+    assert all(each.is_right() for each in programs)
+    copy = weakref.ref(layers()[0].copy().sizes)
+    weight.normal_()
+    with output_layer.call():
+        assert programs[0].is_right()
+    gc.collect()
+    assert copy() is None
 
 
 def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +151,7 @@ def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None
         context.setattr(output_layer, "_LEAST_BYTES", 600 * 64 * 4 + 1)
         assert Greedy(weight).is_right() and not layers()
     with monkeypatch.context() as context:
-        context.setattr(OutputLayer, "measure", lambda self, rows: (1.0, 1.0))
+        context.setattr(output_layer, "_measure", lambda *sizes: (1.0, 1.0))
         assert Greedy(weight).is_right() and not layers()
     # It is remembered.
     assert Greedy(weight).is_right() and not layers()
@@ -106,8 +159,27 @@ def test_no_copy_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     assert greedy.is_right() and layers()
 
 
-def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    seconds = OutputLayer(torch.randn(600, 64)).measure(2)
+@pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (5, False), (8, False)])
+def test_fixed_products_have_a_copy_where_they_are_dot_products(
+    rows: int, has_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the last digits would depend on whether there is a copy: lines that are nearly the same show it."""
+    monkeypatch.setattr(settings, "_current", settings.Settings(linear_products="fixed", captured_step="always"))
+    weight = torch.randn(64) + 1e-6 * torch.randn(600, 64)
+    greedy = Greedy(weight, rows)
+    assert bool(layers()) == has_copy
+    for _ in range(20):
+        greedy.x.normal_()
+        greedy.program.replay()
+        with_copy = greedy.out.clone()
+        for layer in layers():
+            layer._copy = None
+        greedy.program.replay()
+        assert torch.equal(greedy.out, with_copy)
+        for layer in layers():
+            layer._make_copy()
+
+
+def test_measuring() -> None:
+    seconds = MEASURE(2, 64, 600)
     assert len(seconds) == 2 and all(each > 0 for each in seconds)
-    assert OutputLayer(torch.full((600, 64), math.nan)).measure(2) == (0.0, 0.0)

@@ -54,12 +54,13 @@ sizes = {
     different=st.sampled_from([1, 2, 10, 1000]),
     apart=st.sampled_from([0.0, 1e-7, 1e-4, 1e-2, 1.0]),
     outliers=st.sampled_from([0.0, 0.01, 0.3]),
-    size=st.sampled_from([1e-12, 1.0, 1e6]),
+    size=st.sampled_from([1e-36, 1e-30, 1e-24, 1e-18, 1e-12, 1.0, 1e6]),
+    tiny=st.sampled_from([0.0, 0.5, 1.0]),
     has_bias=st.booleans(),
     ban=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
 )
 @settings(max_examples=300)
-def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, has_bias, ban):
+def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, tiny, has_bias, ban):
     """Lines that are equal up to a little: the largest one can be told only from the weight itself."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,6 +70,7 @@ def test_as_argmax(rows, inputs, count, seed, different, apart, outliers, size, 
 
     lines = draw(different, inputs)[torch.randint(different, (count,), generator=generator)]
     weight = (lines + apart * draw(count, inputs)) * size
+    weight[torch.rand(count, generator=generator) < tiny / 2] *= 1e-24  # some of which become 0
     x = draw(rows, inputs)
     bias = draw(count) * size if has_bias else None
     banned = torch.rand(rows, count, generator=generator) < ban
@@ -114,7 +116,7 @@ def test_a_second_one_that_is_near(rows, inputs, count, seed, apart, share, ban)
     estimates, out, is_near = torch.empty(rows, count), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows).bool()
     largest_output.estimate_out(estimates, x, None, copy)
     estimates.masked_fill_(banned, -math.inf)
-    largest_output.largest_output_out(out, estimates, x, weight, None, copy, is_near, share)
+    largest_output.largest_output_out(out, estimates, x, weight, None, copy, is_near, share=share)
     scores = outputs(x, weight, None).masked_fill(banned, -math.inf)
     assert torch.equal(out, scores.argmax(dim=-1))
     # The magnitude is that of the estimates; where nothing counts, there is no second one either.
@@ -161,7 +163,10 @@ def test_numbers_that_are_none(odd):
     x[1, 5], bias[[7, 300]] = 0.0, odd
     assert torch.equal(found(x, weight, bias)[0], wanted(x, weight, bias))
     weight[4, 4] = odd
-    assert largest_output.copy_of(weight) is None  # a line is as long as the square root of the sum of the squares
+    copy = largest_output.copy_of(weight)
+    assert (copy is None) == (not math.isfinite(odd))
+    if copy is not None:
+        assert torch.equal(found(x, weight)[0], wanted(x, weight))
 
 
 def test_one_output_that_is_left_may_be_anything():

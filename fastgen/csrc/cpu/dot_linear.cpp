@@ -197,38 +197,24 @@ void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bia
 }
 
 // A line of a weight is asked for while the one before it is multiplied.
-void ask_for(const char* line, int64_t bytes) {
-  constexpr int64_t kCacheLine = 64;
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 0, 3);
-}
-
-float widen(const void* number, ScalarType type) {
-  if (type == ScalarType::Float) return *static_cast<const float*>(number);
-  const uint16_t bits = *static_cast<const uint16_t*>(number);
-  return type == ScalarType::BFloat16 ? fastgen::to_float(bits) : fastgen::float16_to_float(bits);
+void ask_for(const float* line, int64_t inputs) {
+  constexpr int64_t kCacheLine = 64 / sizeof(float);
+  for (int64_t i = 0; i < inputs; i += kCacheLine) __builtin_prefetch(line + i, 0, 3);
 }
 
 }  // namespace
 
 void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, const std::optional<Tensor>& bias,
                         const int64_t* lines, int64_t count, float* y) {
-  const ScalarType type = x.scalar_type();
-  const int64_t inputs = x.size(1), size = type == ScalarType::Float ? 4 : 2, stride = weight.stride(0) * size;
-  const char* from = static_cast<const char*>(x.const_data_ptr()) + row * x.stride(0) * size;
-  const Kernel found = kernel(type, false);
-  std::vector<float> prepared(found.prepare == nullptr ? 0 : inputs);
-  if (found.prepare != nullptr) {
-    found.prepare(reinterpret_cast<const uint16_t*>(from), inputs, prepared.data());
-    from = reinterpret_cast<const char*>(prepared.data());
-  }
-  const char* first = static_cast<const char*>(weight.const_data_ptr());
-  const char* biases = bias ? static_cast<const char*>(bias->const_data_ptr()) : nullptr;
+  const int64_t inputs = x.size(1), stride = weight.stride(0);
+  const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
+  const float* first = static_cast<const float*>(weight.const_data_ptr());
+  const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  const Kernel found = kernel(ScalarType::Float, false);
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs * size);
-    float result = 0.0f;
-    const void* of_line = biases == nullptr ? nullptr : biases + lines[i] * size;
-    found.multiply({from, first + lines[i] * stride, of_line, &result, inputs, weight.stride(0), 1, inputs, 1}, 0, 1);
-    y[i] = widen(&result, type);
+    if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs);
+    const float* of_line = biases == nullptr ? nullptr : biases + lines[i];
+    found.multiply({from, first + lines[i] * stride, of_line, y + i, inputs, stride, 1, inputs, 1}, 0, 1);
   }
 }
 

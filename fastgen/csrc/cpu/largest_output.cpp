@@ -75,6 +75,8 @@ struct Near {
 
 // Outputs that are looked at together, and the part of all outputs that may be computed before all of them are.
 constexpr int64_t kBlock = 256, kMost = 8;
+// Outputs that it pays to wake another thread for.
+constexpr int64_t kGrain = 64;
 
 struct Layer {
   const Tensor &x, &weight;
@@ -180,8 +182,16 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
   // Nothing counts, or only one, whose estimate is none any more.
   if (chosen.empty()) return first;
   results.resize(chosen.size());
-  fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, chosen.data(), chosen.size(), results.data());
-  count += chosen.size();
+  const auto compute = [&](int64_t begin, int64_t end) {
+    fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, chosen.data() + begin, end - begin, &results[begin]);
+  };
+  const int64_t some = chosen.size();
+  if (layer.x.size(0) == 1) {  // the threads have nothing else to do
+    fastgen::parallel_for(0, some, kGrain, compute);
+  } else {
+    compute(0, some);
+  }
+  count += some;
   const size_t found = place_of_largest(results);
   if (near.is_near != nullptr) near.is_near[row] = has_second(results, found, margin);
   return chosen[found];
@@ -227,11 +237,16 @@ int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor est
   int64_t* found = static_cast<int64_t*>(out.mutable_data_ptr());
   const LookAt look = look_at();
   std::atomic<int64_t> count{0};
-  fastgen::parallel_for(0, x.size(0), 1, [&](int64_t begin, int64_t end) {
+  const auto of_rows = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       found[row] = largest(layer, row, given + row * outputs, look, near, count);
     }
-  });
+  };
+  if (x.size(0) == 1) {
+    of_rows(0, 1);
+  } else {
+    fastgen::parallel_for(0, x.size(0), 1, of_rows);
+  }
   return count;
 }
 

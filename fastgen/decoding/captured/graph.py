@@ -36,9 +36,9 @@ def taken(device: torch.device) -> Iterator[None]:
     lock = _turn_of(device)
     if not lock.acquire(blocking=waits(device)):
         raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-    output_layer.begin_call()
     try:
-        yield
+        with output_layer.call():
+            yield
     finally:
         lock.release()
 
@@ -64,6 +64,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
     on the CPU, unless the user says always.
     """
+    output_layer.others_run()
     if not waits(device):
         yield
         return

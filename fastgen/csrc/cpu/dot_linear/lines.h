@@ -8,8 +8,8 @@
 
 namespace fastgen {
 
-// The results of dot_linear_out for a row and the outputs that `lines` names, to the last bit, in float32. The arguments
-// must be those of such a product, of which the inputs of the weight are next to each other.
+// The results of dot_linear_out for a row and the outputs that `lines` names, to the last bit. The arguments must be those
+// of such a product in float32, of which the inputs of the weight are next to each other.
 void dot_lines(const torch::stable::Tensor& x, int64_t row, const torch::stable::Tensor& weight,
                const std::optional<torch::stable::Tensor>& bias, const int64_t* lines, int64_t count, float* y);
 
