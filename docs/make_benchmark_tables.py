@@ -19,7 +19,7 @@ from benchmarks.measure import format_seconds  # noqa: E402
 from benchmarks.record import Record  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-processor-2-core" / "results.json"
-RESULTS_OF_SMALL_MODELS = ROOT / "benchmarks" / "results" / "amd-epyc-2-core" / "results.json"
+RESULTS_OF_SMALL_MODELS = RESULTS
 CHART = ROOT / "docs" / "small-models.png"
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 IN_README = (
