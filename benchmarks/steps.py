@@ -7,7 +7,8 @@ is timed. A step is from one replay to the next one, so it has the loop around t
 of kernels is that between the operators, and for each of them the time that the smallest one of FastGen's takes.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
-measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible.
+measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. An output layer
+that is estimated from a copy in 8 bits is not among these bytes.
 
 First calls are those of new models: without FastGen, without captured steps, by default, and with a step from the
 first call on. The last line is a later call of that model.
@@ -42,7 +43,11 @@ _CPU = torch.device("cpu")
 _COPY_BYTES = 2**28
 PRODUCTS = "products with weights"
 # By a part of the operator's name; those of torch are "addmm" and "mm".
-_KINDS = {"linear": PRODUCTS, "mm.": PRODUCTS, "attention": "attention", "elementwise": "small operators"}
+_KINDS = {
+    **dict.fromkeys(("linear", "mm.", "Step.estimate"), PRODUCTS),
+    "attention": "attention",
+    "elementwise": "small operators",
+}
 OTHERS = "search and the rest"
 # How first calls run: what they are called, and the setting; None for the library alone.
 FIRST_CALLS = (

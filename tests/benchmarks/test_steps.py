@@ -30,6 +30,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Generation:
     return made
 
 
+def test_an_output_layer_that_is_estimated_is_a_product() -> None:
+    x, weight, out = torch.randn(1, 8), torch.randn(40, 8), torch.zeros(1, dtype=torch.int64)
+    program = Program()
+    program.capture(lambda: out.copy_((x @ weight.t()).argmax(dim=-1)))
+    assert [steps.kind(call) for call in program._calls][:2] == [steps.PRODUCTS, steps.OTHERS]
+
+
 def test_steps_of_a_workload(tiny: Generation) -> None:
     replay = Program.replay
     seen, speed = steps.measure_steps(tiny, calls=2)

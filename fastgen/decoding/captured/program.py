@@ -87,7 +87,7 @@ class _Compiler:
         function, results = operation.function, [place and self._value(place) for place in operation.fresh]
         if function is largest_outputs.ESTIMATE:
             layer = self._layers[operation.fresh[0].storage] = output_layer.Step(*results, *args)
-            return layer.estimate
+            return partial(layer.estimate)
         if function is largest_outputs.LARGEST:
             return partial(self._layers[operation.leaves[0].storage].find, *results)
         if function is largest_outputs.BEST_TWO:
