@@ -24,6 +24,7 @@ namespace {
 
 using fastgen::Block;
 using fastgen::kInfinity;
+using fastgen::LookAt;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -50,18 +51,20 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-using LookAt = Block (*)(const float*, int64_t, float);
+}  // namespace
 
-LookAt look_at() {
+fastgen::LookAt fastgen::look_at() {
 #ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return &avx512::look_at;
-    case fastgen::InstructionSet::kAvx2: return &avx2::look_at;
-    case fastgen::InstructionSet::kPortable: break;
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512: return &avx512::look_at;
+    case InstructionSet::kAvx2: return &avx2::look_at;
+    case InstructionSet::kPortable: break;
   }
 #endif
   return &portable::look_at;
 }
+
+namespace {
 
 struct Best {
   int64_t token;
@@ -106,7 +109,7 @@ void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, d
   const float* score = static_cast<const float*>(scores.const_data_ptr());
   int64_t* token = static_cast<int64_t*>(tokens.mutable_data_ptr());
   bool* near = static_cast<bool*>(is_near.mutable_data_ptr());
-  const LookAt look = look_at();
+  const LookAt look = fastgen::look_at();
   // A thread is not worth starting for a few thousand scores.
   const int64_t grain = std::max<int64_t>(1, 32768 / vocabulary);
   fastgen::parallel_for(0, scores.size(0), grain, [&](int64_t begin, int64_t end) {

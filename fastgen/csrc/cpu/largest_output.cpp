@@ -7,7 +7,6 @@
 #include "best_two/block.h"
 #include "dot_linear/lines.h"
 #include "grouped_linear/rows.h"
-#include "instruction_set.h"
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -31,41 +30,9 @@ namespace {
 
 using fastgen::Block;
 using fastgen::kInfinity;
+using fastgen::LookAt;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-namespace portable {
-#define FASTGEN_TARGET
-#define FASTGEN_WIDTH 4
-#include "best_two/loops.h"
-}  // namespace portable
-
-#ifdef FASTGEN_X86
-namespace avx2 {
-#define FASTGEN_TARGET __attribute__((target("avx2,fma")))
-#define FASTGEN_WIDTH 8
-#include "best_two/loops.h"
-}  // namespace avx2
-
-namespace avx512 {
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#define FASTGEN_WIDTH 16
-#include "best_two/loops.h"
-}  // namespace avx512
-#endif
-
-using LookAt = Block (*)(const float*, int64_t, float);
-
-LookAt look_at() {
-#ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return &avx512::look_at;
-    case fastgen::InstructionSet::kAvx2: return &avx2::look_at;
-    case fastgen::InstructionSet::kPortable: break;
-  }
-#endif
-  return &portable::look_at;
-}
 
 // Whether a second output of a row is about as large as the largest (fastgen/ops/best_two.py).
 struct Near {
@@ -235,7 +202,7 @@ int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor est
                   static_cast<float>(share)};
   const float* given = static_cast<const float*>(estimates.const_data_ptr());
   int64_t* found = static_cast<int64_t*>(out.mutable_data_ptr());
-  const LookAt look = look_at();
+  const LookAt look = fastgen::look_at();
   std::atomic<int64_t> count{0};
   const auto of_rows = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

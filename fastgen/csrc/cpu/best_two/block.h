@@ -1,6 +1,7 @@
-// What is found in a block of scores: by the loops of best_two/loops.h, for best_two.cpp and largest_output.cpp.
+// What is found in a block of scores (best_two.cpp).
 #pragma once
 
+#include <cstdint>
 #include <limits>
 
 namespace fastgen {
@@ -11,5 +12,11 @@ struct Block {
   float best, size;
   bool is_spoilt;
 };
+
+// (scores, count, masked): the block's largest score, its largest size below `masked`, and whether there is a NaN.
+using LookAt = Block (*)(const float*, int64_t, float);
+
+// For this processor.
+LookAt look_at();
 
 }  // namespace fastgen

@@ -1,6 +1,6 @@
-// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/best_two.cpp and
-// cpu/largest_output.cpp, inside a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler
-// use the instruction set; and FASTGEN_WIDTH: floats of a vector. No include guard: it is meant to be included several times.
+// What is found in a block of scores, for one instruction set. Included once per instruction set by cpu/best_two.cpp, inside
+// a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler use the instruction set; and
+// FASTGEN_WIDTH: floats of a vector. No include guard: it is meant to be included several times.
 
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
