@@ -3,8 +3,9 @@
     python -m benchmarks.steps NAME [NAME ...] [--calls N] [--models N] [--threads N] [--help]
 
 A name is that of a workload (`python -m benchmarks --list`). Its calls run with captured steps, every operator of which
-is timed. A step is from one replay to the next one, so it has the loop around the operators, too. The time outside
-of kernels is that between the operators, and for each of them the time that the smallest one of FastGen's takes.
+is timed; in as many calls before, only whole steps are, as a program makes several operators in one call. A step is from
+one replay to the next one, so it has the loop around the operators, too. The time outside of kernels is what the operators
+do not take, and for each of them the time that the smallest one of FastGen's takes.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
 measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. An output layer
@@ -64,15 +65,17 @@ class Steps:
 
     Attributes:
         seconds: of each step, from its beginning to that of the next one in the same call.
-        operators: seconds of each step in operators, by kind.
+        operators: seconds of each step in operators, by kind; of other calls than those of `seconds`.
         calls: operators of a step.
         weights: the memory of weights that a step reads, by address.
+        by_operator: whether operators are timed, or steps.
     """
 
     seconds: list[float] = field(default_factory=list)
     operators: list[dict[str, float]] = field(default_factory=list)
     calls: int = 0
     weights: dict[int, int] = field(default_factory=dict)
+    by_operator: bool = False
     _first: Program | None = None
     _began: float | None = None
 
@@ -82,14 +85,15 @@ class Steps:
             self._first = program
         if program is self._first:
             now = time.perf_counter()
-            if self._began is not None:
+            if self._began is not None and not self.by_operator:
                 self.seconds.append(now - self._began)
             self._began, self.calls = now, 0
-            self.operators.append(defaultdict(float))
+            if self.by_operator:
+                self.operators.append(defaultdict(float))
 
     def end_call(self) -> None:
         """The last step of a call has nothing behind it, so it is left out."""
-        if self._began is not None:
+        if self._began is not None and self.by_operator:
             del self.operators[-1]
         self._first = self._began = None
 
@@ -137,18 +141,19 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
                     yield each.untyped_storage().data_ptr()
 
     def timed_replay(program: Program) -> None:
-        """The program's own replay, of its calls with a clock; looks at what they read, once for each program."""
+        """The program's own replay, or that of its calls with a clock; looks at what they read, once for each program."""
         calls = program._calls
         if program not in timed_calls:
             timed_calls[program] = [partial(steps.execute, call) for call in calls]
             addresses = (address for call in calls for address in read(call))
             steps.weights |= {address: storages[address] for address in addresses if address in storages}
         steps.begin(program)
-        program._calls = timed_calls[program]
+        planned = program._planned
+        program._planned = timed_calls[program] if steps.by_operator else planned
         try:
             replay(program)
         finally:
-            program._calls = calls
+            program._planned = planned
 
     timed_calls: dict[Program, list[Callable[[], object]]] = {}
     Program.replay = timed_replay  # type: ignore[method-assign]
@@ -177,9 +182,10 @@ def measure_steps(workload: Generation, calls: int) -> tuple[Steps, float]:
     with settings.changed(captured_step="always"):
         workload.generate(model, inputs)
         with watched(steps, model):
-            for _ in range(calls):
-                workload.generate(model, inputs)
-                steps.end_call()
+            for steps.by_operator in (False, True):
+                for _ in range(calls):
+                    workload.generate(model, inputs)
+                    steps.end_call()
     if not steps.seconds:
         raise RuntimeError(f"{workload.name} has no captured steps: {fastgen.stats()}")
     return steps, copy_bandwidth(_CPU, _COPY_BYTES)

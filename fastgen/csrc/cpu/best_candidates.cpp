@@ -12,6 +12,7 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "parallel.h"
+#include "plan.h"
 #include "topk.h"
 
 #include <torch/csrc/stable/library.h>
@@ -240,4 +241,4 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_candidates_out", TORCH_BOX(&best_candidates_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_candidates_out", FASTGEN_PLANNED(best_candidates_out)); }

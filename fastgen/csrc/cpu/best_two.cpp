@@ -6,6 +6,7 @@
 #include "best_two/block.h"
 #include "instruction_set.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -123,6 +124,6 @@ void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, d
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_two_out", TORCH_BOX(&best_two_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("best_two_out", FASTGEN_PLANNED(best_two_out)); }
 
 #endif

@@ -13,6 +13,7 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -219,8 +220,8 @@ void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, cons
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("dot_linear_out", TORCH_BOX(&dot_linear_out));
-  library.impl("dot_linears_out", TORCH_BOX(&dot_linears_out));
+  library.impl("dot_linear_out", FASTGEN_PLANNED(dot_linear_out));
+  library.impl("dot_linears_out", FASTGEN_PLANNED(dot_linears_out));
 }
 
 #endif

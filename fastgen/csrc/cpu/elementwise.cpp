@@ -6,6 +6,7 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -250,4 +251,4 @@ void elementwise(std::vector<Tensor> tensors, Tensor code) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("elementwise", TORCH_BOX(&elementwise)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("elementwise", FASTGEN_PLANNED(elementwise)); }

@@ -11,6 +11,7 @@
 #include "instruction_set.h"
 #include "matrix_registers.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -467,8 +468,8 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("grouped_rows", TORCH_BOX(&grouped_rows));
   library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
-  library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));
-  library.impl("grouped_linears_out", TORCH_BOX(&grouped_linears_out));
+  library.impl("grouped_linear_out", FASTGEN_PLANNED(grouped_linear_out));
+  library.impl("grouped_linears_out", FASTGEN_PLANNED(grouped_linears_out));
 }
 
 #endif

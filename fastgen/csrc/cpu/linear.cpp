@@ -11,6 +11,7 @@
 // while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit.
 #include "instruction_set.h"
 #include "parallel.h"
+#include "plan.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -374,8 +375,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_linear", TORCH_BOX(&pack_linear));
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
-  library.impl("streamed_linear_out", TORCH_BOX(&streamed_linear_out));
-  library.impl("streamed_linears_out", TORCH_BOX(&streamed_linears_out));
+  library.impl("streamed_linear_out", FASTGEN_PLANNED(streamed_linear_out));
+  library.impl("streamed_linears_out", FASTGEN_PLANNED(streamed_linears_out));
 }
 
 #endif

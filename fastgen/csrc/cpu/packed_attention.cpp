@@ -1,6 +1,7 @@
 // Attention within each text of several that lie one behind the other. The schema is defined in
 // fastgen/ops/packed_attention.py.
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -155,5 +156,5 @@ Tensor packed_attention(Tensor query, Tensor keys, Tensor values, Tensor lengths
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("packed_attention", TORCH_BOX(&packed_attention));
-  library.impl("packed_attention.out", TORCH_BOX(&packed_attention_out));
+  library.impl("packed_attention.out", FASTGEN_PLANNED(packed_attention_out));
 }

@@ -3,6 +3,7 @@
 // A model spells it out as six operations with a tensor each. Here a row is read twice, the second time from the cache.
 #include "elementwise/lines.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -53,4 +54,4 @@ void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("rms_norm_out", TORCH_BOX(&rms_norm_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("rms_norm_out", FASTGEN_PLANNED(rms_norm_out)); }

@@ -1,6 +1,7 @@
 // The bookkeeping of a step of a search, on the CPU, in the buffers of the search. The schemas are defined in
 // fastgen/ops/search_step.py. The rules are those of fastgen/decoding/captured/search.py, where they are explained: this
 // is the same number by number, and the names are the same.
+#include "plan.h"
 #include "topk.h"
 
 #include <torch/csrc/stable/library.h>
@@ -389,8 +390,8 @@ void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tenso
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("take_rows_", TORCH_BOX(&take_rows_));
-  library.impl("take_run_", TORCH_BOX(&take_run_));
-  library.impl("take_beams_", TORCH_BOX(&take_beams_));
-  library.impl("advance_", TORCH_BOX(&advance_));
+  library.impl("take_rows_", FASTGEN_PLANNED(take_rows_));
+  library.impl("take_run_", FASTGEN_PLANNED(take_run_));
+  library.impl("take_beams_", FASTGEN_PLANNED(take_beams_));
+  library.impl("advance_", FASTGEN_PLANNED(advance_));
 }

@@ -6,6 +6,7 @@
 // prefix is divided depends on shapes alone: the result is the same for any number of threads.
 #include "attention/kernels.h"
 #include "parallel.h"
+#include "plan.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -345,7 +346,7 @@ void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
-  library.impl("decode_attention_out", TORCH_BOX(&decode_attention_out));
-  library.impl("kv_write", TORCH_BOX(&kv_write));
+  library.impl("decode_attention_out", FASTGEN_PLANNED(decode_attention_out));
+  library.impl("kv_write", FASTGEN_PLANNED(kv_write));
   library.impl("shared_prefix_attention", TORCH_BOX(&shared_prefix_attention_cpu));
 }

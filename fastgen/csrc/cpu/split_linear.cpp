@@ -16,6 +16,7 @@
 #include "instruction_set.h"
 #include "matrix_registers.h"
 #include "parallel.h"
+#include "plan.h"
 #include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
@@ -333,6 +334,6 @@ void split_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tens
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("split_linear_out", TORCH_BOX(&split_linear_out)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("split_linear_out", FASTGEN_PLANNED(split_linear_out)); }
 
 #endif

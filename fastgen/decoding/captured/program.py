@@ -1,7 +1,7 @@
 """A graph for the CPU: what a function does, recorded once and executed again on the same memory.
 
-The recorded operators are executed one after the other, with their results in memory that was planned ahead. Between
-two of them there is one call from Python: no module, and for nearly all of them no view and no allocation.
+The recorded operators are executed one after the other, with their results in memory that was planned ahead. No
+module is run, and for nearly all of them there is no view and no allocation.
 
 Products with a weight become FastGen's where that is measured to be faster, and small elementwise operators one call.
 """
@@ -21,7 +21,7 @@ from fastgen.decoding import arena, largest_outputs, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _team, elementwise
+from fastgen.ops import _team, elementwise, plan
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -34,6 +34,7 @@ class Program:
     def __init__(self, memory: arena.Arena = memory) -> None:
         self._memory = memory
         self._calls: list[Callable[[], object]] = []
+        self._planned: list[Callable[[], object]] = []
         self._chunks: set[arena.Chunk] = set()
 
     def capture(self, function: Callable[[], Any]) -> None:
@@ -46,11 +47,12 @@ class Program:
             recording, _ = record(function)
             compiler = _Compiler(recording, self._memory)
             self._calls, self._chunks = compiler.calls(), compiler.chunks
+            self._planned = plan.planned(self._calls)
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
         with torch.inference_mode(), _team.for_replay():
-            for call in self._calls:
+            for call in self._calls if plan.is_profiled() else self._planned:
                 call()
 
 

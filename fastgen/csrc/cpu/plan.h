@@ -1,0 +1,43 @@
+// Plans: operators with their arguments, which one call from Python executes. The schemas are in fastgen/ops/plan.py.
+//
+// While a thread has a plan open, an operator that is registered with FASTGEN_PLANNED is not executed: it is added to the
+// plan, with what it was given. So an operator knows nothing of plans, and reads its arguments in one way.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <functional>
+#include <tuple>
+
+namespace fastgen {
+
+// Whether the calling thread has a plan open.
+bool plan_is_open();
+void add_to_plan(std::function<void()> work);
+
+template <auto function>
+struct Planned;
+
+// Tensors are references: what they refer to lives as long as the plan.
+template <class... Arguments, void (*function)(Arguments...)>
+struct Planned<function> {
+  static void call(Arguments... arguments) {
+    if (!plan_is_open()) return function(arguments...);
+    add_to_plan([=] { function(arguments...); });
+  }
+};
+
+// Of an operator that returns its last argument.
+template <class... Arguments, torch::stable::Tensor (*function)(Arguments...)>
+struct Planned<function> {
+  static torch::stable::Tensor call(Arguments... arguments) {
+    if (!plan_is_open()) return function(arguments...);
+    add_to_plan([=] { function(arguments...); });
+    return std::get<sizeof...(Arguments) - 1>(std::tie(arguments...));
+  }
+};
+
+}  // namespace fastgen
+
+// In place of TORCH_BOX.
+#define FASTGEN_PLANNED(function) TORCH_BOX(&fastgen::Planned<&function>::call)

@@ -1,0 +1,93 @@
+"""Operators of a recorded program that one call from Python executes.
+
+A call from Python takes a few microseconds: it looks at what it is given, gives up the interpreter's lock, goes through
+torch's dispatcher and takes the lock back. A decoding step of 30 layers has some 300 of them. So operators that follow one
+another are kept in C++ with what they are given, as a plan (csrc/cpu/plan.h).
+
+A profiler sees nothing in a plan. So while one runs, operators are called one after the other (`is_profiled`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastgen.ops import _library
+
+# Those with FASTGEN_PLANNED in csrc/cpu.
+OPERATORS = frozenset(
+    f"fastgen::{name}"
+    for name in (
+        "advance_",
+        "best_candidates_out",
+        "best_two_out",
+        "decode_attention_out",
+        "dot_linear_out",
+        "dot_linears_out",
+        "elementwise",
+        "grouped_linear_out",
+        "grouped_linears_out",
+        "kv_write",
+        "packed_attention.out",
+        "rms_norm_out",
+        "split_linear_out",
+        "streamed_linear_out",
+        "streamed_linears_out",
+        "take_beams_",
+        "take_rows_",
+        "take_run_",
+    )
+)
+
+
+def planned(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    """The same calls, with one in the place of operators of FastGen's that follow one another.
+
+    What a call is given must stay where it is in memory.
+    """
+    found: list[Callable[[], object]] = []
+    for is_held, some in itertools.groupby(calls, _can_be_held):
+        alike = list(some)
+        plan = _plan(alike) if is_held and len(alike) > 1 else None
+        found += alike if plan is None else [plan]
+    return found
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is looking at this thread."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def _can_be_held(call: Any) -> bool:
+    function = call.func if isinstance(call, partial) else None
+    is_one = isinstance(function, torch._ops.OpOverload) and function.name() in OPERATORS
+    return is_one and _library.has_kernel("fastgen::run_plan", "CompositeExplicitAutograd")
+
+
+def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+    """One call for all of these; None where there can be no more plans."""
+    number = -1
+    torch.ops.fastgen.open_plan.default()
+    try:
+        for call in calls:
+            call()  # adds it to the plan
+    finally:
+        number = torch.ops.fastgen.close_plan.default(len(calls))
+    if number < 0:
+        return None
+    plan = partial(torch.ops.fastgen.run_plan.default, number)
+    weakref.finalize(plan, torch.ops.fastgen.drop_plan.default, number).atexit = False
+    return plan
+
+
+# From now on, operators that this thread calls are added to a plan in place of being executed.
+_library.define("open_plan() -> ()")
+# The plan's number; -1 if it has another number of operators, or if there are too many plans.
+_library.define("close_plan(int expected) -> int")
+_library.define("run_plan(int plan) -> ()")
+_library.define("drop_plan(int plan) -> ()")

@@ -1,0 +1,159 @@
+"""Plans: operators that one call executes do what they do one by one, and hold what they are given."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastgen.ops import _library, elementwise, plan
+
+pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
+operators, aten = torch.ops.fastgen, torch.ops.aten
+Calls = list[Callable[[], object]]
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """There is no place for another plan."""
+    taken = []
+    while True:
+        operators.open_plan()
+        number = operators.close_plan(0)
+        if number < 0:
+            break
+        taken.append(number)
+    yield
+    for number in taken:
+        operators.drop_plan(number)
+
+
+def layers(x: Tensor, out: Tensor) -> Calls:
+    """A norm, a product, an operator of torch's, two products in one, and an activation."""
+    width = x.shape[1]
+    weights = [torch.randn(width, width) for _ in range(3)]
+    scaled, first, second, third = (torch.zeros_like(x) for _ in range(4))
+    activation = elementwise.instructions(aten.silu.default, (third,), {}, [out])
+    assert activation is not None
+    return [
+        partial(operators.rms_norm_out.default, scaled, x, torch.ones(width), 1e-6, 0.0, False),
+        partial(operators.dot_linear_out.default, first, scaled, weights[0], torch.ones(width)),
+        partial(aten.add_.Tensor, first, 1.0),
+        partial(operators.dot_linears_out.default, [second, third], first, weights[1:], [None, None]),
+        elementwise.bound(activation),
+    ]
+
+
+def test_results_are_those_of_calls_one_by_one() -> None:
+    x, out = torch.randn(3, 37), torch.zeros(3, 37)
+    calls = layers(x, out)
+    planned = plan.planned(calls)
+    assert len(planned) == 3 and planned[1] is calls[2]
+    assert not out.any(), "nothing is executed before"
+    for _ in range(3):  # what is in memory by then counts
+        x.normal_()
+        for call in calls:
+            call()
+        expected = out.clone()
+        out.zero_()
+        for call in planned:
+            call()
+        assert torch.equal(out, expected) and out.any()
+
+
+def test_one_operator_alone_stays_as_it_is() -> None:
+    calls = layers(torch.randn(2, 8), torch.zeros(2, 8))[:1]
+    assert plan.planned(calls) == calls and plan.planned([]) == []
+
+
+def test_others_stay_as_they_are() -> None:
+    seen: list[int] = []
+    calls: Calls = [partial(seen.append, 1), lambda: seen.append(2), partial(aten.add.out, *[torch.zeros(1)] * 2)]
+    assert plan.planned(calls) == calls and not seen
+
+
+def test_what_a_plan_holds_is_given_back() -> None:
+    x, out = torch.randn(2, 8), torch.zeros(2, 8)
+    calls = layers(x, out)
+    held = calls[0].args[2].untyped_storage()  # type: ignore[attr-defined]
+    uses = torch._C._storage_Use_Count(held._cdata)
+    planned = plan.planned(calls)
+    assert torch._C._storage_Use_Count(held._cdata) == uses, "of a tensor, not of its memory"
+    del calls
+    gc.collect()
+    planned[0]()
+    assert torch._C._storage_Use_Count(held._cdata) == uses
+    del planned
+    gc.collect()
+    assert torch._C._storage_Use_Count(held._cdata) == uses - 1
+
+
+def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
+    x, weight, out, length = torch.randn(2, 8), torch.randn(8, 8), torch.zeros(2, 8), torch.zeros(2, 8)
+    product = partial(operators.dot_linear_out.default, out, x, weight, None)
+    after = partial(operators.dot_linear_out.default, length, x, weight, None)
+    wrong = partial(operators.dot_linear_out.default, out, torch.randn(2, 7), weight, None)
+    (planned,) = plan.planned([product, wrong, after])
+    with pytest.raises(RuntimeError, match="dot_linear"):
+        planned()
+    assert out.any() and not length.any()
+    (planned,) = plan.planned([product, after])
+    planned()
+    assert length.any()
+
+
+def test_what_no_operator_can_be_given_raises_at_once_and_closes_the_plan() -> None:
+    product = partial(operators.dot_linear_out.default, torch.zeros(2, 8), "x", torch.zeros(8, 8), None)
+    with pytest.raises(RuntimeError):
+        plan.planned([product, product])
+    operators.open_plan()
+    operators.close_plan(0)
+
+
+def test_plans_of_other_threads_are_their_own() -> None:
+    x, out, weight = torch.randn(2, 8), torch.zeros(2, 8), torch.randn(8, 8)
+    operators.open_plan()
+    thread = threading.Thread(target=operators.dot_linear_out, args=(out, x, weight, None))
+    thread.start()
+    thread.join()
+    assert out.any() and operators.close_plan(0) >= 0
+
+
+def test_numbers_that_are_none() -> None:
+    for number in (-1, 4096, 2**40):
+        with pytest.raises(RuntimeError, match="from 0 to 4095"):
+            operators.run_plan(number)
+    operators.open_plan()
+    with pytest.raises(RuntimeError, match="has a plan open"):
+        operators.open_plan()
+    number = operators.close_plan(0)
+    operators.drop_plan(number)
+    operators.drop_plan(number)
+    with pytest.raises(RuntimeError, match="no such plan"):
+        operators.run_plan(number)
+    with pytest.raises(RuntimeError, match="no plan open"):
+        operators.close_plan(0)
+    operators.open_plan()
+    assert operators.close_plan(1) == -1
+
+
+def test_without_a_place_calls_stay_single(full: None) -> None:
+    x, out = torch.randn(2, 8), torch.zeros(2, 8)
+    calls = layers(x, out)
+    assert plan.planned(calls) == calls
+
+
+def test_names_are_those_of_the_kernels() -> None:
+    sources = Path(__file__).parents[2] / "fastgen/csrc/cpu"
+    registered = set()
+    for source in sources.glob("*.cpp"):
+        for line in source.read_text(encoding="utf-8").splitlines():
+            if "FASTGEN_PLANNED(" in line:
+                registered.add("fastgen::" + line.split('impl("')[1].split('"')[0])
+    assert registered == plan.OPERATORS
