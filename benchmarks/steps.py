@@ -3,8 +3,8 @@
     python -m benchmarks.steps NAME [NAME ...] [--calls N] [--models N] [--threads N] [--help]
 
 A name is that of a workload (`python -m benchmarks --list`). Its calls run with captured steps, every operator of which
-is timed; in as many calls before, only whole steps are, as a program makes several operators in one call. A step is from
-one replay to the next one, so it has the loop around the operators, too. The time outside of kernels is what the operators
+is timed. In as many calls before, whole steps are timed: there, several operators are one call. A step is from one
+replay to the next one, so it has the loop around the operators, too. The time outside of kernels is what the operators
 do not take, and for each of them the time that the smallest one of FastGen's takes.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
@@ -141,7 +141,7 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
                     yield each.untyped_storage().data_ptr()
 
     def timed_replay(program: Program) -> None:
-        """The program's own replay, or that of its calls with a clock; looks at what they read, once for each program."""
+        """The program's own replay, or its calls with a clock; looks at what they read, once for each program."""
         calls = program._calls
         if program not in timed_calls:
             timed_calls[program] = [partial(steps.execute, call) for call in calls]

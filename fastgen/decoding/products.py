@@ -213,12 +213,30 @@ def input_of(operation: Operation) -> Any:
 
 def together(works: Sequence[Any]) -> list[Any]:
     """What executes products with one input, of which none reads what another one writes; anything else as it is."""
+    works = _alike(works)
     for kind in filter(None, map(_kind, works)):
         alike = [work for work in works if _kind(work) == kind]
         if len(alike) > 1:
             rest = [work for work in works if not any(work is each for each in alike)]
             return [_call(alike), *together(rest)]
     return [_alone(work) for work in works]
+
+
+def _alike(works: Sequence[Any]) -> Sequence[Any]:
+    """Products that could be one call are chosen together, as one with all of their outputs.
+
+    A few outputs may be multiplied faster in another way than many, but not faster than as a part of them.
+    """
+    some = [work for work in works if isinstance(work, Product) and work.operator in _SEVERAL]
+    if len({work.operator for work in some}) < 2:
+        return works
+    outputs = sum(work.weight.shape[0] for work in some)
+    shares = [_shares(each.x, each.weight, each.bias, outputs) for each in some]
+    slowest = {operator: max(share[operator] for share in shares) for operator in _SEVERAL}
+    best = min(slowest, key=slowest.__getitem__)
+    if slowest[best] == math.inf:  # none serves all of them
+        return works
+    return [work._replace(operator=best) if any(work is each for each in some) else work for work in works]
 
 
 def _kind(work: Any) -> Any:
@@ -271,14 +289,7 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
     if settings.current().linear_products == "fixed":
         operator = _fixed(x, weight, bias)
         return None if operator is None else Product(operator, result, x, weight, bias)
-    # Each as a share of the time that torch's takes.
-    shares = {
-        _DOTS: _share_by_dots(x, weight, bias),
-        _STREAMED: _share_streamed(x, weight),
-        _WIDENED: _share_widened(x, weight, bias),
-        _SPLIT: _share_split(x, weight, bias),
-    }
-    operator, share = min(shares.items(), key=lambda item: item[1])
+    operator, share = min(_shares(x, weight, bias, weight.shape[0]).items(), key=lambda item: item[1])
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
 
 
@@ -295,10 +306,20 @@ def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     return _DOTS if is_for_dots else _STREAMED
 
 
-def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def _shares(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> dict[Any, float]:
+    """What each product takes as a share of the time of torch's, if such a weight had so many outputs."""
+    return {
+        _DOTS: _share_by_dots(x, weight, bias, outputs),
+        _STREAMED: _share_streamed(x, weight, outputs),
+        _WIDENED: _share_widened(x, weight, bias, outputs),
+        _SPLIT: _share_split(x, weight, bias, outputs),
+    }
+
+
+def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> float:
     if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
         return math.inf
-    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype, transposed=weight.stride(1) != 1)
+    costs = dot_linear.costs(*x.shape, outputs, x.dtype, transposed=weight.stride(1) != 1)
     if costs is None:
         return math.inf
     # As long as torch's is better in float32: several of them can be one call, and weights that come from farther away
@@ -307,22 +328,22 @@ def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     return min(share, 1 - 1e-6) if x.dtype is torch.float32 and share < 1 + _MARGIN else share
 
 
-def _share_streamed(x: Tensor, weight: Tensor) -> float:
+def _share_streamed(x: Tensor, weight: Tensor, outputs: int) -> float:
     if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
         return math.inf
-    costs = linear.costs(*x.shape, weight.shape[0], transposed=weight.stride(0) == 1)
+    costs = linear.costs(*x.shape, outputs, transposed=weight.stride(0) == 1)
     return math.inf if costs is None else costs.streamed / costs.plain
 
 
-def _share_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def _share_widened(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> float:
     if not widened_linear.serves(x, weight, bias):
         return math.inf
-    costs = widened_linear.costs(*x.shape, weight.shape[0], x.dtype)
+    costs = widened_linear.costs(*x.shape, outputs, x.dtype)
     return math.inf if costs is None else costs.widened / costs.plain
 
 
-def _share_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def _share_split(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> float:
     if x.stride(1) != 1 or not split_linear.serves(x, weight, bias):
         return math.inf
-    costs = split_linear.costs(*x.shape, weight.shape[0])
+    costs = split_linear.costs(*x.shape, outputs)
     return math.inf if costs is None else costs.split / costs.plain

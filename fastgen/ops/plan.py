@@ -1,8 +1,8 @@
 """Operators of a recorded program that one call from Python executes.
 
 A call from Python takes a few microseconds: it looks at what it is given, gives up the interpreter's lock, goes through
-torch's dispatcher and takes the lock back. A decoding step of 30 layers has some 300 of them. So operators that follow one
-another are kept in C++ with what they are given, as a plan (csrc/cpu/plan.h).
+torch's dispatcher and takes the lock back. A decoding step of 30 layers has some 300 of them. So operators that follow
+one another are kept in C++ with what they are given, as a plan (csrc/cpu/plan.h).
 
 A profiler sees nothing in a plan. So while one runs, operators are called one after the other (`is_profiled`).
 """

@@ -134,22 +134,26 @@ Sizes merged(Operands& operands, const Instruction& instruction) {
 // From so many numbers on, several threads take parts of them.
 constexpr int64_t kForThreads = 1 << 15;
 
-// The last dimension is a line, the others are gone through one after the other.
+// The last dimension is a line, the one before it counts lines, and the others are gone through one after the other.
 void execute(const Operands& operands, const Sizes& sizes, const Options& options, Line line, int64_t dim,
              std::array<int64_t, kTensors> offsets) {
-  if (dim + 1 < sizes.dims) {
+  if (dim + 2 < sizes.dims) {
     for (int64_t i = 0; i < sizes.of[dim]; ++i) {
       execute(operands, sizes, options, line, dim + 1, offsets);
       for (int n = 0; n < kTensors; ++n) offsets[n] += operands[n].strides[dim];
     }
     return;
   }
+  const int64_t last = sizes.dims - 1;
   Piece pieces[kTensors];
+  int64_t apart[kTensors];
   for (int n = 0; n < kTensors; ++n) {
     const Operand& each = operands[n];
-    pieces[n] = {each.data ? each.data + offsets[n] * bytes_of(each.type) : nullptr, each.type, each.strides[dim]};
+    const int64_t bytes = bytes_of(each.type);
+    pieces[n] = {each.data ? each.data + offsets[n] * bytes : nullptr, each.type, each.strides[last]};
+    apart[n] = each.strides[dim] * bytes;
   }
-  line(pieces, sizes.of[dim], options);
+  line(pieces, apart, dim < last ? sizes.of[dim] : 1, sizes.of[last], options);
 }
 
 // The same, with a part of the first dimension for each thread, if there is enough to do.

@@ -44,11 +44,10 @@ void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset
   const fastgen::Line normalise = fastgen::line_of(fastgen::kRmsNorm);
   const int64_t rows_of_task = std::max<int64_t>(kTask / std::max<int64_t>(width, 1), 1);
   fastgen::parallel_for(0, rows, rows_of_task, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const fastgen::Piece pieces[] = {
-          {to + row * bytes, numbers, 1}, {from + row * bytes, numbers, 1}, {factors, numbers, 1}};
-      normalise(pieces, width, options);
-    }
+    const fastgen::Piece pieces[] = {
+        {to + begin * bytes, numbers, 1}, {from + begin * bytes, numbers, 1}, {factors, numbers, 1}, {}};
+    const int64_t apart[] = {bytes, bytes, 0, 0};
+    normalise(pieces, apart, end - begin, width, options);
   });
 }
 

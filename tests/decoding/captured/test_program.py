@@ -404,6 +404,26 @@ class TestProducts:
             x.normal_(), weights[4].normal_(), bias.normal_()
 
     @needs_kernel
+    @pytest.mark.parametrize("many", ["dots", "streamed"])
+    def test_products_with_one_input_are_chosen_together(self, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As one with all of their outputs, although with few outputs another product is the fastest."""
+
+        def dots(rows: int, inputs: int, outputs: int, *_: object, **__: object) -> dot_linear.Costs:
+            return dot_linear.Costs(4.0, 1.0 if (outputs < 50) == (many == "streamed") else 3.0)
+
+        monkeypatch.setattr(dot_linear, "costs", dots)
+        monkeypatch.setattr(linear, "costs", lambda *shape, **how: linear.Costs(4.0, 1.0, 1.0, 2.0))
+        x, weights = torch.randn(8, 24), [torch.randn(outputs, 24) for outputs in (70, 30, 31)]
+        recorded = Replayed()
+        result = recorded.capture(lambda: torch.cat([F.linear(x, weight) for weight in weights], dim=1))
+        operator = torch.ops.fastgen.dot_linears_out if many == "dots" else torch.ops.fastgen.streamed_linears_out
+        (call,) = (call for call in recorded._calls if "linear" in str(call.func))
+        assert call.func is operator.default and len(call.args[0]) == 3
+        x.normal_()
+        recorded.replay()
+        torch.testing.assert_close(result, x @ torch.cat(weights).t(), atol=1e-4, rtol=1e-4)
+
+    @needs_kernel
     @pytest.mark.parametrize("between", ["input", "weight", "bias", "result", "another input", "far away"])
     def test_products_that_stay_apart(self, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dot_linear, "costs", lambda *shape, **how: dot_linear.Costs(4.0, 1.0))

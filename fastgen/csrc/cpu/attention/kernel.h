@@ -16,7 +16,7 @@ static_assert(kBlock % kLanes == 0 && kBlock % 4 == 0, "the kernels work on whol
 template <typename scalar_t>
 struct Block {
   int64_t length;
-  int64_t next_keys;  // so many elements behind the keys of this block lie those of the next one; 0 if there is none
+  int64_t next_keys;  // so many elements behind the keys of this block lie those that come next; 0 if there are none
   const scalar_t* keys[kBlock];
   const scalar_t* values[kBlock];
 };
@@ -67,6 +67,14 @@ inline void prefetch(const scalar_t* from, int64_t offset, int64_t count) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<uintptr_t>(i)), 0, 2);
   }
 #endif
+}
+
+// How many elements lie between two places, which may be in different memory; 0 if the second one is null.
+template <typename scalar_t>
+inline int64_t distance(const scalar_t* from, const scalar_t* to) {
+  if (to == nullptr) return 0;
+  const auto bytes = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from));
+  return bytes / static_cast<int64_t>(sizeof(scalar_t));
 }
 
 // The first `count` lanes, fewer than there are, and zeros.
@@ -298,9 +306,10 @@ inline void merge(const State& state, const State& other) {
   }
 }
 
+// `after` are keys that are read after those of the last copy, or null.
 template <typename scalar_t>
 void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
-                      const Scratch& scratch, const State& state) {
+                      const Scratch& scratch, const State& state, const scalar_t* after) {
   const int64_t first_row = copy * problem.group * problem.queries;
   const int64_t row = input * problem.per_input + copy;
   Block<scalar_t> block;
@@ -308,9 +317,13 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
   for (int64_t start = begin; start < length; start += kBlock) {
     block.length = smaller(kBlock, length - start);
     const bool last_block = start + kBlock >= length, last_copy = copy + 1 == problem.per_input;
-    block.next_keys = !last_block                ? kBlock * problem.suffix_keys.strides[2]
-                      : start == begin && !last_copy ? problem.suffix_keys.strides[0]
-                                                 : 0;
+    if (!last_block) {
+      block.next_keys = kBlock * problem.suffix_keys.strides[2];
+    } else if (last_copy) {
+      block.next_keys = distance(at<scalar_t>(problem.suffix_keys, row, kv_head, start), after);
+    } else {
+      block.next_keys = start == begin ? problem.suffix_keys.strides[0] : 0;
+    }
     const int64_t position = problem.prefix_length + start;
     if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
@@ -322,10 +335,11 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
   }
 }
 
-// One chunk of the prefix, for the copies [copy, end_copy) of an input, which see it from the same position on.
+// One chunk of the prefix, for the copies [copy, end_copy) of an input, which see it from the same position on. `after` are
+// keys that are read after it, or null.
 template <typename scalar_t>
 void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t chunk, int64_t copy,
-                     int64_t end_copy, const Scratch& scratch, const State& all) {
+                     int64_t end_copy, const Scratch& scratch, const State& all, const scalar_t* after) {
   const int64_t rows_per_copy = problem.group * problem.queries, first_row = copy * rows_per_copy;
   const State state = all.from_row(first_row, (end_copy - copy) * rows_per_copy);
   int64_t begin = larger(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
@@ -335,7 +349,9 @@ void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_
   Block<scalar_t> block;
   for (int64_t start = begin; start < stop; start += kBlock) {
     block.length = smaller(kBlock, stop - start);
-    block.next_keys = start + kBlock < stop ? kBlock * problem.prefix_keys.strides[2] : 0;
+    block.next_keys = start + kBlock < stop
+                          ? kBlock * problem.prefix_keys.strides[2]
+                          : distance(at<scalar_t>(problem.prefix_keys, input, kv_head, start), after);
     if (!is_visible(problem, input, kv_head, first_row, state.rows, start, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
       block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
@@ -385,6 +401,15 @@ class Workspace {
   float* memory_;
 };
 
+// The keys with which a task begins; null if there are none.
+template <typename scalar_t>
+inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
+  const int64_t kv_head = task / problem.chunks % problem.kv_heads, input = task / problem.chunks / problem.kv_heads;
+  int64_t begin = larger(task % problem.chunks * problem.chunk_length, problem.first_of(input * problem.per_input));
+  if (problem.starts != nullptr) begin = larger(begin, problem.starts[input]);
+  return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, input, kv_head, begin) : nullptr;
+}
+
 template <typename scalar_t>
 void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) {
   const Workspace workspace(problem);
@@ -399,16 +424,19 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     clear(state);
     gather_queries<scalar_t>(problem, input, kv_head, 0, rows, scratch);
     const int64_t row = input * problem.per_input;
+    const scalar_t* next = task + 1 < end ? first_keys<scalar_t>(problem, task + 1) : nullptr;
+    const bool has_suffix = problem.fused && problem.length_of(row) > 0;
+    const scalar_t* suffix = has_suffix ? at<scalar_t>(problem.suffix_keys, row, kv_head) : next;
     for (int64_t copy = 0, end_copy; copy < problem.per_input; copy = end_copy) {
       for (end_copy = copy + 1; end_copy < problem.per_input; ++end_copy) {
         if (problem.first_of(row + end_copy) != problem.first_of(row + copy)) break;
       }
-      attend_chunk_of<scalar_t>(problem, input, kv_head, chunk, copy, end_copy, scratch, state);
+      attend_chunk_of<scalar_t>(problem, input, kv_head, chunk, copy, end_copy, scratch, state, suffix);
     }
     if (!problem.fused) continue;
     for (int64_t copy = 0; copy < problem.per_input; ++copy) {
       attend_suffix_of<scalar_t>(problem, input, kv_head, copy, scratch,
-                                 state.from_row(copy * rows_per_copy, rows_per_copy));
+                                 state.from_row(copy * rows_per_copy, rows_per_copy), next);
     }
     finish<scalar_t>(problem, input, kv_head, 0, state);
   }
@@ -429,7 +457,7 @@ void attend_suffix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     }
     if (problem.length_of(input * problem.per_input + copy) > 0) {
       gather_queries<scalar_t>(problem, input, kv_head, first_row, rows_per_copy, workspace.scratch);
-      attend_suffix_of<scalar_t>(problem, input, kv_head, copy, workspace.scratch, state);
+      attend_suffix_of<scalar_t>(problem, input, kv_head, copy, workspace.scratch, state, nullptr);
     }
     finish<scalar_t>(problem, input, kv_head, first_row, state);
   }

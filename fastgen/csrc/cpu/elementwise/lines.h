@@ -37,8 +37,9 @@ struct Options {
   bool rounds_scaled;  // a row is rounded to its type before it is multiplied by the weight, too
 };
 
-// A line of `count` numbers: the result, and three operands.
-using Line = void (*)(const Piece*, int64_t, const Options&);
+// Lines of `count` numbers each: the first one of the result and of three operands, and how many bytes further on each has
+// the next one.
+using Line = void (*)(const Piece* pieces, const int64_t* apart, int64_t lines, int64_t count, const Options& options);
 
 // With the widest vectors that the process may use.
 Line line_of(int64_t kind);
