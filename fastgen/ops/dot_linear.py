@@ -17,7 +17,7 @@ from fastgen.ops import _library, _timings
 from fastgen.ops.linear import MAX_BYTES, as_rows, count_of_cold, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 6"
+_KERNEL = "dot linear 7"
 # Of more rows nothing is measured: the lines of a weight are read from the cache once for every few of them.
 MAX_ROWS = 16
 # Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.

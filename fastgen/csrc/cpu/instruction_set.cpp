@@ -62,6 +62,14 @@ bool has_avx_vnni() {
 #endif
 }
 
+int64_t bytes_ahead() {
+#ifdef FASTGEN_X86
+  static const bool is_amd = __builtin_cpu_is("amd");
+  if (is_amd) return 256;
+#endif
+  return 0;
+}
+
 }  // namespace fastgen
 
 #ifdef _WIN32

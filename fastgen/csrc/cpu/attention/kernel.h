@@ -139,6 +139,11 @@ void score(const float* query, int64_t query_width, int64_t rows, const Block<sc
   for (; row + kScoreRows <= rows; row += kScoreRows, ahead = 0) {
     score_rows<kScoreRows>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
   }
+  if constexpr (kScoreRows > 3) {
+    if (row + 3 == rows) {
+      return score_rows<3>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
+    }
+  }
   for (; row + 2 <= rows; row += 2, ahead = 0) {
     score_rows<2>(query + row * query_width, query_width, block, dim, ahead, scores + row * kBlock);
   }
@@ -204,6 +209,12 @@ void add_values(const float* weights, const Block<scalar_t>& block, int64_t valu
   for (; row + kContextRows <= state.rows; row += kContextRows, ahead = 0) {
     add_values_rows<kContextRows>(weights + row * kBlock, block, value_dim, ahead, factors + row,
                                   state.context + row * state.width, state.width);
+  }
+  if constexpr (kContextRows > 3) {
+    if (row + 3 == state.rows) {
+      return add_values_rows<3>(weights + row * kBlock, block, value_dim, ahead, factors + row,
+                                state.context + row * state.width, state.width);
+    }
   }
   for (; row + 2 <= state.rows; row += 2, ahead = 0) {
     add_values_rows<2>(weights + row * kBlock, block, value_dim, ahead, factors + row,

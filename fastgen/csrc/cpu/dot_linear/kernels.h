@@ -172,6 +172,7 @@ struct Product {
   const typename Type::Number *weight, *bias;
   typename Type::Number* y;
   int64_t x_stride, weight_stride, y_stride, inputs, apart;
+  int64_t ahead;  // numbers of a line that are asked for before they are multiplied; 0: those of the next line are
 };
 
 // The inputs that are multiplied before the next ones: their part of the lines stays in the first-level cache.
@@ -286,6 +287,7 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
     for (int64_t begin = 0; begin < whole; begin += depth) {
       const Part part{begin, std::min(begin + depth, whole)};
       const typename Type::Number* next = part.end < whole ? lines + part.end : lines + product.weight_stride;
+      if (product.ahead != 0 && turns == 1) next = lines + begin + product.ahead;
       for (int64_t turn = 0; turn < turns; ++turn) {
         const int64_t row = first + each * turn, some = std::min<int64_t>(last - row, each);
         Rows<Type, kOutputs>::add(product, row, some, output, part, sums[turn], next, turn, turns);
@@ -309,14 +311,16 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
                         given.weight_stride,
                         given.outputs,
                         given.inputs,
-                        0};
+                        0,
+                        given.ahead / static_cast<int64_t>(sizeof(Number))};
   constexpr int64_t kSingle = 8, kOutputs = FASTGEN_OUTPUTS;
   if (given.rows == 1) {  // there are registers for more outputs, and each line is read once
     const int64_t whole = product.inputs / Type::kStep * Type::kStep;
     product.apart = some / kSingle;
     for (int64_t output = 0; output < product.apart; ++output) {
       Vector sums[kSingle];
-      const Number* next = product.weight + (output + 1) * given.weight_stride;
+      const Number* next = product.weight + output * given.weight_stride;
+      next += product.ahead != 0 ? product.ahead : given.weight_stride;
       add_part<Type, 1, kSingle>(product, 0, output, {0, whole}, sums, next, 0, 1);
       finish<Type, 1, kSingle>(product, 0, output, whole, sums);
     }
