@@ -8,8 +8,8 @@ replay to the next one, so it has the loop around the operators, too. The time o
 do not take, and for each of them the time that the smallest one of FastGen's takes.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
-measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. An output layer
-that is estimated from a copy in 8 bits is not among these bytes.
+measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. Weights that
+are read from copies, in 8 or 16 bits, are not among these bytes.
 
 First calls are those of new models: without FastGen, without captured steps, by default, and with a step from the
 first call on. The last line is a later call of that model.

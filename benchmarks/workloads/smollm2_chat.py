@@ -1,11 +1,13 @@
 """SmolLM2-135M-Instruct, a trained language model, on prompts of a chat: what one user or a few get.
 
-The model comes from `python -m benchmarks.smollm2 FOLDER`.
+The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits, so they are not those
+of its published checkpoint, which is stored in bfloat16. Workloads with "from-bfloat16" in their names round them to
+bfloat16 and compute in float32: what a user has who loads that checkpoint with `dtype=torch.float32`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +45,14 @@ def smollm2_instruct() -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(smollm2.folder(), dtype=torch.get_default_dtype())
+
+
+def smollm2_instruct_from_bfloat16() -> Any:
+    """The same with weights in float32 that are numbers of bfloat16, as those of its published checkpoint are."""
+    model = smollm2_instruct()
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16).to(torch.float32)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +96,23 @@ def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
     )
 
 
+def _from_bfloat16(batch: int, times: float) -> Chat:
+    return replace(
+        _workload(batch, 1, "float32", times),
+        name=f"smollm2-b{batch}-from-bfloat16",
+        title=f"SmolLM2-135M, batch {batch}, greedy, chat, float32 from a checkpoint in bfloat16",
+        shape=smollm2_instruct_from_bfloat16,
+        further_backends=("openvino",),
+    )
+
+
 WORKLOADS = [
     _workload(1, 1, "float32", 3.0),
     _workload(4, 1, "float32", 4.2),
     _workload(16, 1, "float32", 3.4),
     _workload(4, 4, "float32", 5.5),
+    _from_bfloat16(1, 3.5),
+    _from_bfloat16(4, 4.5),
     _workload(1, 1, "bfloat16", 2.2),
     _workload(16, 1, "bfloat16", 1.5),
     _workload(4, 4, "bfloat16", 2.5),

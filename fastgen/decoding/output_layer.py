@@ -1,17 +1,12 @@
 """The output layer of a greedy step: the largest output of each row, found with a copy of the weight in 8 bits.
 
 `fastgen.decoding.largest_outputs` says which products of a recording are one. The result is the same as without the
-copy (`fastgen.ops.largest_output`). The copy lives as long as the programs that use it. Whether it still stands for
-the weight is looked at once in each call, by the contents of the weight. During a call, only code of others could
-change it: where such code runs, the rest of the call does without the copy.
+copy (`fastgen.ops.largest_output`), as long as that stands for the weight (`fastgen.decoding.weight_copies`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import memory, settings
-from fastgen.decoding import products
+from fastgen.decoding import products, weight_copies
 from fastgen.ops import _timings, largest_output
 from fastgen.ops.linear import MAX_BYTES, shortest_times
 
@@ -30,38 +25,6 @@ _KERNEL = "largest output 2"
 _LEAST_BYTES, _FREE_MEMORY = 2**22, 8
 # If more than this part of all outputs is computed over so many steps, estimates do not help: the logits are too flat.
 _MOST_COMPUTED, _STEPS = 1 / 16, 16
-# So many calls do without a copy then.
-_PAUSE = 64
-# Steps of the plain product that take about as long as making a copy: one of a weight that has changed must pay first.
-_STEPS_OF_COPY = 32
-
-
-class _Calls(threading.local):
-    """The calls of this thread that use programs; one may run inside another."""
-
-    depth = 0
-    number: object = None  # of the outermost one
-    others_ran = False  # code of others has run inside of it
-
-
-_calls = _Calls()
-
-
-@contextlib.contextmanager
-def call() -> Iterator[None]:
-    """A call that uses programs. Before it, weights may have changed."""
-    if _calls.depth == 0:
-        _calls.number, _calls.others_ran = object(), False
-    _calls.depth += 1
-    try:
-        yield
-    finally:
-        _calls.depth -= 1
-
-
-def others_run() -> None:
-    """Code of others is about to run inside the call. It might write to weights."""
-    _calls.others_ran = True
 
 
 class Step:
@@ -155,52 +118,16 @@ def _measure(rows: int, inputs: int, outputs: int) -> tuple[float, float]:
     return seconds[0] * outputs / some, seconds[1] * outputs / some
 
 
-class OutputLayer:
+class OutputLayer(weight_copies.CopiedWeight):
     """A weight as it is, and its copy."""
 
-    _layers: weakref.WeakValueDictionary[tuple[Any, ...], OutputLayer] = weakref.WeakValueDictionary()
-
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._make_copy()
-        self._fingerprint, self._seen_in = largest_output.fingerprint(weight), _calls.number
-
-    @classmethod
-    def of(cls, weight: Tensor) -> OutputLayer:
-        """The one of a weight, which all programs share that use it."""
-        # A layer holds its weight, so that no other one can come to lie there.
-        key = weight.data_ptr(), tuple(weight.shape)
-        found = cls._layers.get(key)
-        if found is None:
-            found = cls._layers[key] = cls(weight)
-        return found
-
-    def _make_copy(self) -> None:
-        self._copy, self._waits = largest_output.copy_of(self._weight), 0
-        self._pause = 0 if self._copy is not None else _PAUSE
+        super().__init__(weight)
         self._computed = self._steps = 0
 
-    def copy(self) -> largest_output.Copy | None:
-        """The copy, of the weight as it is in this call; None where there is none, or it does not help."""
-        if _calls.others_ran:
-            return None
-        if self._seen_in is not _calls.number:
-            self._look_again()
-        if self._waits > 0:
-            self._waits -= 1
-            if self._waits == 0:
-                self._make_copy()
-        return self._copy
-
-    def _look_again(self) -> None:
-        """In a new call: whether the copy still stands for the weight."""
-        self._seen_in = _calls.number
-        if self._pause > 0:
-            self._pause -= 1
-            return
-        fingerprint = largest_output.fingerprint(self._weight)
-        if fingerprint != self._fingerprint or (self._copy is None and self._waits == 0):
-            self._fingerprint, self._copy, self._waits = fingerprint, None, _STEPS_OF_COPY
+    def _copied(self, weight: Tensor) -> largest_output.Copy | None:
+        self._computed = self._steps = 0
+        return largest_output.copy_of(weight)
 
     def find(
         self, out: Tensor, estimates: Tensor, x: Tensor, bias: Tensor | None, copy: largest_output.Copy, *near: Any
@@ -210,5 +137,5 @@ class OutputLayer:
         self._computed, self._steps = self._computed + computed / x.shape[0], self._steps + 1
         if self._steps == _STEPS:
             if self._computed > _MOST_COMPUTED * _STEPS * self._weight.shape[0]:
-                self._copy, self._pause = None, _PAUSE
+                self._do_without()
             self._computed = self._steps = 0

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.decoding.operations import Operation
+from fastgen.decoding.narrow_weights import NarrowProduct, NarrowProducts, NarrowWeight, type_of
+from fastgen.decoding.operations import Operation, Place
 from fastgen.ops import dot_linear, linear, quantized_linear, split_linear, widened_linear
 
 HALF = (torch.float16, torch.bfloat16)
@@ -204,6 +205,9 @@ class GroupedProduct(NamedTuple):
     sizes: tuple[int, int, bool]  # bits, group size, and whether groups are rotated
 
 
+AnyProduct = Product | GroupedProduct | NarrowProduct
+
+
 def input_of(operation: Operation) -> Any:
     """Where the input of a product lies; None for an operator that is none."""
     if operation.function in OPERATORS:
@@ -213,6 +217,10 @@ def input_of(operation: Operation) -> Any:
 
 def together(works: Sequence[Any]) -> list[Any]:
     """What executes products with one input, of which none reads what another one writes; anything else as it is."""
+    narrow = [work for work in works if isinstance(work, NarrowProduct)]
+    if narrow:
+        rest = [work for work in works if not isinstance(work, NarrowProduct)]
+        return [partial(NarrowProducts(narrow, together([work.wide for work in narrow])).linears), *together(rest)]
     works = _alike(works)
     for kind in filter(None, map(_kind, works)):
         alike = [work for work in works if _kind(work) == kind]
@@ -266,14 +274,25 @@ def _alone(work: Any) -> Any:
     return partial(work[0], *work[1:]) if isinstance(work, Product) else work
 
 
-def of(operator: Any, args: Sequence[Any], result: Tensor) -> Product | GroupedProduct | None:
-    """`faster`, for an operator of torch that writes its result there; None for one that is no product."""
-    if operator is _GROUPED:
+def of(operation: Operation, args: Sequence[Any], result: Tensor, written: frozenset[int]) -> AnyProduct | None:
+    """`faster`, for an operator that writes its result there; None for one that is no product, or stays torch's.
+
+    Args:
+        args: of the operator.
+        written: the storages that its recording writes to: a weight in one of these changes from step to step.
+    """
+    if operation.function is _GROUPED:
         x, *parts, order, bias, _, bits, group_size, rotated = args
         return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size, rotated))
-    if operator not in OPERATORS:
+    if operation.function not in OPERATORS:
         return None
-    return faster(result, args[-2], args[-1].t(), args[0] if len(args) == 3 else None)
+    x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
+    wide, place = faster(result, x, weight, bias), operation.leaves[-1]
+    if not isinstance(place, Place) or place.storage in written or not _is_narrow(wide, x, weight, bias):
+        return wide
+    if wide is None:  # then torch's is faster, and writes there, too
+        wide = partial(operation.function.overloadpacket.out, *args, out=result)
+    return NarrowProduct(wide, result, x, NarrowWeight.of(weight), weight, bias)
 
 
 def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
@@ -291,6 +310,23 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
         return None if operator is None else Product(operator, result, x, weight, bias)
     operator, share = min(_shares(x, weight, bias, weight.shape[0]).items(), key=lambda item: item[1])
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
+
+
+def _is_narrow(wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product reads the numbers of the weight in 16 bits, where that is what they are, and faster.
+
+    Args:
+        wide: the product that is fastest with the weight as it is.
+    """
+    now = settings.current()
+    narrow = type_of(x, weight, bias) if now.packed_weights != "never" and weight.numel() else None
+    if narrow is None:
+        return False
+    if now.linear_products == "fixed":  # dot products have the same bits, whether there is a copy or not
+        return are_dots(wide)
+    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype, narrow=narrow)
+    share = 1.0 if wide is None else _shares(x, weight, bias, weight.shape[0])[wide.operator]
+    return costs is not None and costs.dots < (1 - _MARGIN) * share * costs.plain
 
 
 def are_dots(product: Product | None) -> bool:

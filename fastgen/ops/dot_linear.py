@@ -2,6 +2,9 @@
 
 The weight is neither packed nor laid out: it is read once, in float32, bfloat16 or float16, and sums are in
 float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape (`costs`).
+
+With x, bias and result in float32 the weight may be in bfloat16 or float16. The result has the bits of that with the
+widened weight.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear(x, weight, bias)`, with sums in float32; not differentiable.
 
     x is [..., inputs], the weight [outputs, inputs], the bias [outputs], all of one type: float32, bfloat16 or
-    float16. The inputs of the weight are next to each other, or, in float32, its outputs.
+    float16; or the weight in one of the latter, and the others in float32. The inputs of the weight are next to each
+    other, or, in float32, its outputs.
 
     Raises:
         RuntimeError: shapes, strides or dtypes do not fit together.
@@ -69,7 +73,13 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def costs(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True, transposed: bool = False
+    rows: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    measure: bool = True,
+    transposed: bool = False,
+    narrow: torch.dtype | None = None,
 ) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
@@ -78,25 +88,30 @@ def costs(
 
     Args:
         transposed: the weight is stored as [inputs, outputs], as GPT-2's.
+        narrow: the type that dot products have the weight in, and torch has not, if not `dtype`.
     """
     bucket = rows if rows <= _EXACT_ROWS else -(-rows // 4) * 4
-    key = f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
-    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, transposed)) if measure else None
+    types = _TYPES[dtype] if narrow is None else f"{_TYPES[dtype]} of {_TYPES[narrow]}"
+    key = f"{types} {bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
+    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, transposed, narrow)) if measure else None
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
     return None if known is None else Costs(*known)
 
 
 @torch.no_grad()
-def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool) -> Costs:
-    size = inputs * dtype.itemsize
-    some = min(outputs, max(MAX_BYTES // size, 1))
-    count = count_of_cold(size * some, 64)
+def _measure(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool, narrow: torch.dtype | None = None
+) -> Costs:
+    of_dots = dtype if narrow is None else narrow
+    some = min(outputs, max(MAX_BYTES // (inputs * dtype.itemsize), 1))
+    count = count_of_cold(inputs * of_dots.itemsize * some, 64)
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
     stored = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
     weights = [weight.t() if transposed else weight for weight in stored]
-    copies = [weight.clone() for weight in weights]  # what torch's product has just read would be in the cache
+    # What torch's product has just read would be in the cache.
+    copies = [weight.to(of_dots, copy=True) for weight in weights]
     plain, dots = shortest_times(
         [
             (lambda weight: F.linear(x, weight), weights),

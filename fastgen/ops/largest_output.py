@@ -117,14 +117,6 @@ def largest_output_out(
     )
 
 
-def fingerprint(x: Tensor) -> int:
-    """64 bits that change with every number of a tensor whose numbers lie next to each other. Read at memory speed.
-
-    Two contents that differ have the same one by accident only, about once in 2**64 times.
-    """
-    return torch.ops.fastgen.fingerprint.default(x)
-
-
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether there is a kernel for these: rows [rows, inputs], [outputs, inputs] and [outputs], all in float32."""
     return (
@@ -157,7 +149,6 @@ _library.define(
     "best_two_outputs(Tensor(a!) tokens, Tensor(b!) is_near, Tensor outputs, float masked, float share, Tensor x, "
     "Tensor weight, Tensor? bias) -> ()"
 )
-_library.define("fingerprint(Tensor x) -> int")
 ESTIMATE = torch.ops.fastgen.output_estimates.default
 LARGEST = torch.ops.fastgen.largest_output.default
 BEST_TWO = torch.ops.fastgen.best_two_outputs.default

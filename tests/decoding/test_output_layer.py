@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from fastgen import memory, settings
-from fastgen.decoding import output_layer
+from fastgen.decoding import output_layer, weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.output_layer import OutputLayer
-from fastgen.ops import _timings, largest_output
+from fastgen.ops import _timings, fingerprint, largest_output
 
 MEASURE = output_layer._measure
 pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process")
@@ -43,7 +43,7 @@ class Greedy:
 
 def layers() -> list[OutputLayer]:
     gc.collect()
-    return list(OutputLayer._layers.values())
+    return list(OutputLayer._known.values())
 
 
 def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
@@ -64,21 +64,22 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     version = greedy.weight._version
     for _ in range(2):
         greedy.weight.data[300:] = torch.randn(300, 64) * scale
-        with output_layer.call():
+        with weight_copies.call():
             assert all(greedy.is_right() for _ in range(5))
     assert greedy.weight._version == version
     greedy.weight.data.normal_()
-    for _ in range(output_layer._PAUSE + 1):
-        with output_layer.call():
-            assert all(greedy.is_right() for _ in range(output_layer._STEPS_OF_COPY + 1))
+    for _ in range(weight_copies.PAUSE + 1):
+        with weight_copies.call():
+            assert all(greedy.is_right() for _ in range(weight_copies.STEPS_OF_COPY + 1))
     assert layers()[0].copy() is not None
 
 
 def test_a_copy_of_a_changed_weight_must_pay_first() -> None:
     greedy = Greedy(torch.randn(600, 64))
+    assert greedy.is_right()
     greedy.weight.normal_()
-    with output_layer.call():
-        for _ in range(output_layer._STEPS_OF_COPY - 1):
+    with weight_copies.call():
+        for _ in range(weight_copies.STEPS_OF_COPY - 1):
             assert greedy.is_right() and layers()[0]._copy is None
         assert greedy.is_right() and layers()[0]._copy is not None and greedy.is_right()
 
@@ -86,30 +87,31 @@ def test_a_copy_of_a_changed_weight_must_pay_first() -> None:
 def test_without_looking_at_the_weight_again_it_would_be_wrong() -> None:
     """What the tests above can see."""
     greedy = Greedy(torch.randn(600, 64))
+    assert greedy.is_right()
     greedy.weight.copy_(torch.randn(600, 64))
     assert not all(greedy.is_right() for _ in range(20))
 
 
 def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
     greedy = Greedy(torch.randn(600, 64))
-    with output_layer.call():
+    with weight_copies.call():
         assert greedy.is_right()
-        output_layer.others_run()
-        with output_layer.call():  # of others, inside
+        weight_copies.others_run()
+        with weight_copies.call():  # of others, inside
             greedy.weight.normal_()
         assert all(greedy.is_right() for _ in range(20))
-    with output_layer.call():
-        assert all(greedy.is_right() for _ in range(2 * output_layer._STEPS_OF_COPY))
+    with weight_copies.call():
+        assert all(greedy.is_right() for _ in range(2 * weight_copies.STEPS_OF_COPY))
         assert layers()[0].copy() is not None
 
 
 def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy, looks, look = Greedy(torch.randn(600, 64)), [], largest_output.fingerprint
-    monkeypatch.setattr(largest_output, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
+    greedy, looks, look = Greedy(torch.randn(600, 64)), [], fingerprint.fingerprint
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
     for _ in range(3):
-        with output_layer.call():
+        with weight_copies.call():
             for _ in range(4):
-                with output_layer.call():
+                with weight_copies.call():
                     assert greedy.is_right()
     assert len(looks) == 3
 
@@ -121,9 +123,9 @@ def test_flat_logits_are_computed_without_a_copy(monkeypatch: pytest.MonkeyPatch
         assert greedy.is_right()
     assert layers()[0].copy() is None
     with monkeypatch.context() as context:
-        context.setattr(largest_output, "fingerprint", None)  # nobody asks
-        for _ in range(output_layer._PAUSE):
-            with output_layer.call():
+        context.setattr(fingerprint, "fingerprint", None)  # nobody asks
+        for _ in range(weight_copies.PAUSE):
+            with weight_copies.call():
                 assert greedy.is_right() and layers()[0].copy() is None
 
 
@@ -133,7 +135,7 @@ def test_no_copy_outlives_a_change_in_a_program() -> None:
     assert all(each.is_right() for each in programs)
     copy = weakref.ref(layers()[0].copy().sizes)
     weight.normal_()
-    with output_layer.call():
+    with weight_copies.call():
         assert programs[0].is_right()
     gc.collect()
     assert copy() is None

@@ -92,6 +92,57 @@ def test_every_number_of_float16(name: str | None) -> None:
     torch.testing.assert_close(out[0], numbers, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("narrow", TYPES[1:], ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@given(
+    rows=st.integers(0, 18),
+    inputs=st.integers(1, 90),
+    outputs=st.integers(0, 70),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+@example(rows=1, inputs=600, outputs=129, biased=True, seed=0)
+@example(rows=16, inputs=1711, outputs=53, biased=True, seed=0)
+@example(rows=18, inputs=3100, outputs=9, biased=False, seed=0)
+def test_a_weight_in_16_bits_changes_no_bit(
+    name: str | None, narrow: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    """The result is that of the same weight in float32, with rows and lines that are not next to each other."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
+    weight = torch.randn(outputs, inputs + 2, generator=generator).to(narrow)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
+    with instruction_set(name):
+        torch.ops.fastgen.dot_linear_out(around[1:-1], x, weight, bias)
+        torch.ops.fastgen.dot_linear_out(expected, x, weight.float(), bias)
+    assert torch.equal(around[1:-1], expected)
+    assert around[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("narrow", TYPES[1:], ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_number_of_a_weight_in_16_bits(name: str | None, narrow: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)
+    for inputs in (1, 32):
+        weight = torch.zeros(2**16, inputs, dtype=narrow)
+        weight[:, 0] = numbers
+        out = torch.zeros(1, 2**16)
+        with instruction_set(name):
+            torch.ops.fastgen.dot_linear_out(out, torch.ones(1, inputs), weight, None)
+        torch.testing.assert_close(out[0], numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_of_several_types_with_one_input() -> None:
+    """The bits of each alone."""
+    x, weights = torch.randn(3, 33), [torch.randn(outputs, 33) for outputs in (50, 7, 0, 120)]
+    weights = [weight.to(dtype) for weight, dtype in zip(weights, [*TYPES, TYPES[1]], strict=True)]
+    results = [torch.zeros(3, weight.shape[0]) for weight in weights]
+    torch.ops.fastgen.dot_linears_out(results, x, weights, [None] * 4)
+    for result, weight in zip(results, weights, strict=True):
+        assert torch.equal(result, dot_linear.dot_linear(x, weight.float(), None))
+
+
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_float16_is_rounded_once_to_the_nearest(name: str | None) -> None:
     """Sums of two numbers: ties, what is denormal, and what is too large."""
@@ -161,7 +212,10 @@ def test_several_that_do_not_fit_together() -> None:
         {name: torch.zeros(3, 4, dtype=torch.float64) for name in ("x", "weight")},
         {"weight": torch.zeros(6, 8)[::2, ::2]},
         {"weight": torch.zeros(4)},
-        {"weight": torch.zeros(3, 4, dtype=torch.bfloat16)},
+        {"weight": torch.zeros(3, 4, dtype=torch.float64)},
+        {"weight": torch.zeros(4, 3, dtype=torch.bfloat16).t()},
+        {"weight": torch.zeros(3, 4, dtype=torch.bfloat16), "bias": torch.zeros(3, dtype=torch.bfloat16)},
+        {"weight": torch.zeros(3, 4, dtype=torch.float16), "x": torch.zeros(2, 4, dtype=torch.bfloat16)},
         {"out": torch.zeros(2, 4)},
         {"out": torch.zeros(3, 2).t()},
         {"out": torch.zeros(2, 3).double()},
@@ -202,6 +256,17 @@ def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         assert dot_linear.costs(rows, 16, 24, dtype, measure=False) == ((2.0, 1.0) if rows == 15 else None)
         assert dot_linear.costs(rows, 16, 24, dtype) == (2.0, 1.0)
     assert dot_linear.costs(16, 16, 24, dtype, transposed=True) == (2.0, 1.0)
-    shapes = [(rows, 16, 24, dtype, False) for rows in (3, 4, 5, 8, 9, 16)]
-    assert measured == [*shapes, (16, 16, 24, dtype, True)]
+    shapes = [(rows, 16, 24, dtype, False, None) for rows in (3, 4, 5, 8, 9, 16)]
+    assert measured == [*shapes, (16, 16, 24, dtype, True, None)]
     assert all(seconds > 0 for seconds in measure_truly(2, 16, 24, dtype, dtype is torch.float32))
+
+
+@pytest.mark.parametrize("narrow", TYPES[1:], ids=str)
+def test_costs_of_a_weight_in_16_bits(narrow: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are others than those of a weight in float32."""
+    monkeypatch.setattr(_timings, "_known", {})
+    monkeypatch.setenv("FASTGEN_CACHE", "")
+    found = dot_linear.costs(2, 16, 24, torch.float32, narrow=narrow)
+    assert found is not None and min(found) > 0
+    assert dot_linear.costs(2, 16, 24, torch.float32, measure=False) is None
+    assert dot_linear.costs(2, 16, 24, torch.float32, narrow=narrow, measure=False) == found

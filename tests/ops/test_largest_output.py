@@ -210,31 +210,3 @@ def test_what_does_not_fit():
             largest_output.largest_output_out(**{**good, name: bad})
     assert largest_output.serves(x, weight, None) and not largest_output.serves(x, weight.t().contiguous().t(), None)
     assert not largest_output.serves(x.bfloat16(), weight, None)
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 63, 64, 65, 1000, 2**18 + 5])
-def test_fingerprints(count):
-    x = torch.randn(count, generator=torch.Generator().manual_seed(8))
-    before = largest_output.fingerprint(x)
-    assert largest_output.fingerprint(x.clone()) == before
-    for i in {0, count // 3, count - 1} if count else ():
-        changed = x.clone()
-        changed[i].neg_()
-        assert largest_output.fingerprint(changed) != before
-    if count > 1:
-        assert largest_output.fingerprint(-x) != before
-        assert largest_output.fingerprint(x.flip(0)) != before
-        assert largest_output.fingerprint(x[:-1].clone()) != before
-    if count > 2**18:  # two parts of a million bytes
-        half = 2**18
-        assert largest_output.fingerprint(torch.cat([x[half:], x[:half]])) != before
-
-
-def test_fingerprints_do_not_depend_on_threads():
-    x, threads = torch.randn(2**20 + 3), torch.get_num_threads()
-    before = largest_output.fingerprint(x)
-    try:
-        torch.set_num_threads(3)
-        assert largest_output.fingerprint(x) == before
-    finally:
-        torch.set_num_threads(threads)

@@ -1,5 +1,5 @@
-// Linear layers for the few rows of a decoding step, on the weight as it is, in float32, bfloat16 and float16. The
-// schema is defined in fastgen/ops/dot_linear.py.
+// Linear layers for the few rows of a decoding step, on the weight as it is, in float32, bfloat16 and float16, and in
+// float32 with a weight of 16 bits. The schema is defined in fastgen/ops/dot_linear.py.
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 // Vectors as a language extension: gcc and clang. Of two numbers in the place of one, the first must be the lower.
@@ -99,13 +100,16 @@ struct Kernel {
   Prepare prepare;
 };
 
-// For a weight of which the inputs are next to each other, or the outputs: then in float32.
-Kernel kernel(ScalarType type, bool by_outputs) {
-#define FASTGEN_KERNEL(SET)                                                                              \
-  by_outputs                     ? Kernel{&SET::add_lines, nullptr}                                      \
-  : type == ScalarType::Float    ? Kernel{&SET::multiply<SET::Float32>, nullptr}                         \
-  : type == ScalarType::BFloat16 ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
-                                 : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
+// For rows and a weight of these types. Of the weight the inputs are next to each other, or the outputs, in float32.
+Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs) {
+  const bool is_float = type == ScalarType::Float, is_bfloat16 = of_weight == ScalarType::BFloat16;
+#define FASTGEN_KERNEL(SET)                                                                                \
+  by_outputs                          ? Kernel{&SET::add_lines, nullptr}                                   \
+  : of_weight == ScalarType::Float    ? Kernel{&SET::multiply<SET::Float32>, nullptr}                      \
+  : is_float && is_bfloat16           ? Kernel{&SET::multiply<SET::Float32OfBFloat16>, nullptr}            \
+  : is_float                          ? Kernel{&SET::multiply<SET::Float32OfFloat16>, nullptr}             \
+  : is_bfloat16                       ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
+                                      : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_X86
   switch (fastgen::instruction_set()) {
     case fastgen::InstructionSet::kAvx512:
@@ -135,8 +139,11 @@ void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::op
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "dot_linear: x must be float32, bfloat16 or float16");
-  STD_TORCH_CHECK(weight.scalar_type() == type && y.scalar_type() == type && (!bias || bias->scalar_type() == type),
-                  "dot_linear: all must be of one type");
+  const bool is_narrow = type == ScalarType::Float && (weight.scalar_type() == ScalarType::BFloat16 ||
+                                                       weight.scalar_type() == ScalarType::Half);
+  STD_TORCH_CHECK((weight.scalar_type() == type || is_narrow) && y.scalar_type() == type &&
+                      (!bias || bias->scalar_type() == type),
+                  "dot_linear: all must be of one type, but for a weight of 16 bits and the others in float32");
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0 && x.size(1) == weight.size(1),
                   "dot_linear: x must be [rows, inputs] and the weight [outputs, inputs]");
   STD_TORCH_CHECK(x.size(1) == 1 || (x.stride(1) == 1 && (weight.stride(1) == 1 || is_by_outputs(weight))),
@@ -147,27 +154,33 @@ void check(const Tensor& y, const Tensor& x, const Tensor& weight, const std::op
                   "dot_linear: the result must be [rows, outputs]");
 }
 
-// Products with the same x. The outputs of all together are shared out among the threads.
-void multiply(const Kernel& kernel, const Tensor& x, std::vector<Arguments>& products) {
+struct Work {
+  Kernel kernel;
+  Arguments arguments;
+};
+
+// Products with the same x, one or more, all of which prepare it in the same way. The outputs of all together are
+// shared out among the threads.
+void multiply(const Tensor& x, std::vector<Work>& products) {
   std::vector<float> prepared;
-  if (kernel.prepare != nullptr) {
+  if (const Kernel& kernel = products[0].kernel; kernel.prepare != nullptr) {
     const int64_t rows = x.size(0), inputs = x.size(1);
     prepared.resize(rows * inputs);
     const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr());
     for (int64_t row = 0; row < rows; ++row) {
       kernel.prepare(from + row * x.stride(0), inputs, prepared.data() + row * inputs);
     }
-    for (Arguments& product : products) product.x = prepared.data(), product.x_stride = inputs;
+    for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
   }
   int64_t outputs = 0;
-  for (const Arguments& product : products) outputs += product.outputs;
+  for (const auto& [_, product] : products) outputs += product.outputs;
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   // In pieces of whole groups of outputs (of the first product), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
   const int64_t piece = std::max<int64_t>((outputs + threads * kWhole - 1) / (threads * kWhole) * kWhole, 2 * kWhole);
   fastgen::parallel_for(0, (outputs + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     int64_t first = 0;  // output of this product, among those of all
-    for (const Arguments& product : products) {
+    for (const auto& [kernel, product] : products) {
       const int64_t from = std::max(begin * piece - first, int64_t{0});
       const int64_t to = std::min(end * piece - first, product.outputs);
       if (from < to) kernel.multiply(product, from, to - from);
@@ -180,18 +193,19 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
                      std::vector<std::optional<Tensor>> biases) {
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "dot_linear: as many results and biases as weights");
-  std::vector<Arguments> products;
+  std::vector<Work> products;
   const bool by_outputs = !weights.empty() && is_by_outputs(weights[0]);
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor &y = results[i], &weight = weights[i];
     const std::optional<Tensor>& bias = biases[i];
     check(y, x, weight, bias);
     STD_TORCH_CHECK(is_by_outputs(weight) == by_outputs, "dot_linear: all weights must be laid out in one way");
-    products.push_back({x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
-                        y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
-                        weight.size(0), fastgen::bytes_ahead()});
+    products.push_back({kernel(x.scalar_type(), weight.scalar_type(), by_outputs),
+                        {x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
+                         y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
+                         weight.size(0), fastgen::bytes_ahead()}});
   }
-  if (!products.empty() && x.size(0) > 0) multiply(kernel(x.scalar_type(), by_outputs), x, products);
+  if (!products.empty() && x.size(0) > 0) multiply(x, products);
 }
 
 void dot_linear_out(Tensor y, Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -212,7 +226,7 @@ void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, cons
   const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
   const float* first = static_cast<const float*>(weight.const_data_ptr());
   const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-  const Kernel found = kernel(ScalarType::Float, false);
+  const Kernel found = kernel(ScalarType::Float, ScalarType::Float, false);
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs);
     const float* of_line = biases == nullptr ? nullptr : biases + lines[i];

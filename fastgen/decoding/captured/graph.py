@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
-from fastgen.decoding import output_layer
+from fastgen.decoding import weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import _library
@@ -37,7 +37,7 @@ def taken(device: torch.device) -> Iterator[None]:
     if not lock.acquire(blocking=waits(device)):
         raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
     try:
-        with output_layer.call():
+        with weight_copies.call():
             yield
     finally:
         lock.release()
@@ -64,7 +64,7 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     Nothing that the call needs is in the memory of graphs and programs between two of its own. Nobody waits for a call
     on the CPU, unless the user says always.
     """
-    output_layer.others_run()
+    weight_copies.others_run()
     if not waits(device):
         yield
         return

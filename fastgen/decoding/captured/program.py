@@ -57,7 +57,7 @@ class Program:
 
 
 # What an operator becomes: what it does to small tensors, a product, or a call.
-_Work = list[elementwise.Instruction] | products.Product | products.GroupedProduct | Callable[[], object]
+_Work = list[elementwise.Instruction] | products.AnyProduct | Callable[[], object]
 
 
 class _Compiler:
@@ -68,6 +68,7 @@ class _Compiler:
         recording = simplified(recording)
         self._groups = _grouped(recording.operations)
         self._read = frozenset(storage for each in recording.operations for storage in each.used)
+        self._written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
         self._storages = recording.storages
         self._layers: dict[int, output_layer.Step] = {}
         self._places = memory.place(_lifetimes(recording, self._groups))
@@ -100,7 +101,7 @@ class _Compiler:
         work: _Work | None = elementwise.instructions(function, args, kwargs, read)
         # Named arguments are alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
-            work = products.of(function, args, results[0])
+            work = products.of(operation, args, results[0], self._written)
         if work is not None:
             return work
         if not any(result is not None for result in results):

@@ -12,11 +12,15 @@
 
 typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
 typedef uint32_t Pairs __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(2), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
+typedef uint16_t Halves __attribute__((vector_size(FASTGEN_WIDTH * sizeof(uint16_t)), aligned(2), may_alias));
 
-// A type of numbers: how a vector of them is multiplied. `Input` is what the kernels read of x: numbers of that type, or
-// what `prepare` has made of them. `kStep` inputs are multiplied at a time.
+// A type of numbers: how a vector of them is multiplied. `Number` is that of the weight, `Result` that of the result
+// and the bias. `Input` is what the kernels read of x: such a result, or what `prepare` has made of one. `kStep` inputs
+// are multiplied at a time.
 struct Float32 {
   using Number = float;
+  using Result = float;
   using Input = float;
   using Values = Vector;  // kStep inputs of a row
   static constexpr int64_t kStep = FASTGEN_WIDTH;
@@ -28,9 +32,28 @@ struct Float32 {
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) { sums += x * weight; }
 };
 
+// The same with a weight of 16 bits, whose numbers are widened in the registers. The result is that of the widened
+// weight, to the last bit.
+struct Float32OfBFloat16 : Float32 {
+  using Number = uint16_t;
+  using Float32::widen;
+  static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
+  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) {
+    to = (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(weight), Bits) << 16);
+  }
+};
+
+struct Float32OfFloat16 : Float32 {
+  using Number = uint16_t;
+  using Float32::widen;
+  static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::float16_to_float(number); }
+  static FASTGEN_INLINE void load_weight(Values& to, const uint16_t* weight) { FASTGEN_FLOAT16::load(to, weight); }
+};
+
 // Numbers of 16 bits that are multiplied as float32: those of a weight are widened in the registers, x before.
 struct Widened {
   using Number = uint16_t;
+  using Result = uint16_t;
   using Input = float;
   struct Values {
     Vector first, second;
@@ -48,6 +71,7 @@ struct Widened {
 
 struct BFloat16 {
   using Number = uint16_t;
+  using Result = uint16_t;
   using Input = uint16_t;
   using Values = Pairs;
   static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
@@ -169,8 +193,9 @@ FASTGEN_INLINE void totals(const Vector* sums, float* to) {
 template <class Type>
 struct Product {
   const typename Type::Input* x;
-  const typename Type::Number *weight, *bias;
-  typename Type::Number* y;
+  const typename Type::Number* weight;
+  const typename Type::Result* bias;
+  typename Type::Result* y;
   int64_t x_stride, weight_stride, y_stride, inputs, apart;
   int64_t ahead;  // numbers of a line that are asked for before they are multiplied; 0: those of the next line are
 };
@@ -213,6 +238,14 @@ FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t 
   for (int i = 0; i < kOutputs * kRows; ++i) sums[i] = kept[i];
 }
 
+// A sum with the products of the inputs behind the last whole step. A function of its own: whatever a compiler makes of
+// the loop, sums with a weight of 16 bits are those with a weight in float32.
+inline FASTGEN_TARGET __attribute__((noinline)) float with_rest(float sum, const float* line, const float* x,
+                                                                int64_t count) {
+  for (int64_t k = 0; k < count; ++k) sum += line[k] * x[k];
+  return sum;
+}
+
 // y[r][o] from the sums of all whole steps.
 template <class Type, int kRows, int kOutputs>
 FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t output, int64_t whole,
@@ -224,11 +257,20 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   for (int64_t o = 0; o < kOutputs; ++o) {
     const int64_t place = output + o * product.apart;
     const typename Type::Number* line = product.weight + place * product.weight_stride;
+    const int64_t rest = product.inputs - whole;
+    float widened[Type::kStep];
+    if constexpr (std::is_same_v<typename Type::Result, float>) {
+      for (int64_t k = 0; k < rest; ++k) widened[k] = Type::widen(line[whole + k]);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       float sum = found[o * kRows + r];
-      for (int64_t k = whole; k < product.inputs; ++k) {
-        sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
+      if constexpr (std::is_same_v<typename Type::Result, float>) {
+        if (rest != 0) sum = with_rest(sum, widened, x + r * product.x_stride + whole, rest);
+      } else {
+        for (int64_t k = whole; k < product.inputs; ++k) {
+          sum += Type::widen(line[k]) * Type::widen(x[r * product.x_stride + k]);
+        }
       }
       if (product.bias != nullptr) sum += Type::widen(product.bias[place]);
       product.y[(row + r) * product.y_stride + place] = Type::narrow(sum);
@@ -303,10 +345,11 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
 template <class Type>
 FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some) {
   using Number = typename Type::Number;
+  using Result = typename Type::Result;
   Product<Type> product{static_cast<const typename Type::Input*>(given.x),
                         static_cast<const Number*>(given.weight) + first * given.weight_stride,
-                        given.bias == nullptr ? nullptr : static_cast<const Number*>(given.bias) + first,
-                        static_cast<Number*>(given.y) + first,
+                        given.bias == nullptr ? nullptr : static_cast<const Result*>(given.bias) + first,
+                        static_cast<Result*>(given.y) + first,
                         given.x_stride,
                         given.weight_stride,
                         given.outputs,

@@ -1,0 +1,292 @@
+"""Weights whose numbers have 16 bits: which products read a copy, that no bit changes, and how long a copy lives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastgen
+from fastgen import memory, settings
+from fastgen.decoding import narrow_weights, weight_copies
+from fastgen.decoding.captured.program import Program
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowWeight
+from fastgen.ops import dot_linear, fingerprint, linear, narrow
+
+pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="there are no kernels in this process")
+
+OUTPUTS, INPUTS = 60, 45
+TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dot products are the fastest, and faster with 16 bits, up to 8 rows."""
+    fastgen.reset_stats()
+    monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9))
+    monkeypatch.setattr(
+        dot_linear,
+        "costs",
+        lambda rows, *more, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow and rows <= 8 else 1.0),
+    )
+
+
+def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
+    return torch.randn(outputs, INPUTS).to(dtype).float()
+
+
+class Step:
+    """Products with one input, as a program."""
+
+    def __init__(self, *weights: Tensor, rows: int = 2, biased: bool = False) -> None:
+        self.x, self.weights = torch.randn(rows, INPUTS), weights
+        self.biases = [torch.randn(len(weight)) if biased else None for weight in weights]
+        self.out = [torch.zeros(rows, len(weight)) for weight in weights]
+        self.program = Program()
+        self.program.capture(self.step)
+
+    def step(self) -> None:
+        found = [F.linear(self.x, weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
+        for out, each in zip(self.out, found, strict=True):
+            out.copy_(each)
+
+    def is_right(self) -> bool:
+        """Whether the next step has the bits of products with the weights as they are."""
+        self.x.normal_()
+        self.program.replay()
+        of_weights = zip(self.weights, self.biases, strict=True)
+        wanted = (dot_linear.dot_linear(self.x, weight.detach(), bias) for weight, bias in of_weights)
+        return all(torch.equal(out, each) for out, each in zip(self.out, wanted, strict=True))
+
+    def call(self, steps: int = 5) -> bool:
+        with weight_copies.call():
+            return all([self.is_right() for _ in range(steps)])
+
+
+def copies() -> list[torch.dtype]:
+    """The types of those that there are."""
+    gc.collect()
+    return [each._copy.dtype for each in NarrowWeight._known.values() if each._copy is not None]
+
+
+@TYPES
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_products_read_16_bits(dtype: torch.dtype, biased: bool, rows: int) -> None:
+    step = Step(weight_of(dtype), rows=rows, biased=biased)
+    assert step.call() and copies() == [dtype]
+    assert step.call()
+
+
+def test_several_with_one_input() -> None:
+    """In whatever type each is, and with one that is none of them."""
+    weights = [
+        weight_of(torch.bfloat16),
+        weight_of(torch.float16, 7),
+        torch.randn(30, INPUTS),
+        weight_of(torch.bfloat16, 9),
+    ]
+    step = Step(*weights)
+    assert step.call() and sorted(map(str, copies())) == ["torch.bfloat16", "torch.bfloat16", "torch.float16"]
+    assert fastgen.stats()[COUNTED_AS]["accelerated"] == 1
+
+
+def test_one_number_that_is_none_of_16_bits() -> None:
+    """Where the first look does not see it: that weight is read as it is, the others are not."""
+    odd = weight_of(torch.bfloat16)
+    odd[7, 11] += 2**-20
+    step = Step(odd, weight_of(torch.bfloat16, 33))
+    assert step.call(50) and copies() == [torch.bfloat16]
+    assert step.call(50) and copies() == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Step(torch.randn(OUTPUTS, INPUTS)),
+        lambda: Step(weight_of(torch.bfloat16), rows=9),  # which is not faster
+        lambda: Step(weight_of(torch.bfloat16), rows=17),
+        lambda: Step(torch.randn(INPUTS, OUTPUTS).bfloat16().float().t()),
+        lambda: Step(torch.randn(OUTPUTS, 2 * INPUTS).bfloat16().float()[:, :INPUTS]),
+    ],
+)
+def test_no_copy(make: Callable[[], Step]) -> None:
+    step = make()
+    step.call()
+    assert not NarrowWeight._known and COUNTED_AS not in fastgen.stats()
+
+
+def test_no_copy_of_a_small_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", OUTPUTS * INPUTS + 1)
+    assert Step(weight_of(torch.bfloat16)).call() and not NarrowWeight._known
+
+
+def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(packed_weights="never"))
+    Step(weight_of(torch.bfloat16)).call()
+    assert not NarrowWeight._known
+
+
+def test_a_weight_that_the_step_writes_has_no_copy() -> None:
+    """Nor one that it makes: it changes from step to step."""
+    x, weight, out = torch.randn(2, INPUTS), torch.zeros(INPUTS, INPUTS), torch.zeros(2, INPUTS)
+
+    def step() -> None:
+        weight.add_(x[:1].bfloat16().float())
+        made = F.linear(x, weight.bfloat16().float())
+        out.copy_(F.linear(x, weight) + made)
+
+    program = Program()
+    program.capture(step)
+    with weight_copies.call():
+        for _ in range(5):
+            before = weight.clone()
+            program.replay()
+            found, after = out.clone(), weight.clone()
+            weight.copy_(before)
+            step()
+            torch.testing.assert_close(found, out)
+            assert torch.equal(weight, after)
+    assert not NarrowWeight._known
+
+
+@pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (5, False)])
+@pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
+def test_fixed_products_do_not_depend_on_copies(rows: int, has_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(linear_products="fixed", captured_step="always"))
+    step = Step(weight_of(torch.bfloat16), rows=rows)
+    found = []
+    with weight_copies.call():
+        for _ in range(3):  # the first step does without
+            step.program.replay()
+            found.append(step.out[0].clone())
+    assert bool(copies()) == has_copy and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_torchs_product_where_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the fastest of those in float32."""
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 3.0))
+    monkeypatch.setattr(
+        dot_linear, "costs", lambda *more, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow else 3.0)
+    )
+    for biased in (False, True):
+        step = Step(weight_of(torch.bfloat16), weight_of(torch.float16, 9), biased=biased)
+        with weight_copies.call():
+            for number in range(4):
+                step.x.normal_()
+                step.program.replay()
+                expected = [found.clone() for found in step.out]
+                step.step()
+                for found, wanted in zip(step.out, expected, strict=True):
+                    torch.testing.assert_close(found, wanted)
+                assert len(copies()) == (2 if number else 0)
+
+
+# ---- how long a copy lives, and what it stands for
+
+
+def test_a_call_of_one_step_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it look at the weight."""
+    step = Step(weight_of(torch.bfloat16))
+    with monkeypatch.context() as context:
+        context.setattr(fingerprint, "fingerprint", None)
+        for _ in range(3):
+            assert step.call(steps=1) and not copies()
+    assert step.call(steps=2) and copies()
+    with monkeypatch.context() as context:
+        context.setattr(fingerprint, "fingerprint", None)
+        assert step.call(steps=1)
+
+
+def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, looks, look = Step(weight_of(torch.bfloat16)), [], fingerprint.fingerprint
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda weight: (looks.append(1), look(weight))[1])
+    for _ in range(3):
+        with weight_copies.call():
+            for _ in range(3):
+                assert step.call(steps=2)
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("dtype", [*narrow.TYPES, torch.float32], ids=str)
+def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
+    """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
+    weight = torch.nn.Parameter(weight_of(torch.bfloat16))
+    step = Step(weight)
+    assert step.call() and copies()
+    version = weight._version
+    for _ in range(2):
+        weight.data[30:] = weight_of(dtype)[30:]
+        assert step.call() and not copies()
+    weight.data.copy_(weight_of(dtype))
+    assert step.call(weight_copies.STEPS_OF_COPY + 3) and len(copies()) == (dtype is not torch.float32)
+    assert weight._version == version
+    weight.data.copy_(weight_of(torch.float16))
+    for _ in range(weight_copies.PAUSE + 2):
+        assert step.call(3)
+    assert step.call(weight_copies.STEPS_OF_COPY + 3) and copies() == [torch.float16]
+
+
+def test_one_number_that_has_changed() -> None:
+    step = Step(weight_of(torch.bfloat16))
+    assert step.call() and copies()
+    for place in ((0, 0), (OUTPUTS - 1, INPUTS - 1)):
+        step.weights[0].data[place] += 1
+        assert step.call() and not copies()
+        assert step.call(weight_copies.STEPS_OF_COPY)
+
+
+def test_without_looking_at_the_weight_again_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above can see."""
+    step = Step(weight_of(torch.bfloat16))
+    assert step.call()
+    monkeypatch.setattr(NarrowWeight, "_look_again", lambda self: None)
+    step.weights[0].data.normal_()
+    assert not step.call()
+
+
+def test_code_of_others_inside_a_call_may_write_to_weights() -> None:
+    step = Step(weight_of(torch.bfloat16))
+    with weight_copies.call():
+        assert all(step.is_right() for _ in range(3)) and copies()
+        weight_copies.others_run()
+        with weight_copies.call():  # of others, inside
+            step.weights[0].data.copy_(weight_of(torch.bfloat16))
+        assert all(step.is_right() for _ in range(20))
+    assert step.call(2 * weight_copies.STEPS_OF_COPY) and copies()
+
+
+def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
+    weight = weight_of(torch.bfloat16)
+    first, second, other = Step(weight), Step(weight, rows=5), Step(weight_of(torch.float16))
+    assert first.call() and second.call() and other.call() and len(copies()) == 2
+    copy = weakref.ref(NarrowWeight.of(weight)._copy)
+    del first, other
+    assert len(copies()) == 1 and second.call() and copy() is not None
+    del second
+    assert not copies() and not NarrowWeight._known and copy() is None
+
+
+def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them together: what they have taken is not free any more."""
+    size, steps = OUTPUTS * INPUTS * 2, [Step(weight_of(torch.bfloat16)) for _ in range(4)]
+    total = 2 * size / narrow_weights.MOST_OF_MEMORY
+    monkeypatch.setattr(memory, "free_host_memory", lambda: total - size * len(copies()))
+    assert all(step.call() for step in steps) and len(copies()) == 2
+    del steps[:2]
+    for _ in range(weight_copies.PAUSE + 2):
+        assert all(step.call(20) for step in steps)
+    assert len(copies()) == 2
+
+
+def test_calls_are_counted() -> None:
+    step = Step(weight_of(torch.bfloat16))
+    for steps in (1, 2, 9):
+        step.call(steps)
+    assert fastgen.stats()[COUNTED_AS] == {"accelerated": 2, "fallback": {}}

@@ -1,0 +1,201 @@
+"""float32 weights that are numbers of 16 bits, in recorded steps: no token and no bit of a logit changes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen.decoding import narrow_weights, output_layer, products, weight_copies
+from fastgen.decoding.captured import graph
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowWeight
+from fastgen.ops import dot_linear, linear, narrow
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.captured import graph_cache
+from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, two
+from tests.equivalence.check import check, run
+
+CPU = torch.device("cpu")
+SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
+WAYS = pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])
+TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is recorded for the first call already. Dot products are the fastest, and faster with 16 bits."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    if device.type != "cpu" or graph.unavailable(device) is not None:
+        pytest.skip("programs are for the CPU, and need the compiled operators")
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9))
+    monkeypatch.setattr(
+        dot_linear, "costs", lambda *shape, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow else 1.0)
+    )
+    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
+    monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
+    graph_cache.drop_all()
+
+
+def matrices(model: Any) -> list[torch.Tensor]:
+    return [weight.data for weight in model.parameters() if weight.dim() == 2]
+
+
+def round_to(dtype: torch.dtype, model: Any) -> None:
+    """As a checkpoint of that type is loaded in float32."""
+    for weight in matrices(model):
+        weight.copy_(weight.to(dtype).float())
+
+
+def types() -> list[torch.dtype]:
+    """Of the copies that there are."""
+    gc.collect()
+    return [each._copy.dtype for each in NarrowWeight._known.values() if each._copy is not None]
+
+
+def reads() -> int:
+    """Calls that have read weights in 16 bits."""
+    return fastgen.stats().get(COUNTED_AS, {"accelerated": 0})["accelerated"]
+
+
+@two
+@WAYS
+@TYPES
+def test_no_bit_changes(family: Any, way: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(family, CPU)
+    round_to(dtype, model)
+    check(model, inputs, way)
+    check(model, inputs, way)
+    assert captures() == reads() == 2 and set(types()) == {dtype}, reasons()
+    returned = {**way, "return_dict_in_generate": True, "output_logits": True}
+    found = run(model, inputs, returned)
+    assert reads() == 3
+    with monkeypatch.context() as context:
+        context.setattr(products, "_is_narrow", lambda *product: False)
+        graph_cache.drop_all()
+        wanted = run(model, inputs, returned)
+    assert reads() == 3 and captures() == 4, reasons()
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(found.logits, wanted.logits, strict=True))
+
+
+@two
+@WAYS
+def test_one_number_that_is_none_of_16_bits(family: Any, way: dict[str, Any]) -> None:
+    """A weight of which the first look sees nothing odd, and one of which it does."""
+    model, inputs = build(family, CPU)
+    round_to(torch.bfloat16, model)
+    check(model, inputs, way)
+    count = len(types())
+    graph_cache.drop_all()
+    name = "fc1" if model.config.is_encoder_decoder else "up_proj"
+    odd = [weight for key, weight in model.named_parameters() if f"{name}.weight" in key and "encoder." not in key]
+    odd[0].data[1, 3] += 2**-16
+    odd[-1].data[0, 0] += 2**-16
+    check(model, inputs, way)
+    assert len(odd) > 1 and len(types()) == count - 2 and reads() == 2, reasons()
+
+
+def _others_of_16_bits(weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.copy_(weight.roll(1, 0))
+
+
+def _of_float32(weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.mul_(1.1)
+
+
+def _one_number(weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+    weights[-1][-1, -1] += 8
+
+
+def _as_before(weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+    for weight, value in zip(weights, before, strict=True):
+        weight.copy_(value)
+
+
+@two
+@WAYS
+@pytest.mark.parametrize("change", [_others_of_16_bits, _of_float32, _one_number])
+def test_weights_that_change_between_calls(family: Any, way: dict[str, Any], change: Callable[..., None]) -> None:
+    """In a way that torch's count of versions does not show."""
+    model, inputs = build(family, CPU)
+    round_to(torch.bfloat16, model)
+    weights = matrices(model)
+    before = [weight.clone() for weight in weights]
+    check(model, inputs, way)
+    assert types()
+    for each in (change, _as_before, change):
+        each(weights, before)
+        for _ in range(3):
+            check(model, inputs, way)
+    assert captures() == 10, reasons()
+    changed = run(model, inputs, way)
+    _as_before(weights, before)
+    assert not torch.equal(changed, run(model, inputs, way)), "a change that nobody could see"
+
+
+@two
+def test_another_checkpoint_of_the_same_kind(family: Any) -> None:
+    """Is copied in its turn, once it has been used for some steps."""
+    model, inputs = build(family, CPU)
+    round_to(torch.bfloat16, model)
+    check(model, inputs, GREEDY)
+    other = {name: value.roll(1, 0) for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    check(model, inputs, GREEDY)
+    assert reads() == 1 and not types()
+    for _ in range(2 + weight_copies.STEPS_OF_COPY // 4):
+        check(model, inputs, GREEDY)
+    assert types() and reads() > 1
+
+
+class Writes(LogitsProcessor):
+    """Of the user's: writes to weights while the model generates, behind torch's back."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights, self.calls = weights, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            _others_of_16_bits(self.weights, [])
+        return scores
+
+
+@two
+@WAYS
+def test_the_users_code_writes_to_weights(family: Any, way: dict[str, Any]) -> None:
+    model, inputs = build(family, CPU)
+    round_to(torch.bfloat16, model)
+    weights = matrices(model)
+    before = [weight.clone() for weight in weights]
+    check(model, inputs, way)
+    assert reads() == 1
+
+    def options() -> dict[str, Any]:
+        _as_before(weights, before)
+        return {**way, "logits_processor": LogitsProcessorList([Writes(weights)])}
+
+    for _ in range(2):
+        check(model, inputs, options)
+    changed = run(model, inputs, options)
+    _as_before(weights, before)
+    assert captures() == 4 and not torch.equal(changed, run(model, inputs, way)), reasons()
+
+
+def test_a_model_takes_its_copies_with_it() -> None:
+    model, inputs = build(FAMILIES[3], CPU)
+    round_to(torch.bfloat16, model)
+    run(model, inputs, BEAMS)
+    assert types()
+    del model
+    assert not types() and not NarrowWeight._known
