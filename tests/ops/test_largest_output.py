@@ -238,3 +238,23 @@ def test_fingerprints_do_not_depend_on_threads():
         assert largest_output.fingerprint(x) == before
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("inputs, count", [(64, 700), (576, 3000), (200, 1000)])
+def test_a_rough_copy_finds_most_of_them(inputs, count):
+    """And computes few outputs for it. The estimates alone find fewer."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (400, count))
+    copy = largest_output.rough_copy_of(weight)
+    tokens, computed = found(x, weight, copy=copy)
+    estimates = torch.empty(len(x), count)
+    largest_output.estimate_out(estimates, x, None, copy)
+    right = wanted(x, weight)
+    assert (tokens == right).float().mean() > 0.995 > (estimates.argmax(dim=-1) == right).float().mean()
+    assert computed < len(x) * count / 20
+
+
+def test_no_rough_copy_of_what_is_infinite():
+    weight = torch.randn(64, 64)
+    weight[3, 5] = math.inf
+    assert largest_output.rough_copy_of(weight) is None
