@@ -10,11 +10,13 @@ generation are an error: it is printed, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
+from fastgen.optimizer.transformers.speculation import decoding
+from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = (
@@ -70,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     rows = {case.name: partial(measured, case, options) for case in CASES}
     rows |= {f"unsuited, {draft}": partial(unsuited, draft, options) for draft in DRAFTS}
+    rows["first calls"] = partial(first_calls, options)
     different: list[str] = []
     # By default, steps with a draft are recorded after more calls than there are before the measurement.
     fastgen.enable(captured_step="always")
@@ -136,7 +141,7 @@ class Unsuited(NamedTuple):
     """A prompt that drafts do not suit: text, or so many random tokens."""
 
     prompt: str | int
-    new_tokens: int | None = None  # None for those of the command line
+    new_tokens: int = 64
     options: dict[str, Any] = {}
 
 
@@ -158,13 +163,16 @@ GRID = (
     ),
     *(Unsuited("Is water wet? Answer yes or no.", count) for count in (8, 12, 16)),
 )  # fmt: skip
+# How often the prompts are gone through at the most, unmeasured and measured: that takes about two minutes.
+UNSUITED_PASSES = (1, 2)
+FIRST_TOKENS, MOST_FIRST_CALLS = 64, 80
 # What drafts: a setting, and options of the call. The assistant is made of the first layers of the model.
 ASSISTANT_LAYERS = 8
 DRAFTS = {"own weights": "int8", "prompt lookup": "off", "an assistant": "off"}
 
 
 def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
-    """How many times as fast as plain ones the calls of each prompt of `GRID` are: the worst, the median, and all.
+    """How many times as fast as plain ones the calls of each prompt of `GRID` are: the least, the median, and all.
 
     Every call counts after the steps have been recorded, also those that only try whether drafts gain something. And
     the prompts of greedy search for which the tokens are not those of the plain calls, in any of the repetitions.
@@ -177,18 +185,22 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     sides = {"plain": ("off", {}), "drafted": (DRAFTS[draft], extra)}
     found: dict[int, dict[str, float]] = {number: dict.fromkeys(sides, 0.0) for number in range(len(GRID))}
     different: dict[int, str] = {}
-    for repetition in range(options.warm_ups + options.repetitions):
+    warm_ups, repetitions = map(min, UNSUITED_PASSES, (options.warm_ups, options.repetitions))
+    for repetition in range(warm_ups + repetitions):
+        is_measured = repetition >= warm_ups
+        if repetition == warm_ups:
+            decoding._pauses.clear()
         for number, case in enumerate(GRID):
-            inputs = _inputs(case, options)
-            new_tokens = case.new_tokens or options.new_tokens
+            inputs, new_tokens = _inputs(case, options), case.new_tokens
             arguments = {"do_sample": False, "pad_token_id": 2, "min_new_tokens": new_tokens, **case.options, **inputs}
             tokens = {}
             for name in sides if repetition % 2 else reversed(sides):
                 setting, asked = sides[name]
                 fastgen.enable(self_speculation=setting)
                 start = options.clock()
-                tokens[name] = _generate(model, {**arguments, "max_new_tokens": new_tokens, **asked})
-                if repetition >= options.warm_ups:
+                with contextlib.nullcontext() if is_measured else _every_length():
+                    tokens[name] = _generate(model, {**arguments, "max_new_tokens": new_tokens, **asked})
+                if is_measured:
                     found[number][name] += options.clock() - start
             if not case.options.get("do_sample") and not torch.equal(tokens["plain"], tokens["drafted"]):
                 different[number] = f"unsuited, {draft}, {case.prompt!r}"
@@ -202,11 +214,63 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
         print(fastgen.stats().get("transformers.speculation"))
     greedy = sum(not case.options.get("do_sample") for case in GRID)
     row = (
-        f"{len(GRID)} unsuited prompts, {draft}: {ratios[worst]:.2f} at the worst ({GRID[worst].prompt!r}), "
+        f"{len(GRID)} unsuited prompts, {draft}: {ratios[worst]:.3f} at the least ({GRID[worst].prompt!r}), "
         f"{statistics.median(ratios.values()):.2f} median, {plain / drafted:.2f} all together; "
         f"tokens of greedy search the same in {greedy - len(different)} of {greedy}"
     )
     return row, [*different.values()]
+
+
+@contextlib.contextmanager
+def _every_length() -> Iterator[None]:
+    """Rounds draft each number of tokens in turn, whether or not that gains: so all parts of a step are recorded."""
+    decoding._pauses.clear()
+    lengths, choose = itertools.cycle(reversed(LENGTHS)), Pace.choose
+
+    def next_length(pace: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
+        choose(pace, step, rows, most, available)
+        wanted = next(lengths)
+        return wanted if wanted <= most else 0
+
+    Pace.choose = next_length  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Pace.choose = choose  # type: ignore[method-assign]
+
+
+def first_calls(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """How much longer than plain ones calls take that prepare drafts from own weights, as by default, and which do.
+
+    Plain calls follow each of them, whose step is recorded before any of them prepares something.
+    """
+    model, inputs = _load(Case("", "smollm2", QUESTIONS, {}), options)
+    fastgen.disable()  # which forgets all steps
+    fastgen.enable(captured_step="auto")
+    arguments = {**inputs, "do_sample": False, "pad_token_id": 2, "max_new_tokens": FIRST_TOKENS}
+    arguments["min_new_tokens"] = FIRST_TOKENS
+    seconds: dict[str, list[float]] = {"off": [], "int8": []}
+    begun: list[int] = []  # calls that prepare, those that make nothing included
+    has_drafted = False
+    while not has_drafted and len(seconds["off"]) < MOST_FIRST_CALLS:
+        for setting, found in seconds.items():
+            fastgen.enable(self_speculation=setting)
+            fastgen.reset_stats()
+            start = options.clock()
+            _generate(model, arguments)
+            found.append(options.clock() - start)
+        counts = fastgen.stats().get("transformers.speculation", {})
+        has_drafted = counts.get("accelerated", 0) > 0
+        if has_drafted or any("little by little" in reason for reason in counts.get("not used", {})):
+            begun.append(len(seconds["int8"]) - 1)
+    fastgen.enable(captured_step="always", self_speculation="off")
+    plain = statistics.median(seconds["off"][begun[0] :])
+    ratios = [seconds["int8"][number] / plain for number in begun]
+    row = (
+        f"first calls of {FIRST_TOKENS} tokens, 4 sequences: {begun[0]} without drafts, then {len(begun)} that prepare "
+        f"them: {max(ratios):.2f} plain ones at the longest, {statistics.mean(ratios):.2f} on the average"
+    )
+    return row, []
 
 
 def _first_layers(model: Any) -> Any:

@@ -75,14 +75,15 @@ class _PackingBudget:
     def take_memory(self, size: int, device: torch.device) -> bool:
         """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
         if self.left is None:  # asked for when something is packed, which most calls of small models never do
-            self.left = int(_free_memory(device) * _MAX_MEMORY)
+            self.left = int(free_memory(device) * _MAX_MEMORY)
         if size > self.left:
             return False
         self.left -= size
         return True
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_memory()
 
 
@@ -298,7 +299,7 @@ class _Linear(_OwnProduct):
         if not is_due or not weight.may_be_packed:
             return
         size, device = int(parameter.numel() * self.products.itemsize), parameter.device
-        if self.budget.take_memory(size, device) or (self.products.must_pack and size < _free_memory(device)):
+        if self.budget.take_memory(size, device) or (self.products.must_pack and size < free_memory(device)):
             weight.panels = self.products.pack(self._as_rows(parameter))
         elif not self.products.must_pack:
             weight.may_be_packed = False

@@ -20,6 +20,7 @@ section 4, for bounds that have one.)
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,22 @@ def copy_of(weight: Tensor) -> Copy | None:
     # Of sums: those of `dot_linear`, those of the estimates, and rotating. Twice as much as could be.
     errors += lengths * (2 * _UNIT * (weight.shape[1] + 64))
     sizes = torch.stack([_with_blocks(lengths), _with_blocks(errors)]).float().clamp(min=_LEAST)
+    return Copy(numbers, sizes) if bool(sizes.isfinite().all()) else None
+
+
+def rough_copy_of(weight: Tensor) -> Copy | None:
+    """A copy in 4 bits, whose largest output is only likely the weight's: for who guesses, and is checked by others.
+
+    What rounding does to a product is a sum of errors of either sign. It is likely within three standard deviations,
+    which are the bound above divided by the root of the number of inputs.
+    """
+    numbers = grouped_linear.rounded(weight, 4, _GROUP_SIZE)
+    roots = numbers.scales.double().square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
+    # Numbers of a group are off by a scale / sqrt(12) on the average.
+    errors = roots * math.sqrt(_GROUP_SIZE / 12)
+    lengths = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64)
+    likely = 3 / math.sqrt(weight.shape[1])
+    sizes = (torch.stack([_with_blocks(lengths), _with_blocks(errors)]) * likely).float().clamp(min=_LEAST)
     return Copy(numbers, sizes) if bool(sizes.isfinite().all()) else None
 
 

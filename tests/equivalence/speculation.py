@@ -16,6 +16,7 @@ from fastgen.ops import dot_linear, linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
 from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
 from tests import near_ties
 from tests.equivalence.models import BY_NAME
@@ -30,6 +31,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
+    monkeypatch.setattr(OwnWeightsDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
@@ -48,7 +50,7 @@ def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
         if available is not None:
             return min(length for length in LENGTHS if length >= chosen)
-        return max(length for length in LENGTHS if length <= chosen)
+        return max(length for length in LENGTHS if length <= chosen and (not length or step.serves(length)))
 
     monkeypatch.setattr(Pace, "choose", choose)
 

@@ -145,15 +145,28 @@ def test_that_keys_and_values_of_other_rows_are_found(model: Any, monkeypatch: p
     assert probability(model, "lookup", options, DRAWS // 5) < SIGNIFICANT
 
 
+def test_nothing_can_be_drawn_behind_a_token_that_is_not_accepted(model: Any) -> None:
+    """A token of the draft is banned, and behind it all are: plain generation never gets there."""
+    prompts = torch.tensor([[0, 2, 1, 2, 3, 2, 4, 2, 0]]).expand(50, -1).contiguous()
+    banned = [[2], *([2, token] for token in range(VOCABULARY))]
+    drawn = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=TOKENS + 1, top_k=0,
+        bad_words_ids=banned, prompt_lookup_num_tokens=4,
+    )  # fmt: skip
+    assert_speculates(1)
+    assert counts()["drafted"] > 0
+    assert not (drawn[:, prompts.shape[1] :] == 2).any()
+
+
 @pytest.mark.parametrize("method", ["assistant", "early exit"])
 def test_that_a_greedy_draft_with_soft_probabilities_is_found(
     model: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = SpeculativeStep._choose_draft
 
-    def takes_the_best(self: Any, logits: torch.Tensor) -> None:
+    def takes_the_best(self: Any, logits: torch.Tensor, *more: Any) -> None:
         ahead = self._drafted.clone()
-        draw(self, logits)
+        draw(self, logits, *more)
         self.search.draft(self._processed_at(copy.copy(logits), ahead).argmax(dim=-1), ahead)
 
     monkeypatch.setattr(SpeculativeStep, "_choose_draft", takes_the_best)
@@ -166,5 +179,7 @@ def test_that_processors_at_the_wrong_position_are_found(
 ) -> None:
     """All positions of a check with the tokens of its first one."""
     processed = SpeculativeStep._processed_at
-    monkeypatch.setattr(SpeculativeStep, "_processed_at", lambda self, logits, ahead: processed(self, logits, 0))
+    monkeypatch.setattr(
+        SpeculativeStep, "_processed_at", lambda self, logits, ahead, *more: processed(self, logits, 0, *more)
+    )
     assert probability(model, method, PROCESSORS, DRAWS // 5) < 1e-9

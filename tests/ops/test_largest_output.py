@@ -210,3 +210,23 @@ def test_what_does_not_fit():
             largest_output.largest_output_out(**{**good, name: bad})
     assert largest_output.serves(x, weight, None) and not largest_output.serves(x, weight.t().contiguous().t(), None)
     assert not largest_output.serves(x.bfloat16(), weight, None)
+
+
+@pytest.mark.parametrize("inputs, count", [(64, 700), (576, 3000), (200, 1000)])
+def test_a_rough_copy_finds_most_of_them(inputs, count):
+    """And computes few outputs for it. The estimates alone find fewer."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (400, count))
+    copy = largest_output.rough_copy_of(weight)
+    tokens, computed = found(x, weight, copy=copy)
+    estimates = torch.empty(len(x), count)
+    largest_output.estimate_out(estimates, x, None, copy)
+    right = wanted(x, weight)
+    assert (tokens == right).float().mean() > 0.995 > (estimates.argmax(dim=-1) == right).float().mean()
+    assert computed < len(x) * count / 20
+
+
+def test_no_rough_copy_of_what_is_infinite():
+    weight = torch.randn(64, 64)
+    weight[3, 5] = math.inf
+    assert largest_output.rough_copy_of(weight) is None

@@ -23,6 +23,8 @@ _PLAIN_INTERVAL = 64
 _LEAD_COUNTS = 0.5
 # That may cost no more than this part of the time without drafts, besides the tolerance.
 _MOST_LEAD = 0.08
+# What may be lost grows by this part of the time that the tokens so far, up to the horizon, would take without drafts.
+_RECOVERY = 0.008
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
 
@@ -36,6 +38,9 @@ class Costs:
     Tables are interpolated, and go on at both ends as between the last two numbers; in front of the first one, they are
     never less than in proportion. Observed timings correct them, each k for itself, because context and other work on
     the machine change them.
+
+    Attributes:
+        idle: seconds that a step without a draft takes longer than one of a call that never drafts.
 
     Args:
         verify: seconds of a pass by its number of tokens, rows * (k + 1). A plain step is one of `rows` tokens.
@@ -52,6 +57,7 @@ class Costs:
         self._tables: dict[int, list[float]] = {}
         self._corrections: dict[int, float] = {}
         self._since_plain = 0
+        self.idle = 0.0
 
     @property
     def plain_is_old(self) -> bool:
@@ -99,6 +105,9 @@ class DraftLength:
     first `horizon` tokens are taken as generated. So a draft may be shorter at the beginning than later, and in a
     very short call there may be none. Where a model drafts, one that is longer than the shortest leaves enough for the
     shortest: after an unlucky beginning, the call may try again.
+
+    A beginning that was so unlucky that nothing is left does not end drafts, either: with each token that the row gets,
+    another 0.8 % of a plain step may be lost, up to the horizon. Behind it, the tolerance itself grows with the tokens.
 
     Where drafts are found in a text, rows have theirs at different times, and the row with fewest tokens is another one
     each time. Then half of what rows on the average gain more than it counts, too, up to 8 % of the call. So a batch in
@@ -204,7 +213,7 @@ class DraftLength:
         before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
         taken = self._slowest - before
         plain = self._plain or costs[0]
-        self._ahead += taken * plain - costs[k]
+        self._ahead += taken * plain - costs[k] - (0.0 if k else self._costs.idle)
         self._without += taken * plain
         self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * plain
         trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
@@ -237,9 +246,10 @@ class DraftLength:
 
     def _spare(self, plain: float, are_found: bool) -> float:
         """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
-        whole = (self._plain or plain) * max(self._slowest, self._horizon)
+        plain = self._plain or plain
+        whole, recovered = plain * max(self._slowest, self._horizon), plain * min(self._slowest, self._horizon)
         lead = min(self._lead, _MOST_LEAD * whole) if are_found else 0.0
-        return self._ahead + lead + self._tolerance * whole
+        return self._ahead + lead + self._tolerance * whole + _RECOVERY * recovered
 
     def _probe(self, k: int, costs: list[float], spare: float) -> int:
         """Steps without drafts: now and then a short one is tried."""

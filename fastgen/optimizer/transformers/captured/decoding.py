@@ -197,10 +197,10 @@ class Decoding:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (done - 1 - begun[0]))
         return step
 
-    def _start(self, step: CapturedStep, run: Callable[[], None]) -> None:
+    def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
-            run()
+            return run()
         except Exception as error:
             if error is not self._raised and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))

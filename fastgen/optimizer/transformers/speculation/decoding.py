@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fastgen import counters
+from fastgen import counters, settings
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Pauses
@@ -25,8 +25,9 @@ from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, LENGTHS, Pace, most_gain
 from fastgen.optimizer.transformers.speculation.positions import Positions
+from fastgen.optimizer.transformers.speculation.preparation import Preparation
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 ENTRY_POINT = "transformers.speculation"
@@ -75,6 +76,8 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
 
     def run(self) -> Any:
+        if self._draft.is_prepared:
+            Preparation.of(self._model, self._key).steps += super()._steps_to_record_for() or 0
         already = 0 if self._streamer is None else self._streamer.count
         try:
             result = super().run()
@@ -152,16 +155,51 @@ class SpeculativeDecoding(Decoding):
         kwargs["past_key_values"] = cache
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
+    def _prepare(self, step: SpeculativeStep, plain: float | None) -> None:
+        """What a draft needs is made before, little by little, where plain calls have a recorded step meanwhile.
+
+        Raises:
+            CannotBeCaptured: there is too little for a draft, or it would gain nothing.
+        """
+        try:
+            self._draft.make(0.0)
+        except CannotBeCaptured:
+            self._pauses.give_up()
+            raise
+        is_at_once = self._model.device.type != "cpu" or settings.current().captured_step == "always"
+        has_plain = graph_cache.kept(self._model, self._plain_key) is not None
+        step.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
+        if step.records_at_once:
+            return
+
+        def begin() -> None:
+            step.begin(self._prompt, self._fill())
+            step.choose_first(self._prompt.logits, self._host)
+
+        is_ready, reason = False, "what drafts need is made little by little, in calls without them"
+        if plain is not None:  # calls of a few tokens do not say what a step takes
+            preparation = Preparation.of(self._model, self._key)
+            make = partial(preparation.make_next, step, self._model, self._draft, plain, begin)
+            is_ready = self._start(step, make)
+            if most_gain(step, plain) < LEAST_GAIN:
+                step.times.clear()  # the machine may have been busy: the next time, they are measured again
+                self._pauses.give_up()
+                is_ready, reason = False, "drafts would gain nothing"
+        if not is_ready:
+            graph_cache.give_back(self._model, step)
+            raise CannotBeCaptured(reason)
+
     def _decode(self, step: CapturedStep) -> CapturedStep:
         assert isinstance(step, SpeculativeStep), "what `_step_with` makes"
         prompt, rows = self._prompt, self._prompt.inputs * self._per_input
+        plain = seconds_of_step(self._model, self._plain_key)
+        self._prepare(step, plain)
         self._draft.begin(step, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
         self._draft.take(step)
         self._positions = self._make_positions(rows)
         self._follow(step)
-        plain = seconds_of_step(self._model, self._plain_key)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
         left: list[tuple[SpeculativeStep, Tensor]] = []
         begun = time.perf_counter()
@@ -205,6 +243,7 @@ class SpeculativeDecoding(Decoding):
         self._key, self._processors = key, leaving.narrowed(self._processors, rows)
         smaller = self._step()
         assert isinstance(smaller, SpeculativeStep), "what `_step_with` makes"
+        smaller.records_at_once = True
         smaller.take_over(step, inputs)
         pace.keep(smaller, rows.tolist())
         self._draft.keep(rows.tolist())

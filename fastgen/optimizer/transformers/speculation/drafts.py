@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
-from fastgen.decoding.speculation.own_weights import OwnWeights, versions
+from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights, versions
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -38,12 +39,14 @@ class Draft:
         has_buffers: it works on the step's own buffers, so that there must be no other step later.
         schedule: how many tokens to draft, where the user has said it.
         threshold: a draft ends with the first token that is less probable to who drafts.
+        is_prepared: what it needs is made little by little, in calls before (`preparation`).
         recorded_at_once_from: the call itself asks for a draft. If it asks for so many tokens, too, a step is recorded
             whether or not others follow: it takes about as long as a plain call whose step is not recorded.
     """
 
     kind: Hashable
     is_model = True
+    is_prepared = False
     recorded_at_once_from: int | None = None
     schedule: Schedule | None = None
     threshold: float = 0.0
@@ -52,6 +55,14 @@ class Draft:
     def ready(self) -> AbstractContextManager[Any]:
         """To be entered before the call takes its turn: what may wait for calls of other threads, which wait too."""
         return contextlib.nullcontext()
+
+    def make(self, seconds: float) -> bool:
+        """Makes what it drafts with, for about so many seconds; says whether there is all of it.
+
+        Raises:
+            CannotBeCaptured: this draft does not serve.
+        """
+        return True
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         """The call, a `SpeculativeDecoding`, begins; nothing is in the step yet.
@@ -78,20 +89,10 @@ class Draft:
         """The call is over, and nothing has failed."""
 
 
-class _OwnModelDraft(Draft):
-    """The model itself, in a context in which it takes less time."""
-
-    def _context(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
-
-    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
-        for _ in range(count):
-            step.draft(model, self._context)
-        step.counts.fill_(count)
-
-
-class OwnWeightsDraft(_OwnModelDraft):
+class OwnWeightsDraft(Draft):
     """The model with its own weights in few bits."""
+
+    is_prepared = True
 
     def __init__(self, model: Any, precision: str, group_size: int) -> None:
         self._model, self._form = model, (precision, group_size)
@@ -101,11 +102,16 @@ class OwnWeightsDraft(_OwnModelDraft):
     def kind(self) -> Hashable:
         return "own weights", *self._form, versions(self._model)
 
-    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+    def make(self, seconds: float = math.inf) -> bool:
         try:
-            self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form)
+            head = self._model.get_output_embeddings()
+            self._weights = OwnWeights.of(self._model, LINEAR_LAYERS, *self._form, head)
         except ValueError as error:
             raise CannotBeCaptured(str(error)) from error
+        return self._weights.copy(seconds)
+
+    def begin(self, step: SpeculativeStep, decoding: Any) -> None:
+        self.make()
         # Steps that drafted with the weights of before would keep those.
         graph_cache.forget(self._model, self._is_old)
 
@@ -114,12 +120,20 @@ class OwnWeightsDraft(_OwnModelDraft):
         own: Any = self.kind
         return bool(kind) and kind[0] == own[0] and kind[-1] != own[-1]
 
-    def _context(self) -> AbstractContextManager[Any]:
-        assert self._weights is not None, "begin comes first"
-        return self._weights.used()
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        weights = self._weights
+        assert weights is not None, "what it drafts with is made first"
+        weights.copy_head(step.takes_largest)
+        for _ in range(count):
+            try:
+                step.draft(model, weights.used, weights.largest)
+            except OtherLogits:
+                weights.copy_head(step.takes_largest)
+                step.draft(model, weights.used, weights.largest)
+        step.counts.fill_(count)
 
 
-class EarlyExitDraft(_OwnModelDraft):
+class EarlyExitDraft(Draft):
     """The first layers of the model, and its output layer (`assistant_early_exit` of `generate`)."""
 
     recorded_at_once_from = 128
@@ -128,8 +142,13 @@ class EarlyExitDraft(_OwnModelDraft):
         self._base, self._count = getattr(model, model.base_model_prefix), count
         self.kind = "early exit", count
 
+    def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        for _ in range(count):
+            step.draft(model, self._with_few_layers)
+        step.counts.fill_(count)
+
     @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
+    def _with_few_layers(self) -> Iterator[None]:
         config = self._base.config
         layers, config.num_hidden_layers = config.num_hidden_layers, self._count
         try:

@@ -58,6 +58,8 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     if costs is None or now is None or graph_cache.is_refused(model, key):
         return False
     assert kept is None or isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
+    if kept is not None and not kept.serves(length):
+        kept = None  # calls with so few rows are about to prepare it
     measured = None if kept is None else kept.seconds_of_round(length)
     saved = now - (costs.steps(key.rows, length)[length] if measured is None else measured)
     if kept is not None:

@@ -11,17 +11,29 @@ from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 # Tokens drafted in a round. Each number is a program of its own, so there are only a few.
 LENGTHS = (0, 2, 4, 8)
 # What is drafted as long as it is not known what a round takes.
-_AT_FIRST = 4
+AT_FIRST = 4
 # Accepted at first, of a draft that nothing is known about.
 _ACCEPTANCE = 0.7
 # A call gains something if it takes less than rounds without drafts by this part: these take a little longer than the
 # steps of a plain call.
-_LEAST_GAIN = 0.07
+LEAST_GAIN = 0.07
 
 
 def costs_of(*steps: SpeculativeStep) -> Costs | None:
     """What rounds take, by what is known of these steps; None if that is nothing."""
     return Costs(*known) if (known := _tables(*steps))[0] else None
+
+
+def most_gain(step: SpeculativeStep, plain: float) -> float:
+    """`DraftLength.most_gain` by what is known of a step so far. What is not known of drafts takes no time.
+
+    Args:
+        plain: seconds of a step of a plain call.
+    """
+    verify, draft = _tables(step)
+    rows = step.key.rows
+    costs = _StepCosts(rows, {**verify, rows: plain}, draft, plain_is_given=True)
+    return DraftLength(costs, rows, LENGTHS).most_gain
 
 
 def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:
@@ -32,6 +44,12 @@ def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]
             if (found := step.seconds(part)) is not None:
                 (verify if part else draft)[step.key.rows * (part or 1)] = found
     return verify, draft
+
+
+def _seconds_of_round(step: SpeculativeStep, length: int) -> float | None:
+    """With what the host does between the parts: a plain call has no such rounds."""
+    seconds = step.seconds_of_round(length)
+    return None if seconds is None else seconds + (statistics.median(step.host_times) if step.host_times else 0.0)
 
 
 class _StepCosts(Costs):
@@ -83,9 +101,11 @@ class Pace:
     ) -> None:
         self._rows, self._tokens, self._has_model, self._plain = rows, tokens, has_model, plain
         self._chooser: DraftLength | Schedule | None = schedule
+        self._costs: Costs | None = None  # that it began with
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._has_measured = self._was_hopeless = False
         self._steps = [step]  # of the call so far
+        self._lengths = [length for length in LENGTHS if not length or step.serves(length)]
         self._set_up(step)
 
     def choose(
@@ -101,12 +121,13 @@ class Pace:
         if self._chooser is None:
             self._set_up(step)
         if self._chooser is None:
-            chosen = 0 if self._is_known(step) else _AT_FIRST
+            chosen = 0 if self._is_known(step) else AT_FIRST
         else:
             chosen = self._chooser.choose(rows, most, available)
-        lengths = [length for length in LENGTHS if length <= most]
+        lengths = [length for length in self._lengths if length <= most]
         if available is None:
-            return max((length for length in lengths if length <= chosen), default=0)
+            found = max((length for length in lengths if length <= chosen), default=0)
+            return found or max(lengths[:2], default=0) * (chosen > 0)  # a schedule may say one
         chosen = min(chosen, max(available, default=0))
         return min((length for length in lengths if length >= chosen), default=max(lengths, default=0))
 
@@ -118,6 +139,8 @@ class Pace:
             self._early.append((rows, length, drafted, accepted))
             self._has_measured = True
             return
+        if not length and self._costs is not None:
+            self._costs.idle = self._idle(step)
         # Not what this round took: something else may have run on the machine meanwhile.
         self._chooser.observe(rows, length, drafted, accepted, self._seconds(step, length))
         if isinstance(self._chooser, DraftLength):
@@ -129,7 +152,7 @@ class Pace:
         In a plain call all rows would have gone on. But what to draft is compared with a round of this step without it.
         """
         self._was_hopeless = self.is_hopeless  # of the whole batch, which calls are paused for
-        self._rows, self._plain, self._early = len(rows), None, []
+        self._rows, self._plain, self._early, self._costs = len(rows), None, [], None
         self._steps.append(step)
         if isinstance(self._chooser, DraftLength):
             self._chooser.keep(rows, _StepCosts(step.key.rows, *_tables(*self._steps), plain_is_given=False))
@@ -139,27 +162,29 @@ class Pace:
         """Whether calls would not take less time than plain ones if all that is drafted were accepted."""
         if len(self._steps) > 1:
             return self._was_hopeless
-        return isinstance(self._chooser, DraftLength) and self._chooser.most_gain < _LEAST_GAIN
+        # With all lengths: those that cannot be drafted yet will be in later calls.
+        return self._costs is not None and DraftLength(self._costs, self._rows, LENGTHS).most_gain < LEAST_GAIN
 
     def gains(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
         is_known = isinstance(self._chooser, DraftLength) and not self._has_measured
-        return self._chooser.gain >= _LEAST_GAIN if is_known else None
+        return self._chooser.gain >= LEAST_GAIN if is_known else None
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""
-        parts = (_AT_FIRST + 1, 0) if self._has_model else (_AT_FIRST + 1,)
+        parts = (AT_FIRST + 1, 0) if self._has_model else (AT_FIRST + 1,)
         return all(step.seconds(part) is not None for part in parts)
 
     def _seconds(self, step: SpeculativeStep, length: int) -> float | None:
         """What a round takes that drafts `length` tokens; without a draft, a step of a plain call."""
         if not length:
             return step.seconds(1) if self._plain is None else self._plain
-        seconds = step.seconds_of_round(length)
-        if seconds is None:
-            return None
-        # A plain call has no such rounds.
-        return seconds + (statistics.median(step.host_times) if step.host_times else 0.0)
+        return _seconds_of_round(step, length)
+
+    def _idle(self, step: SpeculativeStep) -> float:
+        """What a round without a draft takes longer than a step of a plain call."""
+        seconds = _seconds_of_round(step, 0)
+        return 0.0 if seconds is None or self._plain is None else max(seconds - self._plain, 0.0)
 
     def _set_up(self, step: SpeculativeStep) -> None:
         plain = self._seconds(step, 0)
@@ -168,7 +193,7 @@ class Pace:
         verify, draft = _tables(step)
         verify[step.key.rows] = plain
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
-        costs = _StepCosts(step.key.rows, verify, draft, self._plain is not None)
-        self._chooser = DraftLength(costs, self._rows, LENGTHS, acceptance, horizon=self._tokens)
+        self._costs = _StepCosts(step.key.rows, verify, draft, self._plain is not None)
+        self._chooser = DraftLength(self._costs, self._rows, self._lengths, acceptance, horizon=self._tokens)
         for early in self._early:
             self._chooser.observe(*early)

@@ -29,11 +29,12 @@ from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
+from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 
-# Times that a part runs as it is before it is captured.
-_WARM_UPS = 1
+# Processors that look at nothing but scores, row by row.
+_SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
 # Timings of each part that are kept, and calls whose times are, as of plain steps.
 _TIMES, _ENOUGH_TIMES, _CALLS = 16, 2, 4
 
@@ -69,11 +70,10 @@ class Times(deque[float]):
 
 
 class _Part:
-    """Something that a round does over and over: after a few times it is captured."""
+    """Something that a round does over and over: it is captured, after it has run once as it is where it `warms_up`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._runs = 0
+    def __init__(self, device: torch.device, warms_up: bool) -> None:
+        self._device, self._warms_up = device, warms_up
         self.captured: graph.Graph | Program | None = None
 
     def __call__(self, function: Callable[[], None]) -> bool:
@@ -85,15 +85,19 @@ class _Part:
             self.captured.replay()
             return True
         function = graph.capturable(function)
-        if self._runs < _WARM_UPS:
-            self._runs += 1
+        if self._warms_up:
             function()
+            self._warms_up = False
         else:
             made = graph.new(self._device)
             made.capture(function)
             made.replay()
             self.captured = made
         return False
+
+
+def _largest(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
 
 
 class SpeculativeStep(CapturedStep):
@@ -109,6 +113,7 @@ class SpeculativeStep(CapturedStep):
             have been captured.
         host_times: seconds of the last rounds besides those of their parts.
         seconds_of_first_runs: of all parts until they had been captured.
+        records_at_once: parts are recorded when a round asks for them, and not only where they are `measured`.
         seconds_of_move: what it took to take over rows of a larger step.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
@@ -138,6 +143,7 @@ class SpeculativeStep(CapturedStep):
         self.times: dict[int, Times] = {}
         self.host_times: deque[float] = deque(maxlen=_TIMES)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
+        self.records_at_once = True
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
@@ -201,6 +207,16 @@ class SpeculativeStep(CapturedStep):
         """What a part takes; None as long as there are too few timings."""
         return self.times[positions].seconds if positions in self.times else None
 
+    def serves(self, length: int) -> bool:
+        """Whether rounds may draft so many tokens."""
+        return self.records_at_once or self.seconds(length + 1) is not None
+
+    def measure(self, part: int, run: Callable[[], None]) -> None:
+        """Has a part captured and measured. `run` does it once; what that does to the sequences counts for nothing."""
+        self.counts.zero_()
+        while self.seconds(part) is None:
+            run()
+
     def seconds_of_round(self, length: int) -> float | None:
         """What drafting `length` tokens and checking them takes, besides what the host does; None if nobody knows."""
         check = self.seconds(length + 1)
@@ -238,9 +254,23 @@ class SpeculativeStep(CapturedStep):
         self.search.running_tokens.scatter_(1, at, tokens.to(self.device))
         self.counts.copy_(counts)
 
-    def draft(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """The model itself, as it is in `context`, drafts one more token of each row."""
-        self._run_part(0, self._cache_ahead, lambda: self._draft_one(model, context))
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the largest of each row is all that is asked of the logits of a draft."""
+        return not (self.key.samples or self.processors or self.key.draft.is_rated)
+
+    def draft(
+        self,
+        model: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        largest: Callable[[Tensor], Tensor] = _largest,
+    ) -> None:
+        """The model itself, as it is in `context`, drafts one more token of each row.
+
+        Args:
+            largest: finds the largest logit of each row, [rows, vocabulary] -> [rows], where nothing else is asked.
+        """
+        self._run_part(0, self._cache_ahead, lambda: self._draft_one(model, context, largest))
 
     def check(self, model: Any, drafted: int) -> None:
         """Takes what is right of the tokens that were drafted, `drafted` at the most, and one more.
@@ -252,18 +282,21 @@ class SpeculativeStep(CapturedStep):
         self._run_part(width, self._caches[width], lambda: self._check(model, width))
 
     def _run_part(self, positions: int, cache: Cache, function: Callable[[], None]) -> None:
-        """In the very first step, where all rows are as long as each other, masks may be looked at."""
+        """In the very first step, where all rows are as long as each other, masks may be looked at.
+
+        On a GPU each part runs before it is captured: kernels are compiled then.
+        """
         kvs = [layer.kv for layers in layers_in(cache) for layer in layers] if self._is_first else []
-        self._is_first = False
         for kv in kvs:
             kv.host_may_wait = True
         if positions not in self._made:
-            self._made[positions] = _Part(self.device)
+            self._made[positions] = _Part(self.device, self._is_first or self.device.type != "cpu")
         known = self.times_of(positions)
         # On a GPU the host waits for a part only as long as it measures it.
         is_measured = self.device.type == "cpu" or len(known) < _TIMES
         start = self._now(is_measured)
         is_captured = self._made[positions](function)
+        self._is_first = False
         if is_measured:
             seconds = self._now(True) - start
             if is_captured:
@@ -280,22 +313,24 @@ class SpeculativeStep(CapturedStep):
 
     # ---- what is captured
 
-    def _draft_one(self, model: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _draft_one(
+        self, model: Any, context: Callable[[], AbstractContextManager[Any]], largest: Callable[[Tensor], Tensor]
+    ) -> None:
         self._ahead.numbers.copy_(self._state.numbers[:2] + self._drafted)
         self._ahead_seen.copy_(self._seen + self._drafted)
         with context():
             logits = self._forward(model, self._cache_ahead, self._drafted, 1)
-        self._choose_draft(logits[:, -1])
+        self._choose_draft(logits[:, -1], largest)
 
-    def _choose_draft(self, logits: Tensor) -> None:
+    def _choose_draft(self, logits: Tensor, largest: Callable[[Tensor], Tensor] = _largest) -> None:
         """The next drafted token, from [rows, vocabulary]."""
-        scores = self._processed_at(logits, self._drafted)
+        scores = logits if self.takes_largest else self._processed_at(logits, self._drafted)
         if self.key.samples:
             probabilities = torch.softmax(scores, dim=-1)
             self._draft_probabilities.index_copy_(1, self._drafted.view(1), probabilities.unsqueeze(1))
             tokens = acceptance.draw(probabilities, acceptance.random_numbers(len(scores), 0, self.device)[1])
         else:
-            tokens = scores.argmax(dim=-1)
+            tokens = (largest if self.takes_largest else _largest)(scores)
         if self.key.draft.is_rated:
             ratings = torch.softmax(scores, dim=-1).gather(1, tokens.unsqueeze(1))
             self._ratings.index_copy_(1, self._drafted.view(1), ratings)
@@ -321,12 +356,14 @@ class SpeculativeStep(CapturedStep):
     def _accept_sampled(self, scores: Tensor, drafted: Tensor) -> Tensor:
         rows, width, _ = scores.shape
         probabilities = torch.softmax(scores, dim=-1)
-        is_spoilt = probabilities.isnan().any(dim=2).any(dim=1) & self.search.unfinished.view(-1)
-        self.search.is_spoilt.logical_or_(is_spoilt.any())
         numbers = acceptance.random_numbers(rows, width - 1, self.device)
         q = self._draft_probabilities[:, : width - 1] if self.key.draft.samples else None
         accepted, token = acceptance.accept_sampled(drafted, q, probabilities, self.counts, *numbers)
         self.accepted.copy_(accepted)
+        # One score that is no number spoils its whole position. Nothing is accepted there, so it is the last one that
+        # is drawn from; those behind it are of tokens that plain generation may never meet.
+        last = probabilities[:, :, 0].gather(1, accepted.unsqueeze(1)).squeeze(1)
+        self.search.is_spoilt.logical_or_((last.isnan() & self.search.unfinished.view(-1)).any())
         none = torch.zeros_like(drafted[:, :1]) if width > 1 else accepted.new_zeros(rows, 1)
         return torch.cat([drafted, none], dim=1).scatter(1, accepted.unsqueeze(1), token.unsqueeze(1))
 
@@ -363,21 +400,40 @@ class SpeculativeStep(CapturedStep):
         return torch.minimum(positions, last + left).clamp(min=0)
 
     def _all_processed(self, logits: Tensor) -> Tensor:
-        """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32."""
-        if not self.processors:
-            return logits.float()
-        return torch.stack([self._processed_at(logits[:, at], at) for at in range(logits.shape[1])], dim=1)
+        """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32.
 
-    def _processed_at(self, logits: Tensor, ahead: Tensor | int) -> Tensor:
-        """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32."""
-        search, scores = self.search, logits.float()
-        if not self.processors:
-            return scores
-        start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
-        tokens = StepTokens(search.running_tokens, start, length + ahead, search.prompt, limit - start)
-        for processor in self.processors:
+        Processors that look at the scores alone, behind all others, get those of all positions at once.
+        """
+        scores, processors = logits.float(), list(self.processors or ())
+        number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
+        if number:
+            positions = range(logits.shape[1])
+            scores = torch.stack(
+                [self._processed_at(logits[:, at], at, processors[:number]) for at in positions], dim=1
+            )
+        found = scores.flatten(0, 1)
+        for processor in processors[number:]:
+            found = processor(found, self._tokens_at(0))
+        return found.view(scores.shape)
+
+    def _processed_at(
+        self, logits: Tensor, ahead: Tensor | int, processors: Sequence[CapturedProcessor] | None = None
+    ) -> Tensor:
+        """What is chosen from, with `ahead` drafted tokens behind the end of each row, [rows, vocabulary], float32.
+
+        Args:
+            processors: all by default.
+        """
+        scores, processors = logits.float(), self.processors if processors is None else processors
+        tokens = self._tokens_at(ahead) if processors else None
+        for processor in processors or ():
             scores = processor(scores, tokens)
         return scores
+
+    def _tokens_at(self, ahead: Tensor | int) -> StepTokens:
+        search = self.search
+        start, length, limit = (x.view(-1, 1) for x in (search.start, search.length, search.limit))
+        return StepTokens(search.running_tokens, start, length + ahead, search.prompt, limit - start)
 
     def _record(self, given: Tensor, place: int) -> None:
         """Keeps scores or logits, [rows, positions, vocabulary], at their place, for who returns them."""

@@ -37,7 +37,7 @@ def step(rows: int, seconds: dict[int, float]) -> Any:
     for part, found in seconds.items():
         made.times[part].extend([found, found])
     made.host_times, made.acceptance = [], 0.6
-    made.seconds_of_first_runs, made.seconds_of_move = RECORDING, 0.02
+    made.seconds_of_first_runs, made.seconds_of_move, made.records_at_once = RECORDING, 0.02, True
     return made
 
 
@@ -78,6 +78,15 @@ def test_a_step_that_is_there_is_used_if_it_saves_more_than_the_way_to_it(kept: 
     assert not leaving.pays(model, large, SmallKey(4), 8, 10**6)
     kept[SmallKey(4)] = step(4, {})  # then the table says it
     assert leaving.pays(model, large, SmallKey(4), 8, 100)
+
+
+def test_a_step_that_is_being_prepared_is_left_to_the_calls_that_do(kept: dict[Any, Any]) -> None:
+    """Its parts would be recorded in this call, all at once."""
+    model, large = Model(), step(8, EIGHT)
+    kept[SmallKey(4)] = step(4, {5: 0.001})
+    kept[SmallKey(4)].records_at_once = False
+    assert not leaving.pays(model, large, SmallKey(4), 8, 100)
+    assert leaving.pays(model, large, SmallKey(4), 4, 100)
 
 
 def test_nothing_is_known_or_it_was_refused(kept: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

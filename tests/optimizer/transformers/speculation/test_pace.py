@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers.speculation.pace import Pace
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, Times
 
@@ -25,6 +26,9 @@ class Step:
         self.acceptance = 0.9
 
     seconds_of_round = SpeculativeStep.seconds_of_round
+
+    def serves(self, length: int) -> bool:
+        return length + 1 in self.times
 
 
 def rounds(plain: float | None, count: int, tokens: int = 4096) -> list[int]:
@@ -61,6 +65,48 @@ def test_plain_steps_are_what_plain_calls_take() -> None:
     chooser: Any = pace._chooser
     assert chooser._costs.steps(1, 4)[0] == 1.0
     assert 0.8 < chooser.gain == pytest.approx(1 - chooser._costs.steps(1, 4)[4] / 5, abs=0.1)
+
+
+def test_only_lengths_that_are_recorded() -> None:
+    """Though a longer draft would gain more, and whether anything can be gained is told with all of them."""
+    step: Any = Step(parts=(0, 1, 5))
+    pace, found = Pace(step, 1, 4096, has_model=True, plain=1.0), []
+    for _ in range(20):
+        found.append(pace.choose(step, [0], 4096))
+        pace.observe(step, [0], found[-1], [found[-1]], [found[-1]])
+    assert set(found) == {4}
+    assert pace.choose(step, [0], 3) == 0
+    slow: Any = Step(parts=(0, 1, 5))
+    slow.times |= {0: 0.5, 5: 2.55}  # five tokens in 4.55 seconds gain 9 %, four more would take 3.55
+    assert not Pace(slow, 1, 4096, has_model=True, plain=1.0).is_hopeless
+    slow.times[5] = 3.0
+    assert Pace(slow, 1, 4096, has_model=True, plain=1.0).is_hopeless
+
+
+def test_a_schedule_of_one_token_drafts() -> None:
+    """The shortest draft is of two. A heuristic schedule gets there by itself, and would never leave again."""
+    step: Any = Step()
+    schedule = Schedule(1, "heuristic")
+    pace = Pace(step, 1, 64, has_model=True, schedule=schedule)
+    assert pace.choose(step, [0], 10) == 2
+    pace.observe(step, [0], 2, [2], [2])
+    assert schedule.length == 3
+    assert [pace.choose(step, [0], most) for most in (0, 1, 2)] == [0, 0, 2]
+
+
+def test_rounds_without_a_draft_take_longer_than_plain_steps() -> None:
+    """That counts among what is lost."""
+    gains = []
+    for check in (1.0, 1.1):
+        step: Any = Step()
+        pace = Pace(step, 1, 64, has_model=True, plain=1.0)
+        step.times = {**TIMES, 1: check}
+        step.seconds = step.times.get
+        for _ in range(10):
+            pace.observe(step, [0], 0, [0], [0])
+        chooser: Any = pace._chooser
+        gains.append(chooser.gain)
+    assert gains == pytest.approx([0.0, -0.1])
 
 
 def test_a_call_that_was_disturbed_does_not_end_drafts() -> None:

@@ -1,0 +1,88 @@
+"""What drafts need is made little by little, in calls that draft nothing yet.
+
+Recording a part of a step takes as long as some twenty steps, and a step with drafts has five parts; the weights are
+copied, too. A call that did it all would take twice as long as a plain one. So one thing is made in a call at the most,
+and all of them together take a tenth of the time of the calls so far.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fastgen import caches
+from fastgen.optimizer.transformers.captured.step import Key
+from fastgen.optimizer.transformers.speculation.drafts import Draft
+from fastgen.optimizer.transformers.speculation.pace import AT_FIRST, LENGTHS
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+# This part of the time of plain calls goes into what drafts need.
+SHARE = 0.1
+# What one thing takes as long as nobody knows, in plain steps.
+_STEPS_OF_ONE = 20
+# Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones.
+_NEEDED, _MORE = (AT_FIRST + 1, 0, 1), (LENGTHS[-1] + 1, LENGTHS[1] + 1)
+_MOST_KEYS = 1000
+
+
+class Preparation:
+    """What has been made for the drafts of the calls of one key.
+
+    Attributes:
+        steps: of the calls so far.
+        seconds: that have gone into it.
+    """
+
+    _of: weakref.WeakKeyDictionary[Any, dict[Key, Preparation]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.steps, self.seconds, self._last = 0, 0.0, 0.0
+
+    @classmethod
+    def of(cls, model: Any, key: Key) -> Preparation:
+        """That of a model and a key."""
+        kept = cls._of.setdefault(model, {})
+        if len(kept) > _MOST_KEYS:
+            kept.clear()
+        return kept.setdefault(key, cls())
+
+    @classmethod
+    def drop_all(cls) -> None:
+        """To be called when the steps are dropped: what was made has to be made again."""
+        cls._of.clear()
+
+    def make_next(
+        self, step: SpeculativeStep, model: Any, draft: Draft, plain: float, begin: Callable[[], None]
+    ) -> bool:
+        """Makes one more thing, if there is one and time for it; says whether there is enough for calls to draft.
+
+        Args:
+            plain: seconds of a plain step.
+            begin: begins a call in the step, of which nothing is kept.
+        """
+        missing = [part for part in (*_NEEDED, *_MORE) if step.seconds(part) is None]
+        expected = self._last or _STEPS_OF_ONE * plain
+        if missing and self.seconds + expected <= SHARE * self.steps * plain:
+            start = time.perf_counter()
+            is_recorded = missing[0] != 0 or draft.make(0.0)
+            if is_recorded:
+                begin()
+                _measure(step, model, draft, missing[0])
+            else:
+                draft.make(expected)
+            took = time.perf_counter() - start
+            self.seconds += took
+            self._last = took if is_recorded else self._last
+        return all(step.seconds(part) is not None for part in _NEEDED)
+
+
+def _measure(step: SpeculativeStep, model: Any, draft: Draft, part: int) -> None:
+    if part == 0:
+        step.measure(part, lambda: draft.propose(step, model, 1))
+    else:
+        step.measure(part, lambda: step.check(model, part - 1))
+
+
+caches.register(Preparation.drop_all)

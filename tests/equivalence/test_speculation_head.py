@@ -1,0 +1,87 @@
+"""The output layer of a greedy draft with the model's own weights: estimated where nothing but the largest is asked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights
+from fastgen.ops import largest_output
+from fastgen.optimizer.transformers.call import LINEAR_LAYERS
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
+
+pytestmark = [
+    pytest.mark.usefixtures("speculates_at_once", "any_lengths"),
+    pytest.mark.skipif(not largest_output.is_available(), reason="there are no kernels in this process"),
+]
+PENALTY = {"repetition_penalty": 1.2}
+
+
+def estimates(model: Any, precision: str) -> bool:
+    """Whether the last step of a draft that was recorded estimates the output layer."""
+    return OwnWeights.of(model, LINEAR_LAYERS, precision, settings.current().weight_group_size)._rough is not None
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "name, options, estimated",
+    [("llama", {}, True), ("gpt2", {}, True), ("llama", PENALTY, False), ("bart", {}, False)],
+)
+def test_the_largest_is_found_from_estimates(
+    name: str, options: dict[str, Any], estimated: bool, precision: Any
+) -> None:
+    """BART adds numbers of its own to the outputs. Then it drafts as before, from the first token on."""
+    family = KNOWN[name]
+    model = copy.deepcopy(family.build())
+    fastgen.enable(self_speculation=precision)
+    for batch in (3, 3, 1):
+        same(model, family.make_inputs(batch), {**GREEDY, **options})
+        assert estimates(model, precision) == estimated
+    assert_speculates(3)
+    assert counts()["accepted"] > (0.5 if precision == "int8" else 0.2) * counts()["drafted"] > 0
+
+
+def test_calls_with_and_without_estimates_take_turns() -> None:
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    fastgen.enable(self_speculation="int8")
+    for _ in range(2):
+        same(model, inputs, GREEDY)
+        model.generate(**inputs, **{**GREEDY, "do_sample": True})
+        same(model, inputs, {**GREEDY, **PENALTY})
+    assert_speculates(6)
+
+
+def test_models_in_half_precision_have_no_estimates() -> None:
+    model = copy.deepcopy(KNOWN["llama"].build()).bfloat16()
+    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64, model.get_output_embeddings())
+    weights.copy_head(for_largest=True)
+    assert weights._rough is None and model.get_output_embeddings() in weights._products
+
+
+def test_the_copy_of_the_output_layer() -> None:
+    """In 8 bits only where all of its outputs are wanted; logits that are others are told from the outputs."""
+    model = KNOWN["llama"].build()
+    head = model.get_output_embeddings()
+    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64, head)
+    weights.copy()
+    assert head not in weights._products
+    weights.copy_head(for_largest=True)
+    x = torch.randn(5, 1, head.in_features)
+    with weights.used(), torch.no_grad():
+        assert head not in weights._products
+        estimated = weights._rough.estimate(x)
+    exact = (x.flatten(0, 1) @ head.weight.detach().t()).argmax(dim=1)
+    assert (weights.largest(estimated[:, -1]) == exact).all()
+    weights._rough.estimate(x)
+    with pytest.raises(OtherLogits):
+        weights.largest(estimated[:, -1] + 0.0)
+    weights.copy_head(for_largest=True)
+    assert head in weights._products and weights._rough is None
+    logits = torch.randn(3, 7)
+    assert torch.equal(weights.largest(logits), logits.argmax(dim=1))

@@ -1,0 +1,140 @@
+"""What drafts need is made little by little, in calls that are plain ones meanwhile, with the same tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding import layers
+from fastgen.decoding.speculation import draft_length
+from fastgen.decoding.speculation.own_weights import OwnWeights
+from fastgen.ops import quantized_linear
+from fastgen.optimizer.transformers.call import LINEAR_LAYERS
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
+from fastgen.optimizer.transformers.speculation import decoding, preparation
+from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
+from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from tests.equivalence.models import LONG, SHORT
+from tests.equivalence.speculation import GREEDY, KNOWN, counts, same
+
+OPTIONS: dict[str, Any] = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
+LITTLE_BY_LITTLE = "what drafts need is made little by little, in calls without them"
+
+
+@pytest.fixture(autouse=True)
+def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each makes one thing for drafts."""
+    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    monkeypatch.setattr(OwnWeightsDraft, "is_prepared", True)
+    monkeypatch.setattr(preparation, "SHARE", 1e9)
+    monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)
+    fastgen.enable(self_speculation="int8", captured_step="auto")
+
+
+def parts(model: Any) -> set[int]:
+    """What has been recorded of the step with drafts."""
+    steps = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
+    return {part for step in steps for part, made in step._made.items() if made.captured is not None}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
+def test_each_call_makes_one_thing(name: str) -> None:
+    family = KNOWN[name]
+    model, found, drafts = copy.deepcopy(family.build()), [], []
+    for call in range(10):
+        fastgen.reset_stats()
+        same(model, family.make_inputs(2, (LONG, SHORT)[call % 2] if name == "llama" else LONG), OPTIONS)
+        found.append(parts(model) if model in graph_cache._models else set())
+        drafts.append(counts()["accelerated"])
+        assert fastgen.stats().get(CAPTURED, {}).get("accelerated", 0) == (call > 1)
+    added = [sorted(after - before) for before, after in zip([set(), *found], found, strict=False)]
+    # The sixth copies the weights.
+    assert added == [[]] * 4 + [[5], [], [0], [1], [9], [3]]
+    assert drafts == [0] * 7 + [1] * 3
+    assert counts()["accepted"] > 0
+
+
+def test_samples_are_those_of_plain_calls_meanwhile() -> None:
+    """What is drawn while something is recorded counts for nothing."""
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    options = {**OPTIONS, "do_sample": True}
+
+    def run(setting: str) -> Any:
+        fastgen.enable(self_speculation=setting)
+        torch.manual_seed(5)
+        return model.generate(**inputs, **options).tolist()
+
+    for _ in range(4):
+        run("int8")
+    wanted = run("off")
+    for _ in range(3):
+        assert run("int8") == wanted
+    assert parts(model) == {0, 5}
+
+
+def test_weights_are_not_copied_where_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "LEAST_GAIN", 1.0)
+    monkeypatch.setattr(draft_length, "MOST_PAUSES", 3)
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    for _ in range(9):
+        same(model, family.make_inputs(2), OPTIONS)
+    weights = OwnWeights.of(model, LINEAR_LAYERS, "int8", 64)
+    assert parts(model) == {5} and not weights._products
+    reasons = fastgen.stats()[ENTRY_POINT]["not used"]
+    assert reasons["drafts would gain nothing"] == 2
+    assert reasons["drafts have gained nothing in the calls before"] == 3
+
+
+def test_calls_of_a_few_tokens_are_plain() -> None:
+    """They are too short to say what a step takes."""
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    for _ in range(25):
+        same(model, family.make_inputs(2), {**OPTIONS, "max_new_tokens": 9})
+    assert fastgen.stats()[CAPTURED]["accelerated"] > 10
+    assert counts()["accelerated"] == 0 and not parts(model)
+    assert LITTLE_BY_LITTLE in fastgen.stats()[ENTRY_POINT]["not used"]
+
+
+@pytest.mark.parametrize("captured_step, drafted", [("always", 1), ("auto", 0)])
+def test_where_steps_are_always_recorded_the_first_call_drafts(captured_step: Any, drafted: int) -> None:
+    fastgen.enable(captured_step=captured_step)
+    family = KNOWN["llama"]
+    same(copy.deepcopy(family.build()), family.make_inputs(2), OPTIONS)
+    assert counts()["accelerated"] == drafted
+
+
+# ---- copies of weights
+
+
+def test_weights_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = KNOWN["llama"].build()
+    weights = OwnWeights(model, LINEAR_LAYERS, "int8", 64)
+    packed, pack = [], quantized_linear.pack
+    monkeypatch.setattr(quantized_linear, "pack", lambda *given: (packed.append(None), pack(*given))[1])
+    assert not weights.copy(0.0) and not weights._products
+    assert weights.copy() and weights.copy(0.0)
+    number = len(packed)
+    assert 0 < number <= len(weights._products)
+    assert weights.copy() and len(packed) == number
+
+
+def test_there_is_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is a plain one, and nothing is allocated."""
+    monkeypatch.setattr(layers, "free_host_memory", lambda: 1000)
+    fastgen.enable(captured_step="always")
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    same(model, family.make_inputs(2), OPTIONS)
+    assert counts()["accelerated"] == 0
+    assert fastgen.stats()[ENTRY_POINT]["not used"] == {
+        "too little memory is free for a copy of the weights in few bits": 1
+    }
