@@ -4,7 +4,8 @@
 
 A name is that of a workload (`python -m benchmarks --list`). Its calls run with captured steps, every operator of which
 is timed. A step is from one replay to the next one, so it has the loop around the operators, too. The time outside
-of kernels is that between the operators, and for each of them the time that the smallest one of FastGen's takes.
+of kernels is that between the operators, and for each of them the time that the smallest one of FastGen's takes. Each
+is a call of its own here, where a program makes several of them in one call.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
 measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. An output layer
@@ -144,11 +145,11 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
             addresses = (address for call in calls for address in read(call))
             steps.weights |= {address: storages[address] for address in addresses if address in storages}
         steps.begin(program)
-        program._calls = timed_calls[program]
+        joined, program._joined = program._joined, timed_calls[program]
         try:
             replay(program)
         finally:
-            program._calls = calls
+            program._joined = joined
 
     timed_calls: dict[Program, list[Callable[[], object]]] = {}
     Program.replay = timed_replay  # type: ignore[method-assign]

@@ -270,3 +270,5 @@ def _filled(numbers: Sequence[int]) -> list[int]:
 
 backend = functools.partial(_library.backend, "fastgen::elementwise")
 _library.define("elementwise(Tensor(a!)[] memory, Tensor code) -> ()")
+# The same as a plan (`fastgen.ops.planned`).
+_library.define("plan_elementwise(Tensor(a!)[] memory, Tensor code) -> Tensor")

@@ -363,10 +363,11 @@ _library.define(
     f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size, bool rotated) -> ()",
     fake=_fake_nothing,
 )
-# Several of them with the same x.
-_library.define(
-    "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
-    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size, bool rotated) -> ()",
-    fake=_fake_nothing,
+# Several of them with the same x; and a plan of that (`fastgen.ops.planned`).
+_SEVERAL = (
+    "Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, Tensor?[] minimums, Tensor? order, Tensor?[] bias, "
+    "int bits, int group_size, bool rotated"
 )
+_library.define(f"grouped_linears_out(Tensor(a!)[] out, {_SEVERAL}) -> ()", fake=_fake_nothing)
+_library.define(f"plan_grouped_linears(Tensor(a!)[] out, {_SEVERAL}) -> Tensor")
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")

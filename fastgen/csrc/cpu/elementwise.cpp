@@ -6,6 +6,7 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "parallel.h"
+#include "planned.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -17,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace fastgen {
@@ -46,14 +48,9 @@ namespace avx512 {
 }  // namespace
 
 Line line_of(int64_t kind) {
-#ifdef FASTGEN_X86
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512: return avx512::line_of(kind);
-    case InstructionSet::kAvx2: return avx2::line_of(kind);
-    case InstructionSet::kPortable: break;
-  }
-#endif
-  return portable::line_of(kind);
+#define FASTGEN_LINE(SET) SET::line_of(kind)
+  return FASTGEN_CHOOSE(FASTGEN_LINE);
+#undef FASTGEN_LINE
 }
 
 }  // namespace fastgen
@@ -189,17 +186,14 @@ void check(const Instruction& instruction) {
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
 }
 
-// The number in memory that says which of several results is written; 0 if there is one.
-int64_t position(const Instruction& instruction, const std::vector<Memory>& memory) {
+// Where the number is, an int64, that says which of several results is written.
+const char* position(const Instruction& instruction, const std::vector<Memory>& memory) {
   const auto& given = instruction.position;
-  if (given.memory == -1) return 0;
   const bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
                     given.begin <= memory[given.memory].size - static_cast<int64_t>(sizeof(int64_t)) &&
                     given.stride >= 0 && given.stride <= kLargest && given.count > 0 && given.count <= kLargest;
   STD_TORCH_CHECK(fits, "elementwise: no position");
-  int64_t number;
-  std::memcpy(&number, memory[given.memory].data + given.begin, sizeof(number));
-  return number;
+  return memory[given.memory].data + given.begin;
 }
 
 // Where an operand begins, if all of it is inside of its memory.
@@ -221,33 +215,100 @@ Operand operand(const Instruction& instruction, int n, const std::vector<Memory>
   return {memory[given.memory].data + given.begin, given.type, given.strides};
 }
 
-void elementwise(std::vector<Tensor> tensors, Tensor code) {
-  STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
-                      code.is_contiguous(),
-                  "elementwise: the code must be [instructions, ", kLength, "] of int64");
+// The instructions of a code, and the pieces of memory that they name.
+struct Code {
   std::vector<Memory> memory;
-  for (const Tensor& tensor : tensors) {
-    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
-                    "elementwise: memory must be bytes next to each other");
-    memory.push_back({static_cast<char*>(tensor.mutable_data_ptr()), tensor.numel()});
-  }
-  const Instruction* instructions = static_cast<const Instruction*>(code.const_data_ptr());
-  for (int64_t i = 0; i < code.size(0); ++i) {
-    const Instruction& instruction = instructions[i];
-    check(instruction);
-    const int64_t at = position(instruction, memory);
-    Operands operands;
-    for (int n = 0; n < kTensors; ++n) operands[n] = operand(instruction, n, memory);
-    if (instruction.position.memory >= 0) {
-      if (at < 0 || at >= instruction.position.count) continue;
-      operands[0].data += at * instruction.position.stride * bytes_of(operands[0].type);
+  const Instruction* instructions;
+  int64_t count;
+
+  Code(const std::vector<Tensor>& tensors, const Tensor& code)
+      : instructions(static_cast<const Instruction*>(code.const_data_ptr())), count(code.size(0)) {
+    STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
+                        code.is_contiguous(),
+                    "elementwise: the code must be [instructions, ", kLength, "] of int64");
+    for (const Tensor& tensor : tensors) {
+      STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
+                      "elementwise: memory must be bytes next to each other");
+      memory.push_back({static_cast<char*>(tensor.mutable_data_ptr()), tensor.numel()});
     }
-    const Sizes sizes = merged(operands, instruction);
-    const Options options{{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
-    execute_in_parts(operands, sizes, options, line_of(instruction.kind), is_norm(instruction.kind));
   }
+};
+
+// An instruction, ready to be executed.
+struct Step {
+  Operands operands;
+  Sizes sizes;
+  Options options;
+  Line line;
+  int64_t is_norm;
+  // Where the number is that says which of `count` results is written, that many bytes apart; null if there is one.
+  const char* position;
+  int64_t bytes, count;
+};
+
+Step step(const Instruction& instruction, const std::vector<Memory>& memory) {
+  check(instruction);
+  Step made{};
+  const auto& several = instruction.position;
+  for (int n = 0; n < kTensors; ++n) made.operands[n] = operand(instruction, n, memory);
+  if (several.memory != -1) {
+    made.position = position(instruction, memory);
+    made.bytes = several.stride * bytes_of(made.operands[0].type), made.count = several.count;
+  }
+  made.sizes = merged(made.operands, instruction);
+  made.options = {{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
+  made.line = line_of(instruction.kind), made.is_norm = is_norm(instruction.kind);
+  return made;
+}
+
+void run(const Step& step) {
+  int64_t at = 0;
+  if (step.position != nullptr) {
+    std::memcpy(&at, step.position, sizeof(at));
+    if (at < 0 || at >= step.count) return;
+  }
+  if (at == 0) return execute_in_parts(step.operands, step.sizes, step.options, step.line, step.is_norm);
+  Operands operands = step.operands;
+  operands[0].data += at * step.bytes;
+  execute_in_parts(operands, step.sizes, step.options, step.line, step.is_norm);
+}
+
+void elementwise(std::vector<Tensor> tensors, Tensor given) {
+  const Code code(tensors, given);
+  for (int64_t i = 0; i < code.count; ++i) run(step(code.instructions[i], code.memory));
+}
+
+// A plan (planned.h). Behind it lie the steps.
+struct Plan {
+  Section section;
+  int64_t count;
+};
+static_assert(std::is_trivially_copyable_v<Step> && sizeof(Step) % 8 == 0, "steps are kept as bytes");
+static_assert(sizeof(Plan) % alignof(Step) == 0, "steps lie behind the plan");
+
+Tensor plan_elementwise(std::vector<Tensor> tensors, Tensor given) {
+  const Code code(tensors, given);
+  const int64_t bytes = sizeof(Plan) + code.count * sizeof(Step);
+  const Plan plan{{kElementwise, bytes}, code.count};
+  Tensor made = torch::stable::new_empty(given, {bytes}, ScalarType::Byte);
+  uint8_t* to = static_cast<uint8_t*>(made.mutable_data_ptr());
+  std::memcpy(to, &plan, sizeof(plan));
+  for (int64_t i = 0; i < code.count; ++i) {
+    const Step made_step = step(code.instructions[i], code.memory);
+    std::memcpy(to + sizeof(plan) + i * sizeof(Step), &made_step, sizeof(Step));
+  }
+  return made;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("elementwise", TORCH_BOX(&elementwise)); }
+void fastgen::run_elementwise(const uint8_t* from) {
+  const Plan& plan = *reinterpret_cast<const Plan*>(from);
+  const Step* steps = reinterpret_cast<const Step*>(from + sizeof(Plan));
+  for (int64_t i = 0; i < plan.count; ++i) run(steps[i]);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
+  library.impl("elementwise", TORCH_BOX(&elementwise));
+  library.impl("plan_elementwise", TORCH_BOX(&plan_elementwise));
+}

@@ -21,7 +21,7 @@ from fastgen.decoding import arena, largest_outputs, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _team, elementwise
+from fastgen.ops import _team, elementwise, planned
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -34,6 +34,7 @@ class Program:
     def __init__(self, memory: arena.Arena = memory) -> None:
         self._memory = memory
         self._calls: list[Callable[[], object]] = []
+        self._joined = self._calls  # the same, several at a time
         self._chunks: set[arena.Chunk] = set()
 
     def capture(self, function: Callable[[], Any]) -> None:
@@ -46,11 +47,12 @@ class Program:
             recording, _ = record(function)
             compiler = _Compiler(recording, self._memory)
             self._calls, self._chunks = compiler.calls(), compiler.chunks
+            self._joined = planned.joined(self._calls)
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
         with torch.inference_mode(), _team.for_replay():
-            for call in self._calls:
+            for call in self._joined:
                 call()
 
 
