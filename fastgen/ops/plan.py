@@ -19,7 +19,7 @@ import torch
 
 from fastgen.ops import _library
 
-# Those with FASTGEN_PLANNED in csrc/cpu.
+# Those with FASTGEN_PLANNED in csrc/cpu, and those that know whether a plan is open.
 OPERATORS = frozenset(
     f"fastgen::{name}"
     for name in (

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import fastgen
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
+from fastgen.decoding.model_state import Seen
 from fastgen.ops import dot_linear, linear, packed_attention
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import models
@@ -181,3 +185,86 @@ def test_modules_are_those_of_the_model() -> None:
     model.register_module("nothing", None)
     found = models.modules_of(model)
     assert len(found) == 5 and {*map(id, found)} == {*map(id, model.modules())}
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+CHANGES = {
+    "a scale": lambda model: _set(model.bert.encoder.layer[0].attention.self, "scaling", 3.0),
+    "an activation": lambda model: _set(model.bert.encoder.layer[1].intermediate, "intermediate_act_fn", torch.tanh),
+    "memory of a parameter": lambda model: _set(model.classifier.weight, "data", -2 * model.classifier.weight.data),
+    "a parameter of one number": lambda model: _set(
+        model.classifier, "bias", torch.nn.Parameter(torch.full((1,), 9.0))
+    ),
+    "a forward pass": lambda model: _set(model.classifier, "forward", lambda x: x[:, :1]),
+    "a configuration": lambda model: _set(model.config, "output_hidden_states", True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_two_calls(what: str) -> None:
+    """Each is noticed, and the model as it is then gives what the library gives."""
+    config = copy.deepcopy(build("Bert").config)
+    config.num_labels = 1
+    model = transformers.BertForSequenceClassification(config).eval()
+    for layer in model.bert.encoder.layer:  # a function, as some models have it
+        del layer.intermediate.intermediate_act_fn
+        layer.intermediate.intermediate_act_fn = torch.nn.functional.gelu
+    given = _warm(model)
+    with torch.inference_mode():
+        former = model(**given).logits
+    CHANGES[what](model)
+    for _ in range(4):
+        _check(model, given)
+    with torch.inference_mode():
+        assert what == "a configuration" or not torch.allclose(model(**given).logits, former)
+
+
+def test_code_of_a_class_that_changes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, seen = _warm(model), []
+    forward = torch.nn.LayerNorm.forward
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: (seen.append(1), forward(self, x))[1])
+    _check(model, given)
+    assert len(seen) > 3  # in the library's pass, and in this one
+
+
+def test_hooks_of_all_modules(model: Any) -> None:
+    given, seen = _warm(model), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: seen.append(1))
+    try:
+        with torch.inference_mode():
+            model(**given)
+    finally:
+        hook.remove()
+    assert seen
+
+
+def test_tensors_that_do_not_say_where_they_are(model: Any) -> None:
+    """As quantised weights of other libraries: their model is never recorded."""
+
+    class Odd(torch.Tensor):
+        def data_ptr(self) -> int:
+            raise RuntimeError("no memory of its own")
+
+    weight = model.classifier.weight
+    model.classifier.weight = torch.nn.Parameter(weight.detach().as_subclass(Odd), requires_grad=False)
+    for _ in range(4):
+        _check(model, inputs([9]))
+    assert not _recorded()
+
+
+@pytest.mark.parametrize("architecture", ["Albert", "Bert", "DistilBert", "MPNet", "Roberta", "XLMRoberta"])
+def test_a_model_that_has_not_changed_is_looked_at_quickly(architecture: str) -> None:
+    some = build(architecture)
+    assert Seen(some).is_still(some)
+
+
+def test_a_model_goes_when_its_user_lets_go_of_it(model: Any) -> None:
+    mine = copy.deepcopy(model)
+    _warm(mine)
+    gone = weakref.ref(mine)
+    del mine
+    gc.collect()
+    assert gone() is None

@@ -333,6 +333,28 @@ def test_several_products_with_one_input() -> None:
         assert torch.equal(result, grouped_linear.grouped_linear(x, weight, bias))
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 96, 128])
+def test_inputs_are_rounded_alike(group_size: int, rotated: bool) -> None:
+    """In registers and in loops over memory, whole groups and not, the same bits; also what cannot be rounded."""
+    if rotated and group_size == 96:
+        pytest.skip("no power of two")
+    generator = torch.Generator().manual_seed(group_size)
+    for inputs in (group_size, 3 * group_size - 5):
+        x = torch.randn(60, inputs, generator=generator) * torch.logspace(-38, 30, 60).unsqueeze(1)
+        x[3], x[4], x[5, 0], x[6, 7], x[7, 1] = 0.0, 1e-31, torch.inf, torch.nan, -torch.inf
+        # Weights that are one input each: results say what the inputs are rounded to.
+        packed = grouped_linear.rounded(torch.eye(inputs), 8, group_size, rotated)
+        found = []
+        for name in ("avx512", "avx-vnni", "avx2"):
+            with instruction_set(name):
+                found.append(grouped_linear.grouped_linear(x, packed))
+        for each in found[1:]:
+            assert torch.equal(each.nan_to_num(nan=-77.0), found[0].nan_to_num(nan=-77.0))
+        assert found[0][5:8].isnan().any(dim=1).all()
+        assert inputs > group_size or not found[0][[0, 1, 2, 3, 4, 8]].isnan().any()
+
+
 @given(
     inputs=st.integers(1, 200),
     outputs=st.integers(1, 70),

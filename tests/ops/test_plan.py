@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, elementwise, plan
+from fastgen.ops import _library, elementwise, grouped_linear, plan
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten
@@ -65,6 +65,60 @@ def test_results_are_those_of_calls_one_by_one() -> None:
         for call in planned:
             call()
         assert torch.equal(out, expected) and out.any()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_products_in_few_bits(rows: int) -> None:
+    """One, several with the same input, and small operators with what they give."""
+    x, bias = torch.randn(rows, 96), torch.randn(33)
+    one = grouped_linear.rounded(torch.randn(33, 96), 8, 32)
+    several = [grouped_linear.rounded(torch.randn(outputs, 96), 8, 64, rotated=True) for outputs in (33, 64)]
+    first, second, third = (torch.zeros(rows, outputs) for outputs in (33, 33, 64))
+    parts = [list(part) for part in zip(*(weight[:4] for weight in several), strict=True)]
+    calls = [
+        partial(operators.grouped_linear_out.default, first, x, *one[:5], bias, 8, 32, False),
+        partial(operators.grouped_linears_out.default, [second, third], x, *parts, None, [None, None], 8, 64, True),
+        elementwise.bound([elementwise.Instruction(elementwise._ADD, second, (second, first))]),
+    ]
+    (planned,) = plan.planned(calls)
+    expected = []
+    for some in (calls, [planned]):
+        for result in (first, second, third):
+            result.fill_(torch.nan)
+        for call in some:
+            call()
+        expected.append([first.clone(), second.clone(), third.clone()])
+    assert all(map(torch.equal, *expected)) and second.isfinite().all()
+    x.normal_()
+    before = third.clone()
+    planned()
+    assert not torch.equal(third, before)
+    del one, several, parts, calls, some, call
+    gc.collect()
+    torch.randn(100, 100, 10)  # in the place of what has been freed
+    planned()
+    assert third.isfinite().all()
+
+
+def test_the_position_that_is_written_is_read_each_time() -> None:
+    several, x, position = torch.zeros(4, 7), torch.randn(7), torch.tensor(0)
+    instruction = elementwise.Instruction(elementwise._COPY, several[0], (x,), position=(position, 7, 4))
+    call = elementwise.bound([instruction])
+    (planned,) = plan.planned([call, call])
+    for at in (2, 0, 3, -1, 4):
+        position.fill_(at)
+        several.fill_(-1.0)
+        planned()
+        expected = torch.full((4, 7), -1.0)
+        if 0 <= at < 4:
+            expected[at] = x
+        assert torch.equal(several, expected)
+
+
+def test_what_does_not_fit_is_refused_when_it_is_planned() -> None:
+    wrong = partial(operators.elementwise.default, [], torch.zeros(3))
+    with pytest.raises(RuntimeError, match="elementwise"):
+        plan.planned([wrong, wrong])
 
 
 def test_one_operator_alone_stays_as_it_is() -> None:
@@ -156,4 +210,5 @@ def test_names_are_those_of_the_kernels() -> None:
         for line in source.read_text(encoding="utf-8").splitlines():
             if "FASTGEN_PLANNED(" in line:
                 registered.add("fastgen::" + line.split('impl("')[1].split('"')[0])
-    assert registered == plan.OPERATORS
+    by_themselves = {f"fastgen::{name}" for name in ("elementwise", "grouped_linear_out", "grouped_linears_out")}
+    assert not registered & by_themselves and registered | by_themselves == plan.OPERATORS

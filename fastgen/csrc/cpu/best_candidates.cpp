@@ -82,16 +82,7 @@ struct Loops {
     &NAMESPACE::any_above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials,             \
         &NAMESPACE::widen_bfloat16, &NAMESPACE::widen_float16                                \
   }
-Loops loops() {
-#ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return FASTGEN_LOOPS(avx512);
-    case fastgen::InstructionSet::kAvx2: return FASTGEN_LOOPS(avx2);
-    case fastgen::InstructionSet::kPortable: break;
-  }
-#endif
-  return FASTGEN_LOOPS(portable);
-}
+Loops loops() { return FASTGEN_CHOOSE(FASTGEN_LOOPS); }
 #undef FASTGEN_LOOPS
 
 // The sum of e to the power of some scores is total * e^maximum.

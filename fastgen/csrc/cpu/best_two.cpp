@@ -55,14 +55,9 @@ namespace avx512 {
 }  // namespace
 
 fastgen::LookAt fastgen::look_at() {
-#ifdef FASTGEN_X86
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512: return &avx512::look_at;
-    case InstructionSet::kAvx2: return &avx2::look_at;
-    case InstructionSet::kPortable: break;
-  }
-#endif
-  return &portable::look_at;
+#define FASTGEN_LOOK_AT(SET) &SET::look_at
+  return FASTGEN_CHOOSE(FASTGEN_LOOK_AT);
+#undef FASTGEN_LOOK_AT
 }
 
 namespace {

@@ -110,22 +110,14 @@ Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs) {
   : is_float                          ? Kernel{&SET::multiply<SET::Float32OfFloat16>, nullptr}             \
   : is_bfloat16                       ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
                                       : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
-#ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512:
 #ifdef FASTGEN_BF16_PAIRS
-      // ATEN_CPU_CAPABILITY names vectors without this.
-      if (type == ScalarType::BFloat16 && !fastgen::instruction_set_is_given() &&
-          __builtin_cpu_supports("avx512bf16")) {
-        return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
-      }
-#endif
-      return FASTGEN_KERNEL(avx512);
-    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
-    case fastgen::InstructionSet::kPortable: break;
+  // ATEN_CPU_CAPABILITY names vectors without this.
+  if (type == ScalarType::BFloat16 && fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 &&
+      !fastgen::instruction_set_is_given() && __builtin_cpu_supports("avx512bf16")) {
+    return {&avx512bf16::multiply<avx512bf16::BFloat16>, nullptr};
   }
 #endif
-  return FASTGEN_KERNEL(portable);
+  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
 #undef FASTGEN_KERNEL
 }
 

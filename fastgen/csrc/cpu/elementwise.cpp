@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace fastgen {
@@ -47,14 +48,9 @@ namespace avx512 {
 }  // namespace
 
 Line line_of(int64_t kind) {
-#ifdef FASTGEN_X86
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512: return avx512::line_of(kind);
-    case InstructionSet::kAvx2: return avx2::line_of(kind);
-    case InstructionSet::kPortable: break;
-  }
-#endif
-  return portable::line_of(kind);
+#define FASTGEN_LINE(SET) SET::line_of(kind)
+  return FASTGEN_CHOOSE(FASTGEN_LINE);
+#undef FASTGEN_LINE
 }
 
 }  // namespace fastgen
@@ -194,17 +190,14 @@ void check(const Instruction& instruction) {
   STD_TORCH_CHECK(fits, "elementwise: no instruction");
 }
 
-// The number in memory that says which of several results is written; 0 if there is one.
-int64_t position(const Instruction& instruction, const std::vector<Memory>& memory) {
+// Where the number is, an int64, that says which of several results is written.
+const char* position(const Instruction& instruction, const std::vector<Memory>& memory) {
   const auto& given = instruction.position;
-  if (given.memory == -1) return 0;
   const bool fits = given.memory >= 0 && given.memory < static_cast<int64_t>(memory.size()) && given.begin >= 0 &&
                     given.begin <= memory[given.memory].size - static_cast<int64_t>(sizeof(int64_t)) &&
                     given.stride >= 0 && given.stride <= kLargest && given.count > 0 && given.count <= kLargest;
   STD_TORCH_CHECK(fits, "elementwise: no position");
-  int64_t number;
-  std::memcpy(&number, memory[given.memory].data + given.begin, sizeof(number));
-  return number;
+  return memory[given.memory].data + given.begin;
 }
 
 // Where an operand begins, if all of it is inside of its memory.
@@ -226,33 +219,79 @@ Operand operand(const Instruction& instruction, int n, const std::vector<Memory>
   return {memory[given.memory].data + given.begin, given.type, given.strides};
 }
 
-void elementwise(std::vector<Tensor> tensors, Tensor code) {
-  STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
-                      code.is_contiguous(),
-                  "elementwise: the code must be [instructions, ", kLength, "] of int64");
+// The instructions of a code, and the pieces of memory that they name.
+struct Code {
   std::vector<Memory> memory;
-  for (const Tensor& tensor : tensors) {
-    STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
-                    "elementwise: memory must be bytes next to each other");
-    memory.push_back({static_cast<char*>(tensor.mutable_data_ptr()), tensor.numel()});
-  }
-  const Instruction* instructions = static_cast<const Instruction*>(code.const_data_ptr());
-  for (int64_t i = 0; i < code.size(0); ++i) {
-    const Instruction& instruction = instructions[i];
-    check(instruction);
-    const int64_t at = position(instruction, memory);
-    Operands operands;
-    for (int n = 0; n < kTensors; ++n) operands[n] = operand(instruction, n, memory);
-    if (instruction.position.memory >= 0) {
-      if (at < 0 || at >= instruction.position.count) continue;
-      operands[0].data += at * instruction.position.stride * bytes_of(operands[0].type);
+  const Instruction* instructions;
+  int64_t count;
+
+  Code(const std::vector<Tensor>& tensors, const Tensor& code)
+      : instructions(static_cast<const Instruction*>(code.const_data_ptr())), count(code.size(0)) {
+    STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
+                        code.is_contiguous(),
+                    "elementwise: the code must be [instructions, ", kLength, "] of int64");
+    for (const Tensor& tensor : tensors) {
+      STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
+                      "elementwise: memory must be bytes next to each other");
+      memory.push_back({static_cast<char*>(tensor.mutable_data_ptr()), tensor.numel()});
     }
-    const Sizes sizes = merged(operands, instruction);
-    const Options options{{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
-    execute_in_parts(operands, sizes, options, line_of(instruction.kind), is_norm(instruction.kind));
   }
+};
+
+// An instruction, ready to be executed.
+struct Step {
+  Operands operands;
+  Sizes sizes;
+  Options options;
+  Line line;
+  int64_t is_norm;
+  // Where the number is that says which of `count` results is written, that many bytes apart; null if there is one.
+  const char* position;
+  int64_t bytes, count;
+};
+
+Step step(const Instruction& instruction, const std::vector<Memory>& memory) {
+  check(instruction);
+  Step made{};
+  const auto& several = instruction.position;
+  for (int n = 0; n < kTensors; ++n) made.operands[n] = operand(instruction, n, memory);
+  if (several.memory != -1) {
+    made.position = position(instruction, memory);
+    made.bytes = several.stride * bytes_of(made.operands[0].type), made.count = several.count;
+  }
+  made.sizes = merged(made.operands, instruction);
+  made.options = {{instruction.numbers[0], instruction.numbers[1]}, instruction.rounds_scaled != 0};
+  made.line = line_of(instruction.kind), made.is_norm = is_norm(instruction.kind);
+  return made;
+}
+
+void run(const Step& step) {
+  int64_t at = 0;
+  if (step.position != nullptr) {
+    std::memcpy(&at, step.position, sizeof(at));
+    if (at < 0 || at >= step.count) return;
+  }
+  if (at == 0) return execute_in_parts(step.operands, step.sizes, step.options, step.line, step.is_norm);
+  Operands operands = step.operands;
+  operands[0].data += at * step.bytes;
+  execute_in_parts(operands, step.sizes, step.options, step.line, step.is_norm);
+}
+
+void elementwise(std::vector<Tensor> tensors, Tensor given) {
+  const Code code(tensors, given);
+  std::vector<Step> steps;
+  for (int64_t i = 0; i < code.count; ++i) {
+    const Step made = step(code.instructions[i], code.memory);
+    if (fastgen::plan_is_open()) steps.push_back(made);
+    else run(made);
+  }
+  if (!fastgen::plan_is_open()) return;
+  // A plan holds the memory. So what is where in it is found out once.
+  fastgen::add_to_plan([tensors = std::move(tensors), steps = std::move(steps)] {
+    for (const Step& each : steps) run(each);
+  });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("elementwise", FASTGEN_PLANNED(elementwise)); }
+STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) { library.impl("elementwise", TORCH_BOX(&elementwise)); }

@@ -6,6 +6,7 @@
 // result of a row depends neither on the other rows nor on the number of threads. The sums of a group are exact; groups
 // are added in float32, in their order. Many rows are multiplied in the matrix registers of AMX, with the same result.
 #include "float16.h"
+#include "grouped_linear/products.h"
 #include "grouped_linear/rounded_rows.h"
 #include "grouped_linear/rows.h"
 #include "instruction_set.h"
@@ -24,6 +25,8 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 // Vectors as a language extension: gcc and clang.
@@ -37,15 +40,19 @@ namespace {
 
 using fastgen::Group;
 using fastgen::Inputs;
-using fastgen::kBlockBytes;
-using fastgen::kBlockGroups;
-using fastgen::kUnitBytes;
 using fastgen::is_floating;
-using fastgen::kMaxGroup;
 using fastgen::kPanel;
+using fastgen::Packed;
+using fastgen::Place;
+using fastgen::place;
+using fastgen::Product;
+using fastgen::Products;
 using fastgen::read;
+using fastgen::Result;
 using fastgen::RoundedRows;
+using fastgen::Rows;
 using fastgen::Tiles;
+using fastgen::Weight;
 using fastgen::write;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -59,30 +66,6 @@ constexpr int64_t kAhead = 256;
 constexpr int64_t kAskers = 3;
 // Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
-
-struct Weight {
-  const uint8_t *numbers, *zeros;
-  const void *scales, *minimums;  // float16 or float32
-  const uint8_t* multiples;       // of scales and minimums, in place of these; else null
-  bool are_half;
-  int32_t middle;  // the number that stands for 0, if neither zeros nor minimums are given
-  int64_t bits, group_size, groups, panel_bytes, outputs;
-
-  bool has_minimums() const { return minimums != nullptr || multiples != nullptr; }
-};
-
-// Where the multiples of an output are, of which there are kPanel for each group of each panel.
-struct Place {
-  const uint16_t* unit;  // of the scale; that of the minimum is kPanel numbers behind it
-  const uint8_t* scale;  // and so is the minimum
-};
-
-inline Place place(const Weight& weight, int64_t at) {
-  const uint64_t group = static_cast<uint64_t>(at) / kPanel, lane = static_cast<uint64_t>(at) % kPanel;
-  const uint8_t* block = weight.multiples + group / kBlockGroups * kBlockBytes;
-  return {reinterpret_cast<const uint16_t*>(block) + lane,
-          block + kUnitBytes + group % kBlockGroups * 2 * kPanel + lane};
-}
 
 // Where the bytes are that a tile asks for while it reads a panel: so far behind its own, and so far apart for each line.
 struct Ahead {
@@ -269,87 +252,28 @@ class Worker {
   uint8_t* numbers_ = nullptr;
 };
 
-// A packed weight as the operators get it, with its checks.
-struct Packed {
-  Tensor numbers, scales;
-  std::optional<Tensor> zeros, minimums, bias;
-
-  Weight weight(int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) const {
-    STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
-                    "grouped_linear: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
-    const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
-    const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
-    const ScalarType type = scales.scalar_type();
-    const bool are_multiples = type == ScalarType::Byte;
-    const auto fits = [&](const Tensor& factors, ScalarType wanted) {
-      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == panels * groups * kPanel;
-    };
-    const bool fit = are_multiples ? groups % kBlockGroups == 0 && scales.is_contiguous() && !zeros && !minimums &&
-                                         scales.numel() == panels * groups / kBlockGroups * kBlockBytes
-                                   : (type == ScalarType::Half || type == ScalarType::Float) && fits(scales, type) &&
-                                         !(zeros && minimums) && (!zeros || fits(*zeros, ScalarType::Byte)) &&
-                                         (!minimums || fits(*minimums, type));
-    STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Byte && numbers.is_contiguous() &&
-                        numbers.numel() == panels * panel_bytes && fit,
-                    "grouped_linear: the weight was not packed for this product");
-    return {static_cast<const uint8_t*>(numbers.const_data_ptr()),
-            zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr,
-            scales.const_data_ptr(),
-            minimums ? minimums->const_data_ptr() : nullptr,
-            are_multiples ? static_cast<const uint8_t*>(scales.const_data_ptr()) : nullptr,
-            type == ScalarType::Half,
-            zeros || minimums || are_multiples ? 0 : 1 << (bits - 1),
-            bits,
-            group_size,
-            groups,
-            panel_bytes,
-            outputs};
-  }
-};
-
-void check(const Tensor& x, const std::optional<Tensor>& order, int64_t group_size, bool rotated) {
-  STD_TORCH_CHECK(!rotated || fastgen::can_rotate(group_size),
-                  "grouped_linear: rotated groups have 32, 64 or 128 inputs");
-  STD_TORCH_CHECK(x.dim() == 2 && is_floating(x.scalar_type()) && x.size(1) > 0 && (x.stride(1) == 1 || x.size(1) == 1),
-                  "grouped_linear: x must be [rows, inputs] of a floating type, with the inputs next to each other");
-  if (!order) return;
-  STD_TORCH_CHECK(order->dim() == 1 && order->size(0) == x.size(1) && order->scalar_type() == ScalarType::Long &&
-                      order->is_contiguous(),
-                  "grouped_linear: the order must be [inputs] of int64");
-  const int64_t* from = static_cast<const int64_t*>(order->const_data_ptr());
-  STD_TORCH_CHECK(std::all_of(from, from + x.size(1), [&](int64_t i) { return i >= 0 && i < x.size(1); }),
-                  "grouped_linear: the order names inputs that are not there");
-}
-
-void check_result(const Tensor& y, const Tensor& x, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0) && y.is_contiguous() && y.scalar_type() == x.scalar_type(),
-                  "grouped_linear: the result must be [rows, outputs] of the type of x");
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == y.size(1) && bias->is_contiguous() &&
-                            is_floating(bias->scalar_type())),
-                  "grouped_linear: the bias must be [outputs] of a floating type");
-}
-
-// Where results go, and what is added to them. It is looked up once for each product: a panel is stored a few rows at a
-// time, and to ask torch for each of these takes as long as to multiply them.
+// What is stored of a result, a few rows of a panel at a time.
 class Target {
  public:
-  Target(const Tensor& y, const std::optional<Tensor>& bias)
-      : to_(y.mutable_data_ptr()), outputs_(y.size(1)), type_(y.scalar_type()) {
-    added_.resize((outputs_ + kPanel - 1) / kPanel * kPanel);
-    if (!bias) return;
-    const void* from = bias->const_data_ptr();
-    const ScalarType type = bias->scalar_type();
-    for (int64_t i = 0; i < outputs_; ++i) added_[i] = read(from, i, type);
+  explicit Target(const Result& result) : to_(result.data), outputs_(result.outputs), type_(result.type) {
+    if (result.bias == nullptr) return;
+    added_.resize(outputs_);
+    for (int64_t i = 0; i < outputs_; ++i) added_[i] = read(result.bias, i, result.bias_type);
   }
 
   // The sums of a panel, whose first output is `first`, for some rows.
   void store(int64_t first, const float* sums, int64_t row, int64_t some) const {
+    static constexpr float kNothing[kPanel] = {};
     const int64_t count = std::min(kPanel, outputs_ - first);
-    const float* added = added_.data() + first;
+    const float* added = added_.empty() ? kNothing : added_.data() + first;
     if (type_ == ScalarType::Float) {
       float* line = static_cast<float*>(to_) + row * outputs_ + first;
       for (int64_t r = 0; r < some; ++r, line += outputs_, sums += kPanel) {
-        for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
+        if (count == kPanel) {  // a number that the compiler knows
+          for (int64_t i = 0; i < kPanel; ++i) line[i] = sums[i] + added[i];
+        } else {
+          for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
+        }
       }
       return;
     }
@@ -367,46 +291,47 @@ class Target {
   std::vector<float> added_;
 };
 
-// Products with the same x and the same groups. The panels of all together are shared out among the threads.
-void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
-                         std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
-                         std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
-                         int64_t group_size, bool rotated) {
-  const size_t count = results.size();
-  STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
-                      minimums.size() == count && biases.size() == count,
-                  "grouped_linear: as many parts of weights and biases as results");
-  check(x, order, group_size, rotated);
-  std::vector<Weight> weights;
+// The panels of all products together are shared out among the threads.
+void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* each, size_t count) {
   std::vector<Target> targets;
   std::vector<int64_t> ends;  // of the panels of each product, among those of all
   int64_t panels = 0;
   for (size_t i = 0; i < count; ++i) {
-    check_result(results[i], x, biases[i]);
-    const Packed packed{numbers[i], scales[i], zeros[i], minimums[i], biases[i]};
-    weights.push_back(packed.weight(x.size(1), results[i].size(1), bits, group_size));
-    targets.emplace_back(results[i], biases[i]);
-    ends.push_back(panels += (results[i].size(1) + kPanel - 1) / kPanel);
+    targets.emplace_back(each[i].result);
+    ends.push_back(panels += (each[i].result.outputs + kPanel - 1) / kPanel);
   }
-  const int64_t rows = x.size(0);
+  const int64_t rows = x.rows;
   if (rows == 0 || panels == 0) return;
   const bool in_matrices = are_in_matrices(rows, group_size);
-  const RoundedRows rounded(x, order, group_size, rotated, in_matrices ? 0 : tile_rows());
+  const RoundedRows rounded(x, group_size, rotated, in_matrices ? 0 : tile_rows());
   const Inputs inputs = rounded.inputs();
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   const int64_t piece = (panels + threads - 1) / threads;
   fastgen::parallel_for(0, (panels + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
     size_t product = 0;
-    Worker worker(weights[0], in_matrices);
+    Worker worker(each[0].weight, in_matrices);
     for (int64_t number = begin * piece; number < std::min(end * piece, panels); ++number) {
       while (number >= ends[product]) ++product;
-      const Weight& weight = weights[product];
       const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);
-      worker.multiply(weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
+      worker.multiply(each[product].weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
         targets[product].store(own * kPanel, sums, row, some);
       });
     }
   });
+}
+
+void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
+                         std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
+                         std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
+                         int64_t group_size, bool rotated) {
+  const Products products(results, x, numbers, scales, zeros, minimums, order, biases, bits, group_size, rotated);
+  const auto run = [=] {
+    multiply(products.x, group_size, rotated, products.each.data(), products.each.size());
+  };
+  if (!fastgen::plan_is_open()) return run();
+  // A plan holds the tensors. So what is where in them is found out once.
+  auto held = std::make_tuple(results, x, numbers, scales, zeros, minimums, order, biases);
+  fastgen::add_to_plan([run, held = std::move(held)] { run(); });
 }
 
 void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
@@ -432,7 +357,7 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
   STD_TORCH_CHECK(is_floating(type) && which.dim() == 1 && which.scalar_type() == ScalarType::Long &&
                       which.is_contiguous() && outputs > 0 && inputs > 0,
                   "grouped_rows: the lines must be [n] of int64, their type floating");
-  const Weight weight = Packed{numbers, scales, zeros, minimums, {}}.weight(inputs, outputs, bits, group_size);
+  const Weight weight = Packed{numbers, scales, zeros, minimums}.weight(inputs, outputs, bits, group_size);
   const int64_t count = which.size(0), line = kPanel * 4;
   const int64_t* from = static_cast<const int64_t*>(which.const_data_ptr());
   STD_TORCH_CHECK(std::all_of(from, from + count, [&](int64_t i) { return i >= 0 && i < outputs; }),
@@ -468,8 +393,8 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("grouped_rows", TORCH_BOX(&grouped_rows));
   library.impl("grouped_linear", TORCH_BOX(&grouped_linear));
-  library.impl("grouped_linear_out", FASTGEN_PLANNED(grouped_linear_out));
-  library.impl("grouped_linears_out", FASTGEN_PLANNED(grouped_linears_out));
+  library.impl("grouped_linear_out", TORCH_BOX(&grouped_linear_out));
+  library.impl("grouped_linears_out", TORCH_BOX(&grouped_linears_out));
 }
 
 #endif

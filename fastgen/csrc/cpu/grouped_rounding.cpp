@@ -22,6 +22,10 @@
 
 #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 
+#ifdef FASTGEN_X86
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using fastgen::can_rotate;
@@ -51,7 +55,10 @@ namespace avx2 {
 
 namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define FASTGEN_HAS_ROWS
 #include "grouped_linear/rounding.h"
+#undef FASTGEN_HAS_ROWS
+#include "grouped_linear/rounding_avx512.h"
 }  // namespace avx512
 #endif
 
@@ -62,12 +69,10 @@ struct WeightKernels {
 };
 
 WeightKernels weight_kernels() {
-#ifdef FASTGEN_X86
-  const fastgen::InstructionSet set = fastgen::instruction_set();
-  if (set == fastgen::InstructionSet::kAvx512) return {&avx512::rotate, &avx512::round_line, &avx512::find_extremes};
-  if (set != fastgen::InstructionSet::kPortable) return {&avx2::rotate, &avx2::round_line, &avx2::find_extremes};
-#endif
-  return {&portable::rotate, &portable::round_line, &portable::find_extremes};
+#define FASTGEN_KERNELS(SET) \
+  WeightKernels { &SET::rotate, &SET::round_line, &SET::find_extremes }
+  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
+#undef FASTGEN_KERNELS
 }
 
 // A weight [outputs, inputs] in float32, output by output, rotated if that is asked for.
@@ -159,12 +164,10 @@ Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group
 }  // namespace
 
 fastgen::RowKernels fastgen::row_kernels() {
-#ifdef FASTGEN_X86
-  const InstructionSet set = instruction_set();
-  if (set == InstructionSet::kAvx512) return {&avx512::quantize, &avx512::rotate};
-  if (set != InstructionSet::kPortable) return {&avx2::quantize, &avx2::rotate};
-#endif
-  return {&portable::quantize, &portable::rotate};
+#define FASTGEN_KERNELS(SET) \
+  RowKernels { &SET::quantize_rows, &SET::rotate, &SET::rotate_and_quantize_rows }
+  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
+#undef FASTGEN_KERNELS
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {

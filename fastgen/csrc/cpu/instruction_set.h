@@ -28,3 +28,13 @@ bool has_avx_vnni();
 int64_t bytes_ahead();
 
 }  // namespace fastgen
+
+// What has been compiled for the vectors in use, in the namespaces `portable`, `avx2` and `avx512`: OF(one of these).
+#ifdef FASTGEN_X86
+#define FASTGEN_CHOOSE(OF)                                                            \
+  (fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 ? (OF(avx512))      \
+   : fastgen::instruction_set() == fastgen::InstructionSet::kAvx2 ? (OF(avx2))        \
+                                                                  : (OF(portable)))
+#else
+#define FASTGEN_CHOOSE(OF) (OF(portable))
+#endif

@@ -133,14 +133,7 @@ Kernel kernel() {
     SET::kPanel, &SET::multiply, &SET::lay_out, SET::kWidth, &SET::floats_of_rows, &SET::tasks_of_rows,         \
         &SET::lay_out_rows, &SET::multiply_lines                                                                \
   }
-#ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return FASTGEN_KERNEL(avx512);
-    case fastgen::InstructionSet::kAvx2: return FASTGEN_KERNEL(avx2);
-    case fastgen::InstructionSet::kPortable: break;
-  }
-#endif
-  return FASTGEN_KERNEL(portable);
+  return FASTGEN_CHOOSE(FASTGEN_KERNEL);
 #undef FASTGEN_KERNEL
 }
 

@@ -62,14 +62,9 @@ using torch::stable::Tensor;
 constexpr int64_t kProductsPerTask = 1 << 17;
 
 TextKernels kernels() {
-#ifdef FASTGEN_X86
-  switch (fastgen::instruction_set()) {
-    case fastgen::InstructionSet::kAvx512: return fastgen::avx512::kernels();
-    case fastgen::InstructionSet::kAvx2: return fastgen::avx2::kernels();
-    case fastgen::InstructionSet::kPortable: break;
-  }
-#endif
-  return fastgen::portable::kernels();
+#define FASTGEN_KERNELS(SET) fastgen::SET::kernels()
+  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
+#undef FASTGEN_KERNELS
 }
 
 void check(const Tensor& x, const char* name) {

@@ -93,7 +93,7 @@ def modules_unsupported(model: Any) -> str | None:
     Dropout draws for every row of a batch, and a hook sees every row of it: neither may meet a smaller one than usual.
     The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
     """
-    if any_module._global_forward_hooks or any_module._global_forward_pre_hooks:
+    if has_global_hooks():
         return "forward hooks are registered on the model"
     for module in modules_of(model):
         if module.training:
@@ -104,6 +104,11 @@ def modules_unsupported(model: Any) -> str | None:
             if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
                 return "forward hooks are registered on the model"
     return None
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered that see the forward passes of all modules."""
+    return bool(any_module._global_forward_hooks or any_module._global_forward_pre_hooks)
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

@@ -141,7 +141,8 @@ def _longest(model: Any, tokenizer: Any, asked: int | None, named: int | None) -
     if asked is not None and places is not None and asked > places:
         raise SetupError(f"max-length is {asked}, but the model takes at most {places} tokens")
     limits = [asked or named or min(usual, default=None), places]
-    found = min((limit for limit in limits if limit is not None), default=None)
+    # Libraries count in 64 bits, and a file may hold any number.
+    found = min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
     if found is not None and found <= tokenizer.num_special_tokens_to_add():
         raise SetupError(f"max-length is {found}: the tokenizer adds {tokenizer.num_special_tokens_to_add()} tokens")
     return found

@@ -284,10 +284,13 @@ def test_relative_positions_have_no_end(inputs, tmp_path):
     T5EncoderModel(config).save_pretrained(tmp_path / "m")
     tokens.save_pretrained(tmp_path / "m")
     (tmp_path / "in.txt").write_text("A" * 700 + "\nlight\n")
-    for options, longest in (({}, 702), ({"max_length": 600}, 600)):
+    for options, longest in (({}, 702), ({"max_length": 600}, 600), ({"max_length": 10**30}, 702)):
         run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", pooling="mean", overwrite=True, **options)
         rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().split("\n")[:-1]]
         assert rows[0]["input_tokens"] == longest
+    tiny.sentence_files(tmp_path / "m", ("Pooling", {"pooling_mode": "mean"}), settings={"max_seq_length": 10**30})
+    report = run(tmp_path / "m", tmp_path / "in.txt", tmp_path / "out.jsonl", overwrite=True)
+    assert (report.samples, report.skipped, report.truncated) == (2, 0, 0)
 
 
 def test_running_out_of_memory_loses_nothing(bert, inputs, tmp_path, monkeypatch):

@@ -10,14 +10,9 @@ namespace fastgen {
 namespace {
 
 inline AttentionKernels choose_kernels(ElementType type) {
-#ifdef FASTGEN_X86
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512: return avx512::kernels(type);
-    case InstructionSet::kAvx2: return avx2::kernels(type);
-    case InstructionSet::kPortable: break;
-  }
-#endif
-  return portable::kernels(type);
+#define FASTGEN_KERNELS(SET) SET::kernels(type)
+  return FASTGEN_CHOOSE(FASTGEN_KERNELS);
+#undef FASTGEN_KERNELS
 }
 
 }  // namespace

@@ -4,19 +4,16 @@
 #include "../parallel.h"
 #include "rows.h"
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <vector>
 
 namespace fastgen {
 
-// Rows in bytes. For matrix registers a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
-// side, then the next four of each, and groups likewise: so a tile reads from one place on.
+// Rows in bytes. For matrix registers a row lies behind the other. Otherwise, the first group of each row of a tile lies
+// behind the other, then the next group of each: so a tile reads from one place on.
 struct Inputs {
   const int8_t* numbers;
   const Group* groups;
@@ -31,16 +28,23 @@ struct Tiles {
   int64_t begin(int64_t i) const { return rows * i / count; }
 };
 
+// Rows of a floating type as they are given: [rows, inputs], the inputs next to each other; with `order`, input i is the one
+// that it names.
+struct Rows {
+  const void* data;
+  const int64_t* order;
+  ScalarType type;
+  int64_t rows, inputs, stride;
+};
+
 // Rows in bytes, and the memory that they are in.
 class RoundedRows {
  public:
   // In tiles of at most `most` rows; with 0 for the matrix registers.
-  RoundedRows(const torch::stable::Tensor& x, const std::optional<torch::stable::Tensor>& order, int64_t group_size,
-              bool rotated, int64_t most)
-      : x_(x), from_(order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr), size_(group_size),
-        rotated_(rotated), groups_of_row_((x.size(1) + group_size - 1) / group_size),
+  RoundedRows(const Rows& x, int64_t group_size, bool rotated, int64_t most)
+      : x_(x), size_(group_size), rotated_(rotated), groups_of_row_((x.inputs + group_size - 1) / group_size),
         stride_(groups_of_row_ * group_size) {
-    const int64_t rows = x.size(0);
+    const int64_t rows = x.rows;
     // Whole matrix registers of them.
     const int64_t whole = most > 0 ? rows : (rows + kMatrixRows - 1) / kMatrixRows * kMatrixRows;
     numbers_.reset(new int8_t[whole * stride_]);
@@ -60,30 +64,29 @@ class RoundedRows {
 
  private:
   void round(const Tiles& tiles, int64_t begin, int64_t end) {
-    const int64_t inputs = x_.size(1);
-    const torch::headeronly::ScalarType type = x_.scalar_type();
-    const bool is_as_it_is = from_ == nullptr && type == ScalarType::Float && (!rotated_ || stride_ == inputs);
+    const int64_t inputs = x_.inputs;
+    const bool is_as_it_is = x_.order == nullptr && x_.type == ScalarType::Float && (!rotated_ || stride_ == inputs);
     const RowKernels kernels = row_kernels();
     // With zeros behind them for the last group.
     std::vector<float> line(is_as_it_is ? 0 : stride_), turned(rotated_ ? stride_ : 0);
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t first = tiles.begin(tile), some = tiles.begin(tile + 1) - first;
       for (int64_t r = 0; r < some; ++r) {
-        const int64_t start = (first + r) * x_.stride(0);
-        if (!is_as_it_is) read_line(x_.const_data_ptr(), start, inputs, 1, from_, type, line.data());
-        const float* values = is_as_it_is ? static_cast<const float*>(x_.const_data_ptr()) + start : line.data();
+        const int64_t start = (first + r) * x_.stride;
+        if (!is_as_it_is) read_line(x_.data, start, inputs, 1, x_.order, x_.type, line.data());
+        const float* values = is_as_it_is ? static_cast<const float*>(x_.data) + start : line.data();
+        int8_t* to = numbers_.get() + first * stride_ + r * size_;
+        Group* groups = groups_.get() + first * groups_of_row_ + r;
         if (rotated_) {
-          kernels.rotate(values, stride_, size_, 1.0f / static_cast<float>(size_), turned.data());
-          values = turned.data();
+          kernels.rotate_and_quantize(values, stride_, size_, some, to, groups, turned.data());
+        } else {
+          kernels.quantize(values, inputs, size_, some, to, groups);
         }
-        kernels.quantize(values, rotated_ ? stride_ : inputs, size_, some, numbers_.get() + first * stride_ + r * 4,
-                         groups_.get() + first * groups_of_row_ + r);
       }
     }
   }
 
-  const torch::stable::Tensor& x_;
-  const int64_t* const from_;
+  const Rows x_;
   const int64_t size_;
   const bool rotated_;
   const int64_t groups_of_row_, stride_;

@@ -1,6 +1,7 @@
 // Rows and weights that are rounded to few bits, for one instruction set. Included once per instruction set by
 // cpu/grouped_rounding.cpp, inside a namespace of its own, with FASTGEN_TARGET defined: the attribute that lets the compiler
-// use the instruction set. No include guard: it is meant to be included several times.
+// use the instruction set; and with FASTGEN_HAS_ROWS where rows have kernels of their own. No include guard: it is meant to
+// be included several times.
 
 // Sums and differences of pairs, the sums first, of numbers times a factor: after log2(kSize) times, x is multiplied with
 // the Hadamard matrix. Each number is the result of additions alone, whose order is the same in every instruction set.
@@ -60,14 +61,24 @@ FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t grou
       sum += number;
     }
     for (int64_t i = count; i < group_size; ++i) numbers[i] = 0;
-    if (some == 1) {
-      std::memcpy(to, numbers, group_size);
-    } else {
-      for (int64_t i = 0; i < group_size; i += 4) std::memcpy(to + i * some, numbers + i, 4);
-    }
+    std::memcpy(to, numbers, group_size);
     *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
   }
 }
+
+// What a row is rounded with (rows.h). For AVX-512, rounding_avx512.h has these.
+#ifndef FASTGEN_HAS_ROWS
+FASTGEN_TARGET inline void quantize_rows(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to,
+                                         Group* groups) {
+  quantize(x, inputs, group_size, some, to, groups);
+}
+
+FASTGEN_TARGET inline void rotate_and_quantize_rows(const float* x, int64_t count, int64_t group_size, int64_t some,
+                                                    int8_t* to, Group* groups, float* memory) {
+  rotate(x, count, group_size, 1.0f / static_cast<float>(group_size), memory);
+  quantize(memory, count, group_size, some, to, groups);
+}
+#endif
 
 // The least and the largest number of each group, and 0; both NaN where one of the numbers is.
 FASTGEN_TARGET inline void find_extremes(const float* x, int64_t inputs, int64_t group_size, float* least, float* most) {

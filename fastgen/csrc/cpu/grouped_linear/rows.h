@@ -28,11 +28,14 @@ struct Group {
 
 // For this processor.
 struct RowKernels {
-  // A row in signed bytes, group by group, from `inputs` numbers. It is one of `some` rows that lie between each other: four
-  // bytes of each, then the next four.
+  // A row in signed bytes, group by group, from `inputs` numbers. It is one of `some` rows that lie between each other: a
+  // group of each, then the next groups.
   void (*quantize)(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to, Group* groups);
   // Whole groups, `count` numbers, times the Hadamard matrix of their size and a factor.
   void (*rotate)(const float* x, int64_t count, int64_t group_size, float factor, float* to);
+  // The second with 1 / group_size, and then the first, with the same results. `memory` is for as many numbers.
+  void (*rotate_and_quantize)(const float* x, int64_t count, int64_t group_size, int64_t some, int8_t* to, Group* groups,
+                              float* memory);
 };
 RowKernels row_kernels();
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastgen import caches, settings
-from fastgen.decoding.layers import Replacement
-from fastgen.decoding.modules import modules_of
+from fastgen.decoding.model_state import state_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
@@ -133,58 +131,3 @@ def _of(model: Any) -> _OfModel:
     if cached is None or cached.state != state:
         cached = _models[model] = _OfModel(state)
     return cached
-
-
-def state_of(model: Any) -> Hashable:
-    """What a step has frozen of a model: its modules and their settings, and where its parameters and buffers are."""
-    found = modules_of(model)
-    modules = tuple([(id(module), type(module), _forward(module), _settings(module)) for module in found])
-    held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
-    tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
-    now = settings.current()
-    products = now.packed_weights == "never", now.linear_products
-    chosen = *products, now.weight_dtype, now.weight_group_size, now.few_bits_inputs
-    return modules, tensors, _settings(model.config), chosen
-
-
-def _memory(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-# What torch keeps in modules, but for the hooks; and what needs no copy.
-_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"} | {"forward"}
-_ATOMS = frozenset((bool, int, float, str, type(None)))
-
-
-def _settings(owner: Any) -> Hashable:
-    """What a forward pass reads of an object besides modules, parameters and buffers, by name.
-
-    Adapters are switched on and off in this way, scales are set, and implementations chosen.
-    """
-    return tuple(
-        [
-            (name, value if type(value) in _ATOMS else _frozen(value))
-            for name, value in vars(owner).items()
-            if name not in _OF_TORCH
-        ]
-    )
-
-
-def _frozen(value: Any) -> Any:
-    """A copy of numbers, words and tensors' memory, also in collections; of anything else that it is there."""
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if isinstance(value, dict):
-        return tuple((str(key), _frozen(part)) for key, part in value.items()) if value else None
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(_frozen, value))
-    return _memory(value) if isinstance(value, Tensor) else kind
-
-
-def _forward(module: Any) -> Any:
-    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured."""
-    forward = vars(module).get("forward")
-    return forward.frozen() if isinstance(forward, Replacement) else forward

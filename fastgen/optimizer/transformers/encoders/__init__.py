@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fastgen.optimizer.transformers.encoders.stacks import STACKS
+from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS, STACKS
 from fastgen.patching import Patch, has
 
 
 def patches() -> list[Patch]:
-    """The patches for encoders: the call of a model, its stack of layers, and what attention function layers get."""
+    """The patches for encoders: the call of a model, its embeddings and layers, and the attention function of these."""
     package = __name__
     return [
         Patch("transformers.modeling_utils", "PreTrainedModel.__call__", f"{package}.call:call", is_inherited=True),
@@ -32,5 +32,14 @@ def patches() -> list[Patch]:
         *(
             Patch(f"transformers.models.{module}", f"{name}.forward", f"{package}.passes:stack", has(" ".join(given)))
             for (module, name), (_, given) in STACKS.items()
+        ),
+        *(
+            Patch(
+                f"transformers.models.{module}",
+                f"{name}.forward",
+                f"{package}.embeddings:embed",
+                has("input_ids position_ids inputs_embeds"),
+            )
+            for module, name in EMBEDDINGS
         ),
     ]

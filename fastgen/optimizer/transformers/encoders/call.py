@@ -52,6 +52,7 @@ class _Model:
     Attributes:
         stack: its only one; None if it has none, or several, or a decoder.
         reading: why calls with such arguments are not tried again.
+        sees_embeddings: calls with such arguments have not run with embeddings of tokens alone, so they may see them.
         gives_states: its results hold the states of all positions.
     """
 
@@ -61,6 +62,7 @@ class _Model:
         only_encodes = len(stacks) == 1 and "decoder_input_ids" not in self.names
         self._stack, self.way = (weakref.ref(stacks[0][0]), stacks[0][1]) if only_encodes else (lambda: None, "")
         self.reading: dict[Hashable, str] = {}
+        self.sees_embeddings: set[Hashable] = set()
         self.gives_states = model.base_model is model
 
     @property
@@ -117,8 +119,9 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
         if reason is not None:
             counters.count_not_used(ENTRY_POINT, reason)
             return forward()
+        fill = 0.0 if padding == "unseen" else math.nan
+        passes = Passes(known.stack, known.way, mask, fill, embeds=key not in known.sees_embeddings)
         try:
-            passes = Passes(known.stack, known.way, mask, fill=0.0 if padding == "unseen" else math.nan)
             with patching.held(Passes.current, passes), _many_rows(model, given):
                 result = forward()
             if not passes.has_run:
@@ -130,7 +133,10 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
             if not any(bool(each.isnan().any()) for each in tensors_in(result)):
-                known.reading[key] = str(declined)
+                if passes.has_embedded:
+                    known.sees_embeddings.add(key)
+                else:
+                    known.reading[key] = str(declined)
             return result
         except Exception as failure:
             result = forward()  # raises where the call itself is at fault
@@ -281,8 +287,25 @@ def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
     if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one
         mask = mask.flatten(0, -2)
     if zeros and result.shape[: mask.dim()] == mask.shape:
+        if passes.has_made(result):
+            return _with_zeros(result, mask)
         padding = mask.bool().logical_not().view(*mask.shape, *[1] * (result.dim() - mask.dim()))
         result = torch.where(padding & result.isnan(), 0.0, result)
     if bool(result.isnan().any()):
         raise Declined(_READS_PADDING)
     return result
+
+
+def _with_zeros(states: Tensor, mask: Tensor) -> Tensor:
+    """States as the layers give them, [texts, longest, size], with zeros in the place of padding: the same tensor.
+
+    Most of a batch may be padding, of which nothing is looked at.
+
+    Raises:
+        Declined: at tokens there is NaN.
+    """
+    positions, is_token = states.flatten(0, 1), mask.flatten().bool()
+    if bool(positions[is_token].isnan().any()):
+        raise Declined(_READS_PADDING)
+    positions.index_fill_(0, is_token.logical_not().nonzero().squeeze(1), 0.0)
+    return states

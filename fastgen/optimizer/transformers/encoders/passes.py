@@ -6,7 +6,9 @@ one number, such as NaN.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -40,14 +42,17 @@ class Passes:
 
     current: ContextVar[Passes | None] = ContextVar("fastgen_encoder", default=None)
 
-    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float) -> None:
+    def __init__(self, stack: Any, way: str, mask: Tensor, fill: float, embeds: bool) -> None:
         self._stack = stack
+        self._embeds = embeds and way == PACKED
         self._fill = fill
         self._way = way
         self._mask = mask  # [texts, longest], bool
         self.has_run = False
         self.packing: Packing | None = None  # while the layers run on one row
         self._row: Packing | None = None  # that on which they have run
+        self._made: list[Tensor] = []  # states with padding between them
+        self._embedded: tuple[Tensor, Tensor] | None = None  # what stands for the embeddings, and those of the row
         self._attended = 0
 
     def is_of(self, module: Any) -> bool:
@@ -73,15 +78,56 @@ class Passes:
         mask = self._mask
         if seen.dim() == 2:
             return seen.shape == mask.shape and torch.equal(seen.bool(), mask)
-        if seen.dim() != 4 or seen.shape[0] != mask.shape[0] or seen.shape[3] != mask.shape[1]:
+        longest = mask.shape[1]
+        if seen.dim() != 4 or seen.shape[0] != mask.shape[0] or seen.shape[2] not in (1, longest):
             return False
+        if seen.shape[3] != longest:
+            return False
+        if seen.shape[2] == 1:
+            seen, expected = seen[:, :, 0], mask
+        else:  # what padding itself sees does not matter
+            texts, columns = mask.nonzero(as_tuple=True)
+            seen, expected = seen[texts, :, columns], mask[texts]
         is_seen = seen if seen.dtype is torch.bool else seen == 0
-        # What padding itself sees does not matter.
-        return bool(((is_seen == mask[:, None, None]) | ~mask[:, None, :, None]).all())
+        return bool((is_seen == expected.unsqueeze(1)).all())
+
+    @functools.cached_property
+    def _tokens(self) -> Packing:
+        return Packing(self._mask)
+
+    @property
+    def longest(self) -> int:
+        """The positions of a text, padding included."""
+        return self._mask.shape[1]
+
+    def may_embed(self) -> bool:
+        """Whether embeddings are those of the row, because the layers take that, and have not run yet."""
+        return self._embeds and not self.has_run and not self.has_embedded
+
+    @property
+    def has_embedded(self) -> bool:
+        """Whether the model has something else in the place of embeddings."""
+        return self._embedded is not None
+
+    def packed(self, value: Tensor) -> Tensor | None:
+        """The row of a tensor with a row for each text, or one for all, and a column for each position; None if it is
+        another one.
+        """
+        texts, longest = self._mask.shape
+        is_per_position = value.dim() > 1 and value.shape[0] in (1, texts) and value.shape[1] == longest
+        return self._tokens.pack(value.expand(texts, *value.shape[1:])) if is_per_position else None
+
+    def embedded(self, row: Tensor) -> Tensor:
+        """What stands for embeddings, of which there are those of the row, [1, total, size], until the layers run."""
+        stand_in = row.new_full((1, 1, 1), math.nan).expand(*self._mask.shape, row.shape[2])
+        self._embedded = stand_in, row
+        return stand_in
 
     def _packed(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-        packing = Packing(self._mask)
-        given = {name: self._packed_argument(packing, name, value) for name, value in given.items()}
+        packing = self._tokens
+        given = {name: self._packed_argument(name, value) for name, value in given.items()}
+        if self._embedded is not None and not any(value is self._embedded[1] for value in given.values()):
+            raise Declined("the layers get other states than the embeddings")
         self.packing = self._row = packing
         try:
             result = forward(**given)
@@ -93,7 +139,7 @@ class Passes:
         def unpacked(states: Tensor) -> Tensor:
             if not self._is_row(states):
                 raise Declined(_NOT_PER_TOKEN)
-            return self.padded(states)
+            return self._remembered(packing.unpack(states, self._fill))
 
         return _mapped(result, unpacked)
 
@@ -101,19 +147,31 @@ class Passes:
         """Whether these are of all tokens as one row. A batch with padding has more positions, or more texts."""
         return self._row is not None and states.dim() == 3 and states.shape[:2] == (1, self._row.total)
 
+    def _remembered(self, states: Tensor) -> Tensor:
+        self._made.append(states)
+        return states
+
     def padded(self, result: Tensor) -> Tensor:
         """States of the one row of tokens with padding between them; other tensors are left as they are."""
-        return self._row.unpack(result, self._fill) if self._row is not None and self._is_row(result) else result
+        if self._row is None or not self._is_row(result):
+            return result
+        return self._remembered(self._row.unpack(result, self._fill))
 
-    def _packed_argument(self, packing: Packing, name: str, value: Any) -> Any:
+    def has_made(self, result: Tensor) -> bool:
+        """Whether these are states as the stack has given them: whatever is in padded positions is the fill."""
+        return any(result is each for each in self._made)
+
+    def _packed_argument(self, name: str, value: Any) -> Any:
         if name == "attention_mask":  # it says no more than the mask does
             return None
         if _holds_no_tensor(value):
             return value
-        texts, longest = self._mask.shape
-        if name not in _PER_POSITION or value.shape[:2] not in ((texts, longest), (1, longest)):
+        if self._embedded is not None and value is self._embedded[0]:
+            return self._embedded[1]
+        row = self.packed(value) if name in _PER_POSITION and isinstance(value, Tensor) else None
+        if row is None:
             raise Declined(f"an argument of the layers ({name})")
-        return packing.pack(value.expand(texts, *value.shape[1:]))
+        return row
 
     def attend(
         self,
@@ -177,7 +235,7 @@ class Passes:
             if result is None:
                 result = states.new_full((texts, longest, states.shape[2]), self._fill)
             result[rows, columns] = states.masked_fill(~mask.unsqueeze(2), self._fill)
-        return result
+        return self._remembered(result) if result is not None and result.dim() == 3 else result
 
     def _part(self, name: str, value: Any, rows: Tensor, columns: slice) -> Any:
         """The part of an argument that some texts have."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from fastgen import caches, counters, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
+from fastgen.decoding.model_state import Seen, state_of
+from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.optimizer.transformers import models
-from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.encoders.others import code_of_others
 
 ENTRY_POINT = "transformers.encoder, recorded"
@@ -34,6 +36,8 @@ MOST = 32
 _MOST_WANTED = 1000
 _INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 _FLAGS = (bool, type(None))
+_CPU = torch.device("cpu")
+_PLAIN = (Tensor, torch.nn.Parameter)
 TOLERANCE = 1e-5
 
 
@@ -66,11 +70,28 @@ class _Pass:
 
 
 class _OfModel:
-    def __init__(self, state: Hashable) -> None:
-        self.state = state
+    """The recorded passes of one model, and what it was when they were recorded."""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._code: list[Any] = []
+        self._seen: Seen | None = None
         self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
         self.wanted: Counter[Hashable] = Counter()
         self.refused: set[Hashable] = set()
+
+    def may_run(self, model: Any) -> bool:
+        """Whether the model may have recorded passes. Those of the model as it was before are dropped."""
+        if self._seen is not None and self._seen.is_still(model) and not models.has_global_hooks():
+            return True
+        self._seen = None
+        if models.modules_unsupported(model) is not None or not (_is_served(model) and _has_plain_tensors(model)):
+            return False
+        seen, state = Seen(model), state_of(model)
+        if state != self._state or not all(map(is_, seen.code, self._code)):
+            self.passes.clear()
+        self._seen, self._state, self._code = seen, state, seen.code
+        return True
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -94,33 +115,35 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
     """
     inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     flags = {name: value for name, value in given.items() if name not in (*_INPUTS, "attention_mask")}
-    if not _serves(model, inputs, flags):
+    if not _serves(inputs, flags):
         return None
     key = _key(inputs, flags)
     of = _models.get(model)
     if of is None:
-        of = _models[model] = _OfModel(None)
+        of = _models[model] = _OfModel()
     if key in of.refused:
         return None
-    if key not in of.passes:
-        if len(of.wanted) > _MOST_WANTED:
-            of.wanted.clear()
-        of.wanted[key] += 1
-        if of.wanted[key] < PAYS_FROM:
-            return None
-    if graph.unavailable(model.device) is not None or models.modules_unsupported(model) is not None:
+    if key not in of.passes and not _is_due(of, key, model):
         return None
     try:
-        with graph.taken(model.device):
-            state = graph_cache.state_of(model)
-            if of.state != state:
-                of.passes.clear()
-                of.state = state
+        with graph.taken(_CPU):
+            if not of.may_run(model):
+                return None
             if key not in of.passes and code_of_others(model) is not None:
                 return None  # a recording would leave out what it does besides computing
             return _run(original, forward, of, key, inputs, flags)
     except CannotBeCaptured:  # another thread has the memory of programs: this call does without
         return None
+
+
+def _is_due(of: _OfModel, key: Hashable, model: Any) -> bool:
+    """Whether a pass like this one has come so often that it is recorded now."""
+    if not _is_served(model):
+        return False
+    if len(of.wanted) > _MOST_WANTED:
+        of.wanted.clear()
+    of.wanted[key] += 1
+    return of.wanted[key] >= PAYS_FROM and graph.unavailable(_CPU) is None
 
 
 def _run(
@@ -153,7 +176,8 @@ def _run(
     return expected
 
 
-def _serves(model: Any, inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
+def _serves(inputs: dict[str, Tensor], flags: dict[str, Any]) -> bool:
+    """Whether passes with such arguments and settings are recorded."""
     now = settings.current()
     first = next(iter(inputs.values()), None)
     return (
@@ -163,14 +187,26 @@ def _serves(model: Any, inputs: dict[str, Tensor], flags: dict[str, Any]) -> boo
         and all(type(value) is Tensor and value.device.type == "cpu" for value in inputs.values())
         and all(isinstance(value, _FLAGS) for value in flags.values())
         and not any(flags.get(name) for name in ("output_attentions", "output_hidden_states", "use_cache"))
-        and not (model.config.output_hidden_states or getattr(model.config, "output_attentions", False))
-        and model.dtype is torch.float32
         and now.captured_step != "never"
         and now.linear_products == "measured"
         and now.weight_dtype == "fp32"
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _is_served(model: Any) -> bool:
+    """Whether passes of such a model are recorded."""
+    asks_for_more = model.config.output_hidden_states or getattr(model.config, "output_attentions", False)
+    return model.dtype is torch.float32 and model.device.type == "cpu" and not asks_for_more
+
+
+def _has_plain_tensors(model: Any) -> bool:
+    """Whether all parameters and buffers are torch's own, which say where their memory is."""
+    held = (
+        tensor for module in modules_of(model) for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+    return all(tensor is None or type(tensor) in _PLAIN for tensor in held)
 
 
 def _key(inputs: dict[str, Tensor], flags: dict[str, Any]) -> Hashable:

@@ -77,13 +77,55 @@ STACKS = {
         umt5="UMT5Stack",
     ),
 }
+# Where positions come from that nobody has given, in embeddings that take each token by itself, and whose sums their
+# model hands to a PACKED stack as they are.
+#
+# COLUMNS: a token's column, counted from the first one.
+# FROM_IDS: the embeddings work them out, from what is padding by its id.
+COLUMNS, FROM_IDS = "columns", "from ids"
+
+
+def _embeddings(positions: str, **names: str) -> dict[tuple[str, str], str]:
+    folders = {module: module.removesuffix("_text") for module in names}
+    return {(f"{folders[module]}.modeling_{module}", name): positions for module, name in names.items()}
+
+
+EMBEDDINGS = {
+    **_embeddings(
+        COLUMNS,
+        albert="AlbertEmbeddings",
+        bert="BertEmbeddings",
+        distilbert="Embeddings",
+        ernie="ErnieEmbeddings",
+        layoutlm="LayoutLMEmbeddings",
+        splinter="SplinterEmbeddings",
+    ),
+    **_embeddings(
+        FROM_IDS,
+        camembert="CamembertEmbeddings",
+        data2vec_text="Data2VecTextEmbeddings",
+        roberta="RobertaEmbeddings",
+        roberta_prelayernorm="RobertaPreLayerNormEmbeddings",
+        xlm_roberta="XLMRobertaEmbeddings",
+        xlm_roberta_xl="XLMRobertaXLEmbeddings",
+    ),
+}
 _LIBRARY = "transformers.models."
 
 
 def way_of(module: Any) -> str | None:
     """How a module runs without padding; None for one that is no stack known here."""
-    kind = type(module)
-    if not kind.__module__.startswith(_LIBRARY):
-        return None
-    found = STACKS.get((kind.__module__[len(_LIBRARY) :], kind.__name__))
+    found = STACKS.get(_place(module))
     return found[0] if found is not None else None
+
+
+def positions_of(embeddings: Any) -> str:
+    """Where embeddings that are known here have their positions from."""
+    return EMBEDDINGS[_place(embeddings)]
+
+
+def _place(module: Any) -> tuple[str, str]:
+    """The file of the library and the name of a module's class; of another class, nothing that is known."""
+    kind = type(module)
+    known = kind.__module__.startswith(_LIBRARY)
+    return (kind.__module__[len(_LIBRARY) :], kind.__name__) if known else ("", "")

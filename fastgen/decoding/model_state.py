@@ -1,0 +1,224 @@
+"""What a recording has frozen of a model: whether it is still so, before the recording is repeated.
+
+A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
+register hooks. What is written into the memory of a parameter needs no look: a recording reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgen import settings
+from fastgen.decoding.layers import Replacement
+from fastgen.decoding.modules import modules_of
+
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+# What torch keeps in modules, but for the hooks; and what needs no copy.
+_OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS | {"forward"}
+_ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+# Where modules hold others, and tensors.
+_HELD = frozenset({"_modules", "_parameters", "_buffers"})
+
+
+def state_of(model: Any) -> Hashable:
+    """What a recording has frozen: modules and their settings, and where parameters and buffers are."""
+    found = modules_of(model)
+    modules = tuple([(id(module), type(module), _forward(module), _settings(module)) for module in found])
+    held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
+    tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
+    return modules, tensors, _settings(model.config), _chosen()
+
+
+def _chosen() -> Hashable:
+    """The settings of FastGen that decide what is recorded."""
+    now = settings.current()
+    products = now.packed_weights == "never", now.linear_products
+    return *products, now.weight_dtype, now.weight_group_size, now.few_bits_inputs
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _settings(owner: Any) -> Hashable:
+    """What a forward pass reads of an object besides modules, parameters and buffers, by name.
+
+    Adapters are switched on and off in this way, scales are set, and implementations chosen.
+    """
+    return tuple(
+        [
+            (name, value if type(value) in _ATOMS else _frozen(value))
+            for name, value in vars(owner).items()
+            if name not in _OF_TORCH
+        ]
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of numbers, words and tensors' memory, also in collections; of anything else what `_about` says."""
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, dict):
+        return tuple((str(key), _frozen(part)) for key, part in value.items()) if value else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_frozen, value))
+    return _memory(value) if isinstance(value, Tensor) else _about(value)
+
+
+def _about(value: Any) -> Hashable:
+    """Which function or member of an enumeration it is; of anything else the type. The value is not held."""
+    if isinstance(value, Enum):
+        return value
+    return (type(value), id(value)) if isinstance(value, _FUNCTIONS) else type(value)
+
+
+def _forward(module: Any) -> Any:
+    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured."""
+    forward = vars(module).get("forward")
+    return forward.frozen() if isinstance(forward, Replacement) else forward
+
+
+class Seen:
+    """A model as it has been seen, for a look at whether it still is so that takes a fraction of `state_of`'s time.
+
+    The attributes of all modules are compared with a copy of theirs, which Python does in one go. A model with a tensor
+    among its attributes is never taken for unchanged, nor is one whose modules might know it: modules are held, and
+    their model must go when its user lets go of it.
+
+    Attributes:
+        code: forward passes of the modules' classes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        everything = modules_of(model)
+        self._types = list(map(type, everything))
+        self._classes = list(map(vars, {base: None for kind in self._types for base in kind.__mro__}))
+        self.code = self._code_of_classes()
+        inside = [(*attribute, model.config) for each in everything[1:] for attribute in vars(each).items()]
+        self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
+        if not self._is_comparable:
+            return
+        self._others = everything[1:]
+        self._own, *self._attributes = [_copy_of_module(each, model.config) for each in everything]
+        held = [
+            (n, kind, name, tensor)
+            for n, module in enumerate(everything)
+            for kind in ("_parameters", "_buffers")
+            for name, tensor in getattr(module, kind).items()
+            if tensor is not None
+        ]
+        self._tensors = [tensor for *_, tensor in held]
+        self._memory = _memory_of_all(self._tensors)
+        # Another tensor of one number equals the one that was there if that number does: these are looked at by name.
+        self._single = [each for each in held if each[-1].numel() == 1]
+        self._config = {name: _copy(value) for name, value in vars(model.config).items()}
+        self._chosen = _chosen()
+
+    def is_still(self, model: Any) -> bool:
+        """Whether nothing has changed that `state_of` looks at, there are no hooks, and no module is in another mode.
+
+        If this is False, something may have changed.
+        """
+        if not self._is_comparable:
+            return False
+        everything = [model, *self._others]
+        try:
+            return bool(
+                vars(model) == self._own
+                and list(map(vars, self._others)) == self._attributes
+                and list(map(type, everything)) == self._types
+                and all(map(is_, self._code_of_classes(), self.code))
+                and all(getattr(everything[n], kind).get(name) is tensor for n, kind, name, tensor in self._single)
+                and _memory_of_all(self._tensors) == self._memory
+                and vars(model.config) == self._config
+                and _chosen() == self._chosen
+            )
+        except Exception:  # another tensor, say, whose numbers have been compared
+            return False
+
+    def _code_of_classes(self) -> list[Any]:
+        """Their forward passes, which somebody may exchange for all modules of a class."""
+        return [each.get("forward") for each in self._classes]
+
+
+_READ: tuple[Callable[[Tensor], Any], ...] = (Tensor.data_ptr, attrgetter("dtype"), attrgetter("shape"), Tensor.stride)
+
+
+def _memory_of_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """What `_memory` says of each, in another order."""
+    return [list(map(read, tensors)) for read in _READ]
+
+
+def _copy_of_module(module: nn.Module, config: Any) -> dict[str, Any]:
+    """The attributes of a module, to be compared with what they are later; without hooks."""
+    return {name: _copy_of_attribute(name, value, config) for name, value in vars(module).items()}
+
+
+def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
+    if name in _HOOKS:
+        return {}
+    if name in _HELD:
+        return dict(value)
+    is_as_it_is = value is config or (name in _OF_TORCH and name != "forward")
+    return value if is_as_it_is else _copy(value)
+
+
+def _is_harmless(name: str, value: Any, config: Any) -> bool:
+    """Whether an attribute of a module certainly does not lead to the model that it is in."""
+    if (
+        name in _HELD
+        or value is config
+        or type(value) in _ATOMS
+        or isinstance(value, (Tensor, Enum, BuiltinFunctionType))
+    ):
+        return True
+    if isinstance(value, dict):
+        return all(_is_harmless("", part, config) for part in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_harmless("", part, config) for part in value)
+    if not isinstance(value, FunctionType) or value.__closure__:
+        return False
+    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    return all(_is_harmless("", part, config) for part in defaults)
+
+
+def _copy(value: Any) -> Any:
+    """What equals a value only as long as `_frozen` gives the same for it."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, dict):
+        return {name: _copy(part) for name, part in value.items()}
+    if kind in (list, tuple):
+        return kind(map(_copy, value))
+    if kind in (set, frozenset):
+        return kind(value) if all(type(part) in _ATOMS for part in value) else _NOTHING
+    return _NOTHING if isinstance(value, Tensor) else _Alike(value)
+
+
+# Equals nothing that an attribute may be.
+_NOTHING = object()
+
+
+class _Alike:
+    """Equals what `_about` does not tell from a value, if that leaves it to this. The value may hold the model: it is
+    not held.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._about = _about(value)
+
+    def __eq__(self, other: object) -> bool:
+        return _about(other) == self._about

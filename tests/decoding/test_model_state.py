@@ -1,0 +1,164 @@
+"""What may change in a model between two calls, and that it is seen."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastgen import settings
+from fastgen.decoding.model_state import Seen, state_of
+
+
+class Kind(enum.Enum):
+    ONE, OTHER = 1, 2
+
+
+class Gate(nn.Module):
+    """A layer with attributes of every sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("offset", torch.zeros(()))
+        self.register_buffer("nothing", None)
+        self.active, self.factor, self.names, self.shares = True, 0.5, ["first"], {"first": 1.0}
+        self.function, self.kind, self.dtype = torch.relu, Kind.ONE, torch.float32
+        self.sizes, self.known = (2, 3), {"first"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x) * self.scale * self.factor + self.offset
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(attention="sdpa", labels={0: "a"}, sizes=[1, 2])
+        self.layers = nn.ModuleList([nn.Linear(4, 4), Gate(), nn.LayerNorm(4)])
+        self.gate = self.layers[1]
+
+
+def _exchange_class(model: Model) -> None:
+    model.layers[0].__class__ = type("Other", (nn.Linear,), {})
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "a module": lambda model: model.layers.__setitem__(0, nn.Linear(4, 4)),
+    "another module": lambda model: model.layers.append(nn.ReLU()),
+    "one module less": lambda model: model.layers.__delitem__(2),
+    "a class": _exchange_class,
+    "a forward pass of its own": lambda model: setattr(model.layers[0], "forward", torch.relu),
+    "a parameter": lambda model: setattr(model.layers[0], "weight", nn.Parameter(model.layers[0].weight + 0)),
+    "an equal parameter of one number": lambda model: setattr(model.gate, "scale", nn.Parameter(torch.ones(1))),
+    "an equal buffer of one number": lambda model: setattr(model.gate, "offset", torch.zeros(())),
+    "a buffer where there was none": lambda model: setattr(model.gate, "nothing", torch.zeros(())),
+    "one parameter less": lambda model: setattr(model.layers[0], "bias", None),
+    "the memory of a parameter": lambda model: setattr(model.layers[0].weight, "data", torch.zeros(4, 4)),
+    "the layout of a parameter": lambda model: setattr(model.layers[0].weight, "data", model.layers[0].weight.data.t()),
+    "the type of all": lambda model: model.half(),
+    "a number": lambda model: setattr(model.gate, "factor", 0.25),
+    "a flag": lambda model: setattr(model.gate, "active", False),
+    "a function": lambda model: setattr(model.gate, "function", torch.tanh),
+    "a member of an enumeration": lambda model: setattr(model.gate, "kind", Kind.OTHER),
+    "a type": lambda model: setattr(model.gate, "dtype", torch.float16),
+    "a list": lambda model: model.gate.names.append("second"),
+    "a dictionary": lambda model: model.gate.shares.update(first=2.0),
+    "a tuple": lambda model: setattr(model.gate, "sizes", (2, 4)),
+    "a set": lambda model: model.gate.known.add("second"),
+    "an attribute more": lambda model: setattr(model.gate, "more", 1),
+    "an attribute less": lambda model: delattr(model.gate, "factor"),
+    "an attribute of the model": lambda model: setattr(model, "more", 1),
+    "the configuration": lambda model: setattr(model.config, "attention", "eager"),
+    "a list of the configuration": lambda model: model.config.sizes.append(3),
+    "another configuration": lambda model: setattr(model, "config", types.SimpleNamespace(attention="eager")),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_are_seen(what: str) -> None:
+    model = Model().eval()
+    seen, state = Seen(model), state_of(model)
+    assert seen.is_still(model) and state_of(model) == state
+    CHANGES[what](model)
+    assert not seen.is_still(model)
+    assert state_of(model) != state
+    if what != "a class":  # which compares as another one each time that it is made
+        assert Seen(model).is_still(model)
+
+
+def test_what_is_written_into_parameters_is_no_change() -> None:
+    model = Model().eval()
+    seen, state = Seen(model), state_of(model)
+    with torch.no_grad():
+        model.layers[0].weight.mul_(2.0)
+        model.gate.scale.data.fill_(3.0)
+    assert seen.is_still(model) and state_of(model) == state
+
+
+def test_hooks_and_modes() -> None:
+    """These are no part of the state, but a model with them is never the one that has been seen."""
+    model = Model().eval()
+    seen = Seen(model)
+    for register in (model.layers[0].register_forward_hook, model.register_forward_pre_hook):
+        hook = register(lambda *arguments: None)
+        assert not seen.is_still(model) and not Seen(model).is_still(model)
+        hook.remove()
+        assert seen.is_still(model)
+    model.gate.train()
+    assert not seen.is_still(model)
+    model.eval()
+    assert seen.is_still(model)
+
+
+def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model().eval()
+    seen = Seen(model)
+    forward = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
+    assert not seen.is_still(model)
+
+
+def test_settings() -> None:
+    model = Model().eval()
+    seen, state = Seen(model), state_of(model)
+    for change in ({"linear_products": "fixed"}, {"packed_weights": "never"}, {"weight_dtype": "int8"}):
+        with settings.changed(**change):
+            assert not seen.is_still(model) and state_of(model) != state
+    assert seen.is_still(model)
+
+
+def test_tensors_among_attributes_are_never_taken_for_unchanged() -> None:
+    model = Model().eval()
+    model.gate.kept = [torch.ones(1)]
+    assert not Seen(model).is_still(model)
+
+
+def _knowing(model: Model) -> Callable[[], Model]:
+    return lambda: model
+
+
+@pytest.mark.parametrize("way", ["a method", "a function that has it", "a list", "a hook", "none"])
+def test_the_model_is_not_held(way: str) -> None:
+    """Not even where one of its modules knows it: then it is never taken for unchanged."""
+    model = Model().eval()
+    if way == "a hook":
+        model.gate.register_forward_hook(types.MethodType(lambda *arguments: None, model))
+    elif way == "a method":
+        model.gate.known = types.MethodType(Model.forward, model)
+    elif way == "a function that has it":
+        model.gate.known = _knowing(model)
+    elif way == "a list":
+        model.gate.known = [types.MethodType(Model.forward, model)]
+    seen, gone = Seen(model), weakref.ref(model)
+    assert seen.is_still(model) == (way == "none")
+    state = state_of(model)
+    del model
+    gc.collect()
+    assert gone() is None and seen and state

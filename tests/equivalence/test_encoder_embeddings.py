@@ -1,0 +1,164 @@
+"""Embeddings of tokens alone: as many as there are tokens, the same results, and the library's errors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fastgen
+from fastgen.ops import packed_attention
+from fastgen.optimizer.transformers.encoders import passes
+from fastgen.optimizer.transformers.encoders.stacks import EMBEDDINGS
+from tests.equivalence.encoder_models import LONGEST, PAD, WITHOUT_PADDING, build, class_of, inputs
+
+LENGTHS = [7, LONGEST, 20, 6, 2]
+TOLERANCE = 1e-5
+EMBED_TOKENS = [
+    name for name in WITHOUT_PADDING
+    if {(type(each).__module__.removeprefix("transformers.models."), type(each).__name__)
+        for each in build(name).modules()} & EMBEDDINGS.keys()
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
+    fastgen.enable(strict=True, padding="zero")
+    fastgen.reset_stats()
+    yield
+    fastgen.enable(padding="exact")
+
+
+def _both(model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    with torch.inference_mode():
+        with fastgen.disabled():
+            expected = model(**given)
+        return model(**given), expected
+
+
+def _assert_same(found: Any, expected: Any, mask: Tensor) -> None:
+    one, other = found[0], expected[0]
+    torch.testing.assert_close(
+        one[mask.bool()], other[mask.bool()], rtol=0.0, atol=TOLERANCE * float(other.abs().max())
+    )
+    assert not one[~mask.bool()].any()
+
+
+def test_known_embeddings_are_tested() -> None:
+    assert len(EMBED_TOKENS) == len(EMBEDDINGS)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("option", ["", "positions", "positions of one row", "embeddings", "token types"])
+@pytest.mark.parametrize("architecture", EMBED_TOKENS)
+def test_tokens_alone(architecture: str, option: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if side == "left" and class_of(architecture, "TokenClassification") is None:
+        pytest.skip("there is no such model")
+    # Poolers read the first position, which is padding on the left.
+    model, given = build(architecture, "" if side == "right" else "TokenClassification"), inputs(LENGTHS, side)
+    ids, seen = given["input_ids"], []
+    if option == "positions":
+        given["position_ids"] = torch.arange(LONGEST).flip(0).expand_as(ids) + 2
+    elif option == "positions of one row":
+        given["position_ids"] = torch.arange(LONGEST).flip(0)[None] + 2
+    elif option == "embeddings":
+        given["inputs_embeds"] = torch.randn(*ids.shape, 16 if architecture == "Albert" else 32)
+        del given["input_ids"]
+    elif option == "token types":
+        if architecture == "DistilBert":
+            pytest.skip("has none")
+        given["token_type_ids"] = (torch.arange(LONGEST) > 3).long().expand_as(ids) % model.config.type_vocab_size
+    embedded = passes.Passes.embedded
+    monkeypatch.setattr(passes.Passes, "embedded", lambda self, row: (seen.append(row.shape), embedded(self, row))[1])
+    _assert_same(*_both(model, given), given["attention_mask"])
+    assert [shape[:2] for shape in seen] == [(1, sum(LENGTHS))]
+    assert sum(each["accelerated"] for each in fastgen.stats().values()) == 1, fastgen.stats()
+
+
+def test_errors_are_those_of_the_library() -> None:
+    """Numbers that no table has, be it at padding, and texts that are too long."""
+    model, given = build("Bert"), inputs(LENGTHS)
+    wrong = []
+    for ids in (-1, 10_000):
+        wrong.append({**given, "input_ids": given["input_ids"].masked_fill(given["attention_mask"] == 0, ids)})
+    wrong.append({**given, "token_type_ids": torch.full_like(given["input_ids"], 5)})
+    wrong.append({**given, "position_ids": torch.full_like(given["input_ids"], 64)})
+    wrong.append(inputs([5, 20, 70], longest=70))
+    wrong.append(
+        {name: nn.functional.pad(value, (0, 60), value=PAD * (name == "input_ids")) for name, value in given.items()}
+    )
+    for each in wrong:
+        with fastgen.disabled(), torch.inference_mode(), pytest.raises((IndexError, RuntimeError)) as expected:
+            model(**each)
+        with torch.inference_mode(), pytest.raises(expected.type) as found:
+            model(**each)
+        assert str(found.value) == str(expected.value)
+
+
+def test_tables_of_others() -> None:
+    """What looks words up in another way sees all of them."""
+
+    class Table(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            seen.append(ids.shape)
+            return super().forward(ids)
+
+    seen: list[Any] = []
+    model, given = copy.deepcopy(build("Bert")), inputs(LENGTHS)
+    former = model.embeddings.word_embeddings
+    model.embeddings.word_embeddings = Table(*former.weight.shape, _weight=former.weight.detach())
+    _assert_same(*_both(model.eval(), given), given["attention_mask"])
+    assert seen[-1] == given["input_ids"].shape
+
+
+def test_layers_that_get_other_states() -> None:
+    """A model that changes the embeddings before its layers: from the second call on, it has all of them."""
+
+    class Doubling(type(build("Bert"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            run = self.encoder.forward
+            self.encoder.forward = lambda states, *more, **options: run(states * 2, *more, **options)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                del self.encoder.forward
+
+    model, given = copy.deepcopy(build("Bert")), inputs(LENGTHS)
+    model.__class__ = Doubling
+    for accelerated in (0, 1, 2):
+        found, expected = _both(model, given)
+        mask = given["attention_mask"].bool()
+        one, other = found.last_hidden_state[mask], expected.last_hidden_state[mask]
+        torch.testing.assert_close(one, other, rtol=0.0, atol=TOLERANCE * float(other.abs().max()))
+        assert (
+            fastgen.stats()["transformers.encoder, padding zero"]["accelerated"] == accelerated if accelerated else True
+        )
+
+
+def test_a_head_that_looks_at_embeddings() -> None:
+    class Looking(transformers.BertPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.bert = transformers.BertModel(config)
+            self.seen: list[Tensor] = []
+            self.post_init()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            hook = self.bert.embeddings.forward
+            self.bert.embeddings.forward = lambda **given: self.seen.append(hook(**given)) or self.seen[-1]
+            try:
+                states = self.bert(input_ids, attention_mask=attention_mask)[0]
+            finally:
+                del self.bert.embeddings.forward
+            return states[:, 0] + self.seen.pop()[:, 0]
+
+    model, given = Looking(build("Bert").config).eval(), inputs(LENGTHS)
+    for _ in range(3):
+        found, expected = _both(model, given)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE * float(expected.abs().max()))
+    assert fastgen.stats()["transformers.encoder, padding zero"]["accelerated"] == 2
