@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, elementwise, grouped_linear, plan
+from fastgen.ops import _library, dot_linear, elementwise, grouped_linear, plan, rms_norm  # noqa: F401
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten
