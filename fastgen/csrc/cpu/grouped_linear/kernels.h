@@ -72,8 +72,7 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
   const int64_t step = where.step;
   const Group* of = inputs.groups + row * weight.groups;
   const int64_t lines = weight.group_size / 4 * kBits / 8;
-  const int64_t size = weight.group_size;
-  const int8_t* x = inputs.numbers + row * inputs.stride;  // of the first row; the others are a group apart
+  const int8_t* x = inputs.numbers + row * inputs.stride;
   Floats total[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -99,32 +98,26 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
       }
       if (kBits == 8) {
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const int8_t* own = x + r * size;
+        for (int r = 0; r < kRows; ++r, x += 4) {
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) FASTGEN_DOT(sum[r][v], bytes[v], own);
+          for (int v = 0; v < kVectors; ++v) FASTGEN_DOT(sum[r][v], bytes[v], x);
         }
-        x += 4;
         continue;
       }
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) some[v] = bytes[v] & 15;
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const int8_t* own = x + r * size;
+      for (int r = 0; r < kRows; ++r, x += 4) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], own);
+        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
       }
-      x += 4;
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) some[v] = (Bytes)(((Ints)bytes[v] >> 4) & 0x0f0f0f0f);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const int8_t* own = x + r * size;
+      for (int r = 0; r < kRows; ++r, x += 4) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], own);
+        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
       }
-      x += 4;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -141,7 +134,6 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
       }
     }
     of += kRows;
-    x += (kRows - 1) * size;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {

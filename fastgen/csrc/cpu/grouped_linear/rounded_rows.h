@@ -12,8 +12,8 @@
 
 namespace fastgen {
 
-// Rows in bytes. For matrix registers a row lies behind the other. Otherwise, the first group of each row of a tile lies
-// behind the other, then the next group of each: so a tile reads from one place on.
+// Rows in bytes. For matrix registers a row lies behind the other. Otherwise, four inputs of each row of a tile lie side by
+// side, then the next four of each, and groups likewise: so a tile reads from one place on.
 struct Inputs {
   const int8_t* numbers;
   const Group* groups;
@@ -75,7 +75,7 @@ class RoundedRows {
         const int64_t start = (first + r) * x_.stride;
         if (!is_as_it_is) read_line(x_.data, start, inputs, 1, x_.order, x_.type, line.data());
         const float* values = is_as_it_is ? static_cast<const float*>(x_.data) + start : line.data();
-        int8_t* to = numbers_.get() + first * stride_ + r * size_;
+        int8_t* to = numbers_.get() + first * stride_ + r * 4;
         Group* groups = groups_.get() + first * groups_of_row_ + r;
         if (rotated_) {
           kernels.rotate_and_quantize(values, stride_, size_, some, to, groups, turned.data());

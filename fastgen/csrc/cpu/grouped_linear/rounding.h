@@ -61,7 +61,11 @@ FASTGEN_TARGET inline void quantize(const float* x, int64_t inputs, int64_t grou
       sum += number;
     }
     for (int64_t i = count; i < group_size; ++i) numbers[i] = 0;
-    std::memcpy(to, numbers, group_size);
+    if (some == 1) {
+      std::memcpy(to, numbers, group_size);
+    } else {
+      for (int64_t i = 0; i < group_size; i += 4) std::memcpy(to + i * some, numbers + i, 4);
+    }
     *groups = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, sum};
   }
 }

@@ -39,7 +39,9 @@ FASTGEN_TARGET inline __attribute__((always_inline)) void rotate_in_registers(__
 
 template <int kVectors>
 FASTGEN_TARGET inline __attribute__((always_inline)) void quantize_in_registers(const __m512 (&group)[kVectors],
-                                                                                int8_t* to, Group* about) {
+                                                                                int64_t some, int8_t* to,
+                                                                                Group* about) {
+  alignas(64) int8_t numbers[kVectors * 16];
   const __m512i without_sign = _mm512_set1_epi32(0x7fffffff);
   __m512i sizes = _mm512_setzero_si512();
 #pragma GCC unroll 8
@@ -47,22 +49,25 @@ FASTGEN_TARGET inline __attribute__((always_inline)) void quantize_in_registers(
     sizes = _mm512_max_epu32(sizes, _mm512_and_si512(_mm512_castps_si512(group[i]), without_sign));
   }
   const uint32_t largest = _mm512_reduce_max_epu32(sizes);
-  if (largest >= 0x7f800000u) {
-    std::memset(to, 0, kVectors * 16);
-    *about = {kNaN, 0};
-    return;
-  }
-  const float size = fastgen::of_bits(largest), factor = size > 1e-30f ? 127.0f / size : 0.0f;
+  const bool is_finite = largest < 0x7f800000u;
+  const float size = fastgen::of_bits(largest), factor = is_finite && size > 1e-30f ? 127.0f / size : 0.0f;
+  const __mmask16 kept = is_finite ? 0xffff : 0;
   const __m512i rounding = _mm512_set1_epi32(static_cast<int32_t>(fastgen::bits_of(kRounding)));
   __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) {
-    const __m512 shifted = _mm512_fmadd_ps(group[i], _mm512_set1_ps(factor), _mm512_castsi512_ps(rounding));
+    const __m512 x = _mm512_maskz_mov_ps(kept, group[i]);
+    const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(factor), _mm512_castsi512_ps(rounding));
     const __m512i number = _mm512_sub_epi32(_mm512_castps_si512(shifted), rounding);
     sum = _mm512_add_epi32(sum, number);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * i), _mm512_cvtepi32_epi8(number));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + 16 * i), _mm512_cvtepi32_epi8(number));
   }
-  *about = {factor == 0.0f ? 0.0f : size / 127.0f, _mm512_reduce_add_epi32(sum)};
+  if (some == 1) {
+    std::memcpy(to, numbers, sizeof(numbers));
+  } else {
+    for (int64_t i = 0; i < kVectors * 16; i += 4) std::memcpy(to + i * some, numbers + i, 4);
+  }
+  *about = {is_finite ? (factor == 0.0f ? 0.0f : size / 127.0f) : kNaN, _mm512_reduce_add_epi32(sum)};
 }
 
 // Whole groups of as many vectors, rotated or not.
@@ -78,7 +83,7 @@ FASTGEN_TARGET void round_groups(const float* x, int64_t count, int64_t some, in
       if (kRotated) group[i] = _mm512_mul_ps(group[i], share);
     }
     if (kRotated) rotate_in_registers(group);
-    quantize_in_registers(group, to, groups);
+    quantize_in_registers(group, some, to, groups);
   }
 }
 

@@ -28,8 +28,8 @@ struct Group {
 
 // For this processor.
 struct RowKernels {
-  // A row in signed bytes, group by group, from `inputs` numbers. It is one of `some` rows that lie between each other: a
-  // group of each, then the next groups.
+  // A row in signed bytes, group by group, from `inputs` numbers. It is one of `some` rows that lie between each other: four
+  // bytes of each, then the next four.
   void (*quantize)(const float* x, int64_t inputs, int64_t group_size, int64_t some, int8_t* to, Group* groups);
   // Whole groups, `count` numbers, times the Hadamard matrix of their size and a factor.
   void (*rotate)(const float* x, int64_t count, int64_t group_size, float factor, float* to);
