@@ -109,6 +109,7 @@ class Seen:
         if not self._is_comparable:
             return
         self._others = everything[1:]
+        self._orders = _orders(everything)
         self._own, *self._attributes = [_copy_of_module(each, model.config) for each in everything]
         held = [
             (n, kind, name, tensor)
@@ -137,6 +138,7 @@ class Seen:
                 vars(model) == self._own
                 and list(map(vars, self._others)) == self._attributes
                 and list(map(type, everything)) == self._types
+                and _orders(everything) == self._orders
                 and all(map(is_, self._code_of_classes(), self.code))
                 and all(getattr(everything[n], kind).get(name) is tensor for n, kind, name, tensor in self._single)
                 and _memory_of_all(self._tensors) == self._memory
@@ -149,6 +151,11 @@ class Seen:
     def _code_of_classes(self) -> list[Any]:
         """Their forward passes, which somebody may exchange for all modules of a class."""
         return [each.get("forward") for each in self._classes]
+
+
+def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
+    """The names of what each holds, in the order in which a Sequential runs them: equal dictionaries may differ."""
+    return [list(each._modules) for each in modules]
 
 
 _READ: tuple[Callable[[Tensor], Any], ...] = (Tensor.data_ptr, attrgetter("dtype"), attrgetter("shape"), Tensor.stride)

@@ -7,7 +7,9 @@ one step would not gain what looking at the weight costs. A weight is read once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from fastgen.ops import dot_linear, fingerprint, narrow
 
 # Smaller ones stay in the processor's caches.
 _LEAST_NUMBERS = 2**16
-# All copies together take so much of the memory that would be free without them.
+# All of these copies together take so much of the memory that would be free without them.
 MOST_OF_MEMORY = 0.25
 COUNTED_AS = "weights read in 16 bits"
 
@@ -49,12 +51,25 @@ class NarrowWeight(weight_copies.CopiedWeight):
         return 0 if self._copy is None else self._copy.nbytes
 
 
+_are_left_out: ContextVar[bool] = ContextVar("are_left_out", default=False)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """What is recorded inside this has no such copies: where a call reads a weight once, they would never be made."""
+    token = _are_left_out.set(True)
+    try:
+        yield
+    finally:
+        _are_left_out.reset(token)
+
+
 def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The type of 16 bits that the numbers of a weight seem to be of, where products can read them; None otherwise.
 
     x is [rows, inputs], the weight [outputs, inputs], the bias [outputs] or None.
     """
-    if x.dtype is not torch.float32 or not dot_linear.serves(x, weight, bias):
+    if _are_left_out.get() or x.dtype is not torch.float32 or not dot_linear.serves(x, weight, bias):
         return None
     if not (x.stride(1) == 1 and weight.is_contiguous() and weight.numel() >= _LEAST_NUMBERS):
         return None

@@ -48,7 +48,7 @@ OPERATORS = frozenset(
 def planned(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     """The same calls, with one in the place of operators of FastGen's that follow one another.
 
-    What a call is given must stay where it is in memory.
+    Calls keep what they were given: another tensor in its place is not seen, other numbers in it are.
     """
     found: list[Callable[[], object]] = []
     for is_held, some in itertools.groupby(calls, _can_be_held):
@@ -71,13 +71,14 @@ def _can_be_held(call: Any) -> bool:
 
 def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
     """One call for all of these; None where there can be no more plans."""
-    number = -1
     torch.ops.fastgen.open_plan.default()
     try:
         for call in calls:
             call()  # adds it to the plan
-    finally:
-        number = torch.ops.fastgen.close_plan.default(len(calls))
+    except BaseException:
+        torch.ops.fastgen.close_plan.default(-1)
+        raise
+    number = torch.ops.fastgen.close_plan.default(len(calls))
     if number < 0:
         return None
     plan = partial(torch.ops.fastgen.run_plan.default, number)
@@ -87,7 +88,7 @@ def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
 
 # From now on, operators that this thread calls are added to a plan in place of being executed.
 _library.define("open_plan() -> ()")
-# The plan's number; -1 if it has another number of operators, or if there are too many plans.
+# The plan's number; -1 if it has another number of operators, which a negative one is, or if there are too many plans.
 _library.define("close_plan(int expected) -> int")
 _library.define("run_plan(int plan) -> ()")
 _library.define("drop_plan(int plan) -> ()")

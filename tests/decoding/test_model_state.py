@@ -49,10 +49,17 @@ def _exchange_class(model: Model) -> None:
     model.layers[0].__class__ = type("Other", (nn.Linear,), {})
 
 
+def _exchange_order(model: Model) -> None:
+    first = model.layers[0]
+    del model.layers._modules["0"]
+    model.layers._modules["0"] = first
+
+
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "a module": lambda model: model.layers.__setitem__(0, nn.Linear(4, 4)),
     "another module": lambda model: model.layers.append(nn.ReLU()),
     "one module less": lambda model: model.layers.__delitem__(2),
+    "the order of modules": _exchange_order,
     "a class": _exchange_class,
     "a forward pass of its own": lambda model: setattr(model.layers[0], "forward", torch.relu),
     "a parameter": lambda model: setattr(model.layers[0], "weight", nn.Parameter(model.layers[0].weight + 0)),

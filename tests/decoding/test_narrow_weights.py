@@ -290,3 +290,11 @@ def test_calls_are_counted() -> None:
     for steps in (1, 2, 9):
         step.call(steps)
     assert fastgen.stats()[COUNTED_AS] == {"accelerated": 2, "fallback": {}}
+
+
+def test_left_out() -> None:
+    x, weight = torch.randn(1, 512), torch.randn(256, 512).bfloat16().float()
+    assert narrow_weights.type_of(x, weight, None) is torch.bfloat16
+    with narrow_weights.left_out():
+        assert narrow_weights.type_of(x, weight, None) is None
+    assert narrow_weights.type_of(x, weight, None) is torch.bfloat16

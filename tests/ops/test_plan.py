@@ -115,6 +115,27 @@ def test_the_position_that_is_written_is_read_each_time() -> None:
         assert torch.equal(several, expected)
 
 
+def test_memory_that_moves() -> None:
+    """Sharing a tensor with other processes gives it other memory."""
+    x, weight, out = torch.randn(3, 64), torch.randn(8, 64), torch.zeros(3, 8)
+    parts = grouped_linear.rounded(weight, 8, 32)
+    total = torch.zeros(3, 8)
+    calls = [
+        partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False),
+        elementwise.bound([elementwise.Instruction(elementwise._ADD, total, (out, out))]),
+    ]
+    (planned,) = plan.planned(calls)
+    for moved in (x, parts[0], out, total, out):
+        before = moved.data_ptr()
+        if not moved.is_shared():
+            moved.share_memory_()
+            assert moved.data_ptr() != before
+        x.normal_()
+        planned()
+        torch.testing.assert_close(out, x @ weight.t(), atol=0.5, rtol=0.1)
+        assert torch.equal(total, out + out)
+
+
 def test_what_does_not_fit_is_refused_when_it_is_planned() -> None:
     wrong = partial(operators.elementwise.default, [], torch.zeros(3))
     with pytest.raises(RuntimeError, match="elementwise"):

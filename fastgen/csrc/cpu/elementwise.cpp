@@ -18,7 +18,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 namespace fastgen {
@@ -225,11 +224,11 @@ struct Code {
   const Instruction* instructions;
   int64_t count;
 
-  Code(const std::vector<Tensor>& tensors, const Tensor& code)
-      : instructions(static_cast<const Instruction*>(code.const_data_ptr())), count(code.size(0)) {
+  Code(const std::vector<Tensor>& tensors, const Tensor& code) {
     STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
                         code.is_contiguous(),
                     "elementwise: the code must be [instructions, ", kLength, "] of int64");
+    instructions = static_cast<const Instruction*>(code.const_data_ptr()), count = code.size(0);
     for (const Tensor& tensor : tensors) {
       STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(),
                       "elementwise: memory must be bytes next to each other");
@@ -254,9 +253,9 @@ Step step(const Instruction& instruction, const std::vector<Memory>& memory) {
   check(instruction);
   Step made{};
   const auto& several = instruction.position;
+  if (several.memory != -1) made.position = position(instruction, memory);  // which checks what operands read of it
   for (int n = 0; n < kTensors; ++n) made.operands[n] = operand(instruction, n, memory);
   if (several.memory != -1) {
-    made.position = position(instruction, memory);
     made.bytes = several.stride * bytes_of(made.operands[0].type), made.count = several.count;
   }
   made.sizes = merged(made.operands, instruction);
@@ -277,17 +276,32 @@ void run(const Step& step) {
   execute_in_parts(operands, step.sizes, step.options, step.line, step.is_norm);
 }
 
-void elementwise(std::vector<Tensor> tensors, Tensor given) {
-  const Code code(tensors, given);
+std::vector<Step> steps_of(const Code& code) {
   std::vector<Step> steps;
-  for (int64_t i = 0; i < code.count; ++i) {
-    const Step made = step(code.instructions[i], code.memory);
-    if (fastgen::plan_is_open()) steps.push_back(made);
-    else run(made);
+  for (int64_t i = 0; i < code.count; ++i) steps.push_back(step(code.instructions[i], code.memory));
+  return steps;
+}
+
+bool has_moved(const std::vector<Tensor>& tensors, const std::vector<Memory>& memory) {
+  size_t i = 0;
+  return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& each) {
+    return each.const_data_ptr() != memory[i++].data;
+  });
+}
+
+void elementwise(std::vector<Tensor> tensors, Tensor given) {
+  Code code(tensors, given);
+  std::vector<Step> steps = steps_of(code);
+  if (!fastgen::plan_is_open()) {
+    for (const Step& each : steps) run(each);
+    return;
   }
-  if (!fastgen::plan_is_open()) return;
-  // A plan holds the memory. So what is where in it is found out once.
-  fastgen::add_to_plan([tensors = std::move(tensors), steps = std::move(steps)] {
+  // What is where is found out once, and again when memory has moved, as it does when it becomes shared by processes.
+  fastgen::add_to_plan([tensors, given, memory = code.memory, steps]() mutable {
+    if (has_moved(tensors, memory)) {
+      const Code now(tensors, given);
+      memory = now.memory, steps = steps_of(now);
+    }
     for (const Step& each : steps) run(each);
   });
 }

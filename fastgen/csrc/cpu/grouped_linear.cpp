@@ -25,8 +25,6 @@
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 // Vectors as a language extension: gcc and clang.
@@ -320,18 +318,45 @@ void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* ea
   });
 }
 
+// Where the memory of tensors begins.
+using Places = std::vector<const void*>;
+
+void add_place(Places& to, const Tensor& tensor) { to.push_back(tensor.const_data_ptr()); }
+
+void add_place(Places& to, const std::optional<Tensor>& tensor) {
+  if (tensor) add_place(to, *tensor);
+}
+
+template <class One>
+void add_place(Places& to, const std::vector<One>& tensors) {
+  for (const One& each : tensors) add_place(to, each);
+}
+
+template <class... Tensors>
+Places places_of(const Tensors&... tensors) {
+  Places found;
+  (add_place(found, tensors), ...);
+  return found;
+}
+
 void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
                          std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
                          std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
                          int64_t group_size, bool rotated) {
-  const Products products(results, x, numbers, scales, zeros, minimums, order, biases, bits, group_size, rotated);
-  const auto run = [=] {
+  const auto made = [=] {
+    return Products(results, x, numbers, scales, zeros, minimums, order, biases, bits, group_size, rotated);
+  };
+  const auto run = [group_size, rotated](const Products& products) {
     multiply(products.x, group_size, rotated, products.each.data(), products.each.size());
   };
-  if (!fastgen::plan_is_open()) return run();
-  // A plan holds the tensors. So what is where in them is found out once.
-  auto held = std::make_tuple(results, x, numbers, scales, zeros, minimums, order, biases);
-  fastgen::add_to_plan([run, held = std::move(held)] { run(); });
+  if (!fastgen::plan_is_open()) return run(made());
+  const auto places = [=] { return places_of(results, x, numbers, scales, zeros, minimums, biases); };
+  // What is where is found out once, and again when memory has moved. The numbers of an order are checked each time.
+  const bool is_ordered = order.has_value();
+  fastgen::add_to_plan([made, run, places, is_ordered, products = made(), known = places()]() mutable {
+    if (is_ordered || places() != known) products = made(), known = places();
+    run(products);
+  });
 }
 
 void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,

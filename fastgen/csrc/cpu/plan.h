@@ -19,7 +19,7 @@ void add_to_plan(std::function<void()> work);
 template <auto function>
 struct Planned;
 
-// Tensors are references: what they refer to lives as long as the plan.
+// Tensors are references: what they refer to lives as long as the plan. Where its numbers lie, an operator asks each time.
 template <class... Arguments, void (*function)(Arguments...)>
 struct Planned<function> {
   static void call(Arguments... arguments) {

@@ -122,8 +122,10 @@ class OwnWeights:
             return
         module, weight, transposed = self._head
         if for_largest and self._head_is_plain and _RoughHead.serves(module, weight, transposed):
-            if self._rough_head is None and (copy := largest_output.rough_copy_of(weight)) is not None:
-                self._rough_head = _RoughHead(module, weight, copy)
+            if self._rough_head is None:
+                copy = largest_output.rough_copy_of(weight)
+                self._rough_head = None if copy is None else _RoughHead(module, weight, copy)
+                self._head_is_plain = copy is not None  # without one, it is not tried again
             self._rough = self._rough_head
         if self._rough is None and module not in self._products:
             self._copy(module, weight, transposed)

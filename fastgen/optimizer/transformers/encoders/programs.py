@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgen import caches, counters, settings
+from fastgen.decoding import narrow_weights
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
@@ -60,7 +61,8 @@ class _Pass:
                 buffer.copy_(tensor)
 
         function()  # the buffers are there before the recording
-        self._program.capture(graph.capturable(function))
+        with narrow_weights.left_out():
+            self._program.capture(graph.capturable(function))
 
     def run(self, inputs: dict[str, Tensor]) -> Any:
         for name, value in inputs.items():

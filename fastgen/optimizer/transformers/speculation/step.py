@@ -289,6 +289,13 @@ class SpeculativeStep(CapturedStep):
         kvs = [layer.kv for layers in layers_in(cache) for layer in layers] if self._is_first else []
         for kv in kvs:
             kv.host_may_wait = True
+        try:
+            self._run_and_time(positions, function)
+        finally:
+            for kv in kvs:
+                kv.host_may_wait = False
+
+    def _run_and_time(self, positions: int, function: Callable[[], None]) -> None:
         if positions not in self._made:
             self._made[positions] = _Part(self.device, self._is_first or self.device.type != "cpu")
         known = self.times_of(positions)
@@ -303,8 +310,6 @@ class SpeculativeStep(CapturedStep):
                 known.append(seconds)
             else:
                 self.seconds_of_first_runs += seconds
-        for kv in kvs:
-            kv.host_may_wait = False
 
     def _now(self, waits: bool) -> float:
         if waits and self.device.type == "cuda":
