@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgen.ops import _library, dot_linear, elementwise, grouped_linear, plan, rms_norm  # noqa: F401
+from fastgen.ops import _library, dot_linear, elementwise, grouped_linear, rms_norm  # noqa: F401
+from fastgen.ops import _plan as plan
 
 pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
 operators, aten = torch.ops.fastgen, torch.ops.aten

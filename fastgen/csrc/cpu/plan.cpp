@@ -1,4 +1,4 @@
-// Plans of operators. The schemas are defined in fastgen/ops/plan.py.
+// Plans of operators. The schemas are defined in fastgen/ops/_plan.py.
 #include "plan.h"
 
 #include <torch/csrc/stable/library.h>

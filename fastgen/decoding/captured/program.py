@@ -21,7 +21,7 @@ from fastgen.decoding import arena, largest_outputs, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _team, elementwise, plan
+from fastgen.ops import _plan, _team, elementwise
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -47,12 +47,12 @@ class Program:
             recording, _ = record(function)
             compiler = _Compiler(recording, self._memory)
             self._calls, self._chunks = compiler.calls(), compiler.chunks
-            self._planned = plan.planned(self._calls)
+            self._planned = _plan.planned(self._calls)
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
         with torch.inference_mode(), _team.for_replay():
-            for call in self._calls if plan.is_profiled() else self._planned:
+            for call in self._calls if _plan.is_profiled() else self._planned:
                 call()
 
 
