@@ -45,7 +45,6 @@ struct Arguments {
   const void *x, *weight, *bias;
   void* y;
   int64_t x_stride, weight_stride, rows, inputs, outputs;
-  int64_t ahead;  // bytes of a line that are asked for before they are multiplied; 0: those of the next line are
 };
 
 namespace portable {
@@ -195,7 +194,7 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
     products.push_back({kernel(x.scalar_type(), weight.scalar_type(), by_outputs),
                         {x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
                          y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
-                         weight.size(0), fastgen::bytes_ahead()}});
+                         weight.size(0)}});
   }
   if (!products.empty() && x.size(0) > 0) multiply(x, products);
 }
@@ -222,7 +221,7 @@ void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, cons
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs);
     const float* of_line = biases == nullptr ? nullptr : biases + lines[i];
-    found.multiply({from, first + lines[i] * stride, of_line, y + i, inputs, stride, 1, inputs, 1, 0}, 0, 1);
+    found.multiply({from, first + lines[i] * stride, of_line, y + i, inputs, stride, 1, inputs, 1}, 0, 1);
   }
 }
 

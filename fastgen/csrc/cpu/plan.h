@@ -5,10 +5,9 @@
 // themselves, and keep what they have found out about their arguments.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <functional>
 #include <tuple>
+#include <type_traits>
 
 namespace fastgen {
 
@@ -20,21 +19,13 @@ template <auto function>
 struct Planned;
 
 // Tensors are references: what they refer to lives as long as the plan. Where its numbers lie, an operator asks each time.
-template <class... Arguments, void (*function)(Arguments...)>
+// The operator returns nothing, or its last argument.
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Planned<function> {
-  static void call(Arguments... arguments) {
+  static Result call(Arguments... arguments) {
     if (!plan_is_open()) return function(arguments...);
     add_to_plan([=] { function(arguments...); });
-  }
-};
-
-// Of an operator that returns its last argument.
-template <class... Arguments, torch::stable::Tensor (*function)(Arguments...)>
-struct Planned<function> {
-  static torch::stable::Tensor call(Arguments... arguments) {
-    if (!plan_is_open()) return function(arguments...);
-    add_to_plan([=] { function(arguments...); });
-    return std::get<sizeof...(Arguments) - 1>(std::tie(arguments...));
+    if constexpr (!std::is_void_v<Result>) return std::get<sizeof...(Arguments) - 1>(std::tie(arguments...));
   }
 };
 

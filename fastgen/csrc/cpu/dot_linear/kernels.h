@@ -355,7 +355,7 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
                         given.outputs,
                         given.inputs,
                         0,
-                        given.ahead / static_cast<int64_t>(sizeof(Number))};
+                        fastgen::bytes_ahead() / static_cast<int64_t>(sizeof(Number))};
   constexpr int64_t kSingle = 8, kOutputs = FASTGEN_OUTPUTS;
   if (given.rows == 1) {  // there are registers for more outputs, and each line is read once
     const int64_t whole = product.inputs / Type::kStep * Type::kStep;
