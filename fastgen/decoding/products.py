@@ -155,25 +155,17 @@ class MeasuredProducts(FixedProducts):
             return known
         may_measure = self._uses.are_enough(rows)
         costs = linear.costs(rows, *self._shape, measure=may_measure)
-        dots, split = self._dots(rows, may_measure), self._split(rows, may_measure)
-        if costs is None or dots is None or split is None:
+        split = self._split(rows, may_measure)
+        if costs is None or split is None:
             return _NO_GAIN
         self.packing = costs.packing
-        unpacked = min(costs.plain, costs.streamed, dots, split)
+        unpacked = min(costs.plain, costs.streamed, costs.dots, split)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
         # The first of equal ones.
-        best = (costs.plain, dots, split, costs.streamed).index(unpacked)
+        best = (costs.plain, costs.dots, split, costs.streamed).index(unpacked)
         self._gains[rows] = Gain(saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2)
         return self._gains[rows]
-
-    def _dots(self, rows: int, may_measure: bool) -> float | None:
-        """Seconds of dot products with the lines of the weight; None as long as it is not known."""
-        if rows > dot_linear.MAX_ROWS or not dot_linear.is_available():
-            return math.inf
-        inputs, outputs, transposed = self._shape
-        costs = dot_linear.costs(rows, inputs, outputs, torch.float32, measure=may_measure, transposed=transposed)
-        return None if costs is None else costs.dots
 
     def _split(self, rows: int, may_measure: bool) -> float | None:
         """Seconds of the product in parts of bfloat16; None as long as it is not known."""
@@ -355,20 +347,25 @@ def _shares(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> dic
 def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> float:
     if x.stride(1) != 1 or not dot_linear.serves(x, weight, bias):
         return math.inf
-    costs = dot_linear.costs(*x.shape, outputs, x.dtype, transposed=weight.stride(1) != 1)
-    if costs is None:
-        return math.inf
-    # As long as torch's is better in float32: several of them can be one call, and weights that come from farther away
-    # than those that are measured are read faster.
-    share = costs.dots / costs.plain
-    return min(share, 1 - 1e-6) if x.dtype is torch.float32 and share < 1 + _MARGIN else share
+    if x.dtype is not torch.float32:
+        found = dot_linear.costs(*x.shape, outputs, x.dtype)
+        return math.inf if found is None else found.dots / found.plain
+    costs = _costs(x, weight, outputs)
+    share = math.inf if costs is None else costs.dots / costs.plain
+    # As long as torch's is better: several of them can be one call, and weights that come from farther away than those
+    # that are measured are read faster.
+    return min(share, 1 - 1e-6) if share < 1 + _MARGIN else share
 
 
 def _share_streamed(x: Tensor, weight: Tensor, outputs: int) -> float:
     if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
         return math.inf
-    costs = linear.costs(*x.shape, outputs, transposed=weight.stride(0) == 1)
+    costs = _costs(x, weight, outputs)
     return math.inf if costs is None else costs.streamed / costs.plain
+
+
+def _costs(x: Tensor, weight: Tensor, outputs: int) -> linear.Costs | None:
+    return linear.costs(*x.shape, outputs, transposed=weight.stride(1) != 1)
 
 
 def _share_widened(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> float:

@@ -1,7 +1,8 @@
 """Linear layers for the few rows of a decoding step, as dot products with the lines of a weight as it is, on the CPU.
 
 The weight is neither packed nor laid out: it is read once, in float32, bfloat16 or float16, and sums are in
-float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape (`costs`).
+float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape: in float32 with
+all other products (`fastgen.ops.linear.costs`), with numbers of 16 bits here (`costs`).
 
 With x, bias and result in float32 the weight may be in bfloat16 or float16. The result has the bits of that with the
 widened weight.
@@ -17,14 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.ops import _library, _timings
-from fastgen.ops.linear import MAX_BYTES, as_rows, count_of_cold, shortest_times
+from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, rows_measured, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 7"
-# Of more rows nothing is measured: the lines of a weight are read from the cache once for every few of them.
-MAX_ROWS = 16
-# Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
-_EXACT_ROWS = 9
+_KERNEL = "dot linear 8"
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -43,7 +40,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype in _TYPES
         and weight.dim() == 2
         and x.shape[-1:] == weight.shape[1:]
-        and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and 0 < x.numel() <= MAX_DOT_ROWS * x.shape[-1]
         and (weight.stride(1) == 1 or (weight.stride(0) == 1 and x.dtype is torch.float32))
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and is_available()
@@ -73,13 +70,7 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def costs(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    dtype: torch.dtype,
-    measure: bool = True,
-    transposed: bool = False,
-    narrow: torch.dtype | None = None,
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True, narrow: torch.dtype | None = None
 ) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
@@ -87,29 +78,25 @@ def costs(
     (`fastgen.ops._timings`). None if it is not known, and not to be measured.
 
     Args:
-        transposed: the weight is stored as [inputs, outputs], as GPT-2's.
-        narrow: the type that dot products have the weight in, and torch has not, if not `dtype`.
+        dtype: of the input, and of torch's weight; with float32, `narrow` is given.
+        narrow: the type that dot products have the weight in, if not `dtype`.
     """
-    bucket = rows if rows <= _EXACT_ROWS else -(-rows // 4) * 4
+    bucket = rows_measured(rows)
     types = _TYPES[dtype] if narrow is None else f"{_TYPES[dtype]} of {_TYPES[narrow]}"
-    key = f"{types} {bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
-    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, transposed, narrow)) if measure else None
-    known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
+    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, narrow)) if measure else None
+    known = _timings.get(_KERNEL, f"{types} {bucket}x{inputs}x{outputs}", len(Costs._fields), measuring)
     return None if known is None else Costs(*known)
 
 
 @torch.no_grad()
-def _measure(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, transposed: bool, narrow: torch.dtype | None = None
-) -> Costs:
+def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, narrow: torch.dtype | None = None) -> Costs:
     of_dots = dtype if narrow is None else narrow
     some = min(outputs, max(MAX_BYTES // (inputs * dtype.itemsize), 1))
     count = count_of_cold(inputs * of_dots.itemsize * some, 64)
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
-    stored = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
-    weights = [weight.t() if transposed else weight for weight in stored]
+    weights = [full((some, inputs), 0.25) for _ in range(count)]
     # What torch's product has just read would be in the cache.
     copies = [weight.to(of_dots, copy=True) for weight in weights]
     plain, dots = shortest_times(

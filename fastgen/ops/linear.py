@@ -12,6 +12,7 @@ The operators are float32 only, and there are kernels alone (`is_available`). Th
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,12 +24,13 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 10"
-# Shapes are measured with the next power of two of rows, and beyond this many in proportion. From 9 to 16 rows, where
-# dot products take longer with each row and streamed ones hardly do, it is the next multiple of four, as it is for dot
-# products.
+_KERNEL = "linear 11"
+# Dot products are measured with so many rows at most: with more, they read each line from the cache too often.
+MAX_DOT_ROWS = 16
+# Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
+EXACT_ROWS = 9
+# Beyond these, shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
-_FOURS = range(9, 17)
 # A wider layer is measured with fewer outputs, and in proportion.
 MAX_BYTES = 2**24
 # The weights of a model do not stay in the cache from one step to the next; those that are measured must not either.
@@ -47,7 +49,8 @@ class Costs(NamedTuple):
     plain: float  # torch's own
     packed: float  # with the packed weight
     packing: float  # that packing the weight takes, which is no product
-    streamed: float = float("inf")  # with the weight as it is
+    streamed: float = math.inf  # with the weight as it is
+    dots: float = math.inf  # as dot products with the lines of the weight (fastgen/ops/dot_linear.py)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -117,14 +120,19 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
     Args:
         transposed: the weight is stored as [inputs, outputs], as GPT-2's.
     """
-    bucket = -(-rows // 4) * 4 if rows in _FOURS else min(1 << (rows - 1).bit_length(), _MAX_ROWS)
+    bucket = rows_measured(rows) if rows <= MAX_DOT_ROWS else min(1 << (rows - 1).bit_length(), _MAX_ROWS)
     key = f"{bucket}x{inputs}x{outputs}{'t' if transposed else ''}"
     measuring = (lambda: _measure(bucket, inputs, outputs, transposed)) if measure else None
     known = _timings.get(_KERNEL, key, len(Costs._fields), measuring)
     if known is None:
         return None
     costs, scale = Costs(*known), max(rows / bucket, 1.0)
-    return Costs(costs.plain * scale, costs.packed * scale, costs.packing, costs.streamed * scale)
+    return Costs(costs.plain * scale, costs.packed * scale, costs.packing, costs.streamed * scale, costs.dots * scale)
+
+
+def rows_measured(rows: int) -> int:
+    """With how many rows products of at most `MAX_DOT_ROWS` are measured."""
+    return rows if rows <= EXACT_ROWS else -(-rows // 4) * 4
 
 
 @torch.no_grad()
@@ -142,21 +150,25 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     def plain(weight: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight) if transposed else F.linear(x, weight, bias)
 
-    # As dot products are measured: neither makes memory for its result in a recorded step.
+    # Neither of the others makes memory for its result in a recorded step.
     result = full((rows, some), 0.0)
 
-    def streamed(weight: Tensor) -> None:
-        torch.ops.fastgen.streamed_linear_out.default(result, x, weight.t() if transposed else weight, bias)
+    def into(operator: Callable[..., object]) -> Callable[[Tensor], object]:
+        return lambda weight: operator(result, x, weight.t() if transposed else weight, bias)
 
+    # With copies, or one would find in the cache what another has just read.
+    copies = [weight.clone() for weight in weights]
     products: list[tuple[Callable[[Tensor], object], list[Tensor]]] = [
         (plain, weights),
         (lambda panels: packed_linear(x, panels, bias, some), packed),
-        # With copies, or it would find in the cache what torch's product has just read.
-        (streamed, [weight.clone() for weight in weights]),
+        (into(torch.ops.fastgen.streamed_linear_out.default), copies),
     ]
+    # In turn with the others: shares of torch's time from two measurements tell less than the products differ.
+    if rows <= MAX_DOT_ROWS and _library.has_kernel("fastgen::dot_linear_out"):
+        products.append((into(torch.ops.fastgen.dot_linear_out.default), [weight.clone() for weight in weights]))
     scale = outputs / some
-    seconds = [time * scale for time in shortest_times(products)]
-    return Costs(seconds[0], seconds[1], packing * scale, seconds[2])
+    plain_seconds, packed_seconds, *others = (time * scale for time in shortest_times(products))
+    return Costs(plain_seconds, packed_seconds, packing * scale, *others)
 
 
 def shortest_times(products: list[tuple[Callable[[Tensor], object], list[Tensor]]]) -> list[float]:

@@ -29,11 +29,9 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dot products are the fastest, and faster with 16 bits, up to 8 rows."""
     fastgen.reset_stats()
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9))
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9, 1.0))
     monkeypatch.setattr(
-        dot_linear,
-        "costs",
-        lambda rows, *more, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow and rows <= 8 else 1.0),
+        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 8 else 1.0)
     )
 
 
@@ -171,10 +169,7 @@ def test_fixed_products_do_not_depend_on_copies(rows: int, has_copy: bool, monke
 
 def test_torchs_product_where_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the fastest of those in float32."""
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 3.0))
-    monkeypatch.setattr(
-        dot_linear, "costs", lambda *more, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow else 3.0)
-    )
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 3.0, 3.0))
     for biased in (False, True):
         step = Step(weight_of(torch.bfloat16), weight_of(torch.float16, 9), biased=biased)
         with weight_copies.call():

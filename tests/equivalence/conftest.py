@@ -63,7 +63,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(plain=2.0, dots=1.0))
     monkeypatch.setattr(split_linear, "costs", lambda *shape, **options: split_linear.Costs(plain=2.0, split=9.0))
     monkeypatch.setattr(widened_linear, "costs", lambda *shape, measure: widened_linear.Costs(plain=2.0, widened=1.0))
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(plain=2.0, packed=0.5, packing=0.0))
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 0.5, packing=0.0, dots=1.0))
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     fastgen.enable()
     fastgen.reset_stats()

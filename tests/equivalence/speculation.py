@@ -12,7 +12,7 @@ import torch
 import fastgen
 from fastgen.decoding import layers
 from fastgen.decoding.speculation import draft_length
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -34,9 +34,8 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnWeightsDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     # Nothing is measured: products of few rows are FastGen's, and those of one row others than those of several.
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
     monkeypatch.setattr(
-        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
+        linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
     graph_cache.drop_all()
     fastgen.reset_stats()

@@ -10,7 +10,7 @@ import torch
 import fastgen
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import linear
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Key, Prompt
 from tests.equivalence.captured import KNOWN
 from tests.equivalence.models import PAD
@@ -26,8 +26,7 @@ def captures(request: pytest.FixtureRequest, device: torch.device, monkeypatch: 
         pytest.skip("steps are recorded on the CPU, and programs need the compiled operators")
     made = {"program": Program, "graph": RecordedGraph}[request.param]
     monkeypatch.setattr(graph, "new", lambda device: made())
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5))
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
 
 
 def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: bool, beams: int) -> Prompt:

@@ -16,7 +16,7 @@ import fastgen
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.model_state import Seen
-from fastgen.ops import dot_linear, linear, packed_attention
+from fastgen.ops import linear, packed_attention
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders import programs
@@ -32,8 +32,7 @@ def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Non
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
     monkeypatch.setattr(programs, "PAYS_FROM", 2)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(2.0, 1.5))
+    monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.5))
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
     programs._drop_all()
     replay = Program.replay

@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
-from fastgen.ops import dot_linear, linear, packed_attention, split_linear
+from fastgen.ops import linear, packed_attention, split_linear
 from fastgen.optimizer.transformers.encoders import call, passes
 from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
 from tests.equivalence.encoder_models import (
@@ -239,7 +239,6 @@ def test_many_rows_are_multiplied_with_weights_as_they_are(classifier: Any, monk
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, streamed=1.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **more: dot_linear.Costs(plain=2.0, dots=9.0))
     monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=9.0))
     monkeypatch.setattr(linear, "streamed_linear", lambda *given: used.append(given[0].shape) or product(*given))
     model = copy.deepcopy(classifier)

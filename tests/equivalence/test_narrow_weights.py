@@ -34,10 +34,8 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9))
-    monkeypatch.setattr(
-        dot_linear, "costs", lambda *shape, narrow=None, **options: dot_linear.Costs(2.0, 0.5 if narrow else 1.0)
-    )
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9, 1.0))
+    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(2.0, 0.5))
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
     monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))

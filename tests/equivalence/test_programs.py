@@ -19,7 +19,7 @@ from fastgen import settings
 from fastgen.decoding import layers, output_layer, products
 from fastgen.decoding.captured import graph, program
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import dot_linear, linear, quantized_linear
+from fastgen.ops import linear, quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import loop
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
@@ -41,9 +41,8 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0))
     monkeypatch.setattr(
-        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 4 else 1.5)
+        linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)

@@ -224,13 +224,13 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
-    costs = linear.costs(5, 64, 100, False)
-    assert all(seconds > 0 for seconds in costs)
+    costs = linear.costs(13, 64, 100, False)
+    assert all(0 < seconds < 10 for seconds in costs)
     assert torch.equal(torch.get_rng_state(), state)
     assert cache.exists()
     monkeypatch.setattr(linear, "_measure", lambda *shape: pytest.fail("measured again"))
     _forget(monkeypatch)
-    assert linear.costs(8, 64, 100, False) == costs  # five rows are measured as eight
+    assert linear.costs(16, 64, 100, False) == costs  # 13 rows are measured as 16
     assert linear.backend().endswith("shapes")
 
 
@@ -243,17 +243,18 @@ def test_costs_are_measured_until_the_shortest_time_is_met_twice(
     seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_STEADY", 1.06)
-    for busy in range(3):  # each product: the others take as long each time
-        turns = (time if product == busy else 2.0 for time in seconds for product in range(3))
+    for busy in range(4):  # each product: the others take as long each time
+        turns = (time if product == busy else 2.0 for time in seconds for product in range(4))
         monkeypatch.setattr(linear, "_seconds", lambda *product, turns=turns: next(turns))
         costs = linear._measure(2, 8, 8, False)
-        expected = [min(seconds[:rounds]) if product == busy else 2.0 for product in range(3)]
-        assert [costs.plain, costs.packed, costs.streamed] == expected
+        expected = [min(seconds[:rounds]) if product == busy else 2.0 for product in range(4)]
+        assert [costs.plain, costs.packed, costs.streamed, costs.dots] == expected
 
 
 def test_many_rows_with_the_weight_as_it_is_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = linear.costs(300, 16, 24, False)
-    assert all(0 < seconds < 1 for seconds in costs)
+    assert all(0 < seconds < 1 for seconds in costs[:-1])
+    assert costs.dots == float("inf")
     _forget(monkeypatch)
     assert linear.costs(300, 16, 24, False) == costs  # in the file as well
 
@@ -262,7 +263,9 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr(linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0, 1.5))
+    monkeypatch.setattr(
+        linear, "_measure", lambda *shape: measured.append(shape) or linear.Costs(2.0, 1.0, 3.0, 1.5, 0.5)
+    )
     linear.costs(4, 10, 20, False)
     linear.costs(4, 10, 20, True)
     before = torch.get_num_threads()
@@ -272,12 +275,11 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     finally:
         torch.set_num_threads(before)
     assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
-    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0)  # in proportion to 1,024 rows
+    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0, 1.0)  # in proportion to 1,024 rows
     measured.clear()
-    for rows in (9, 10, 12, 13, 16, 17, 40):
+    for rows in (3, 5, 9, 10, 12, 13, 16, 17, 40):
         linear.costs(rows, 5, 5, False)
-    # As dot products with up to 16 rows, so that the two can be compared.
-    assert [rows for rows, *_ in measured] == [12, 16, 32, 64]
+    assert [rows for rows, *_ in measured] == [3, 5, 9, 12, 16, 32, 64]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"b": ["x"]}}', "\x00"])

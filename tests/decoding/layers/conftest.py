@@ -10,7 +10,7 @@ import torch
 import fastgen
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import dot_linear, linear, split_linear
+from fastgen.ops import linear, split_linear
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,6 @@ def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tenso
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(products, "MEASURED_FROM", 1)
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 1.0, 0.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure, transposed: dot_linear.Costs(2.0, 9.0))
     monkeypatch.setattr(split_linear, "costs", lambda *shape, measure: split_linear.Costs(2.0, 9.0))
     monkeypatch.setattr(linear, "pack", lambda weight: packed.append(weight) or pack(weight))
     monkeypatch.setattr(FastLayers, "_shapes", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import fastgen
 from fastgen.decoding import layers, products
 from fastgen.decoding.layers import FastLayers
-from fastgen.ops import dot_linear, linear
+from fastgen.ops import dot_linear, linear, split_linear
 from tests.decoding.layers.tiny import KINDS, Transposed
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
@@ -190,8 +191,11 @@ def test_dot_products_serve_few_rows_without_packing(
     found: list[int] = []
     product = dot_linear.dot_linear
     monkeypatch.setattr(dot_linear, "dot_linear", lambda x, *rest: found.append(len(x)) or product(x, *rest))
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure, transposed: dot_linear.Costs(2.0, dots))
-    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 0.95, 0.0, streamed=1.5))
+
+    def costs(rows: int, *shape: object, measure: bool) -> linear.Costs:
+        return linear.Costs(2.0, 0.95, 0.0, streamed=1.5, dots=dots if rows <= linear.MAX_DOT_ROWS else math.inf)
+
+    monkeypatch.setattr(linear, "costs", costs)
     model, few, many = nn.Sequential(kind(20, 12)), torch.randn(3, 20), torch.randn(17, 20)
     expected = model(few)
     with FastLayers.of(model, KINDS):
@@ -203,9 +207,10 @@ def test_dot_products_serve_few_rows_without_packing(
 
 
 def test_a_way_that_is_not_known_waits(packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dot products cost decides whether a weight is packed."""
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, measure, transposed: None)
+    """What products in parts of bfloat16 cost decides whether a weight is packed."""
+    monkeypatch.setattr(split_linear, "costs", lambda *shape, measure: None)
+    monkeypatch.setattr(split_linear, "is_available", lambda: True)
     model = nn.Sequential(nn.Linear(4, 4))
     with FastLayers.of(model, KINDS):
-        model(torch.randn(2, 4))
-    assert len(packed_at_once) == (not dot_linear.is_available())
+        model(torch.randn(split_linear.MIN_ROWS, 4))
+    assert not packed_at_once
