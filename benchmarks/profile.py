@@ -1,20 +1,22 @@
 """Where the time of a run goes, and the least that it could be: what is shown for a workload that misses a target.
 
-The floor of an operator is the time of what it cannot do without: its multiplications and additions at the rate of a
-large product of torch's, or its bytes at the bandwidth of a copy, whichever takes longer, with both rates taken right
-after the run. Products and attention have one. A product whose weight stays in a cache can be faster than its floor.
+The floor of an operator is the time of what it cannot do without: its multiplications and additions at the rate of the
+fastest large product, torch's or FastGen's, or its bytes at the bandwidth of a copy, whichever takes longer, with both
+rates taken right after the run. Products and attention over K/V of a known length have one. A product whose weight
+stays in a cache can be faster than its floor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.measure import copy_bandwidth, seconds_of
+from fastgen.ops import linear
 
 # Operators below this share of the time are added up.
 _MIN_SHARE = 0.02
@@ -24,6 +26,7 @@ _SIZE, _COPY_BYTES = 2048, 2**28
 _CPU = torch.device("cpu")
 
 Shape = Sequence[int]
+_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out")
 
 
 class Rates(NamedTuple):
@@ -59,11 +62,11 @@ def profile(run: Callable[[], object], rates: Callable[[], Rates] | None = None)
     limit = (rates or measure_rates)()
     seconds: dict[str, float] = {}
     floor: dict[str, float] = {}
-    for event in profiler.key_averages(group_by_input_shape=True):
-        seconds[event.key] = seconds.get(event.key, 0.0) + event.self_cpu_time_total / 1e6
-        work = work_of(event.key, event.input_shapes)
+    for event in profiler.events():
+        seconds[event.name] = seconds.get(event.name, 0.0) + event.self_cpu_time_total / 1e6
+        work = work_of(event.name, event.structured_input_shapes or ())
         if work is not None:
-            floor[event.key] = floor.get(event.key, 0.0) + event.count * limit.seconds(work)
+            floor[event.name] = floor.get(event.name, 0.0) + limit.seconds(work)
     total = sum(seconds.values())
     large = {name: value for name, value in seconds.items() if value >= _MIN_SHARE * total}
     ordered = dict(sorted(large.items(), key=lambda item: -item[1]))
@@ -76,12 +79,17 @@ def profile(run: Callable[[], object], rates: Callable[[], Rates] | None = None)
 def measure_rates() -> Rates:
     """Those of this machine now, with the number of threads in force."""
     a, b = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
-    return Rates(2 * _SIZE**3 / seconds_of([lambda: a @ b], _CPU), copy_bandwidth(_CPU, _COPY_BYTES))
+    products: list[Callable[[], object]] = [lambda: a @ b]
+    if linear.is_available():
+        packed = linear.pack(b)
+        products.append(lambda: linear.packed_linear(a, packed, None, _SIZE))
+    fastest = min(seconds_of([product], _CPU) for product in products)
+    return Rates(2 * _SIZE**3 / fastest, copy_bandwidth(_CPU, _COPY_BYTES))
 
 
-def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
-    """Operations and bytes of a call in float32, by the shapes of its arguments ([] for what is no tensor); None where
-    it is neither a product nor attention, or where the profiler does not know its shapes: those of lists."""
+def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
+    """Operations and bytes of a call in float32, by the shapes of its arguments ([] for what is no tensor, a list of
+    shapes for several); None where it is neither a product nor attention."""
     if operator in ("aten::mm", "aten::bmm"):
         return _product(*shapes[:2])
     if operator in ("aten::addmm", "aten::baddbmm"):
@@ -95,6 +103,11 @@ def work_of(operator: str, shapes: Sequence[Shape]) -> Rates | None:
     if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out"):
         _, rows, (outputs, inputs) = shapes[:3]
         return _product(rows, (inputs, outputs))
+    if operator in _SEVERAL:
+        _, rows, weights = shapes[:3]
+        works = [_product(rows, (inputs, outputs)) for outputs, inputs in weights]
+        read_once = 4 * math.prod(rows) * (len(works) - 1)
+        return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once)
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])

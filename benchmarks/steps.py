@@ -2,10 +2,11 @@
 
     python -m benchmarks.steps NAME [NAME ...] [--calls N] [--models N] [--threads N] [--help]
 
-A name is that of a workload (`python -m benchmarks --list`). Its calls run with captured steps, every operator of which
-is timed. In as many calls before, whole steps are timed: there, several operators are one call. A step is from one
-replay to the next one, so it has the loop around the operators, too. The time outside of kernels is what the operators
-do not take, and for each of them the time that the smallest one of FastGen's takes.
+A name is that of a workload (`python -m benchmarks --list`). Its calls run with captured steps, every operator of
+which is timed. In as many calls before, steps are timed as they are: there, several operators are one call from Python,
+a plan. A step is from one replay to the next one, so it has the loop around the operators, too. The time outside of
+kernels is what these calls do not take, and for each operator the time that the smallest one of FastGen's takes, by
+itself or in a plan.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
 measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. Weights that
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +40,11 @@ from benchmarks.workload import Generation
 from benchmarks.workloads import all_workloads
 from fastgen import settings
 from fastgen.decoding.captured.program import Program
+from fastgen.ops import _plan
 
 _CPU = torch.device("cpu")
 _COPY_BYTES = 2**28
+_RUN_PLAN = torch.ops.fastgen.run_plan.default
 PRODUCTS = "products with weights"
 # By a part of the operator's name; those of torch are "addmm" and "mm".
 _KINDS = {
@@ -59,37 +62,54 @@ FIRST_CALLS = (
 )
 
 
+class Smallest(NamedTuple):
+    """Seconds of an operator that does next to nothing: called from Python, and as one of many in a plan."""
+
+    alone: float
+    in_plan: float
+
+
 @dataclass
 class Steps:
     """What was seen of the steps of some calls.
 
     Attributes:
         seconds: of each step, from its beginning to that of the next one in the same call.
+        inside: of each of these, in the calls that it makes.
         operators: seconds of each step in operators, by kind; of other calls than those of `seconds`.
         calls: operators of a step.
+        alone: of these, those that are no part of a plan.
         weights: the memory of weights that a step reads, by address.
         by_operator: whether operators are timed, or steps.
     """
 
     seconds: list[float] = field(default_factory=list)
+    inside: list[float] = field(default_factory=list)
     operators: list[dict[str, float]] = field(default_factory=list)
     calls: int = 0
+    alone: int = 0
     weights: dict[int, int] = field(default_factory=dict)
     by_operator: bool = False
     _first: Program | None = None
     _began: float | None = None
+    _inside: float = 0.0
 
     def begin(self, program: Program) -> None:
         """A program is about to be executed: if it is the first part of a step, a step begins."""
         if self._first is None:
             self._first = program
-        if program is self._first:
-            now = time.perf_counter()
-            if self._began is not None and not self.by_operator:
+        if program is not self._first:
+            return
+        now = time.perf_counter()
+        if self.by_operator:
+            self.operators.append(defaultdict(float))
+            self.calls = 0
+        else:
+            if self._began is not None:
                 self.seconds.append(now - self._began)
-            self._began, self.calls = now, 0
-            if self.by_operator:
-                self.operators.append(defaultdict(float))
+                self.inside.append(self._inside)
+            self.alone = 0
+        self._began, self._inside = now, 0.0
 
     def end_call(self) -> None:
         """The last step of a call has nothing behind it, so it is left out."""
@@ -100,13 +120,18 @@ class Steps:
     def execute(self, call: Callable[[], object]) -> None:
         start = time.perf_counter()
         call()
-        self.operators[-1][kind(call)] += time.perf_counter() - start
-        self.calls += 1
+        seconds = time.perf_counter() - start
+        if self.by_operator:
+            self.operators[-1][kind(call)] += seconds
+            self.calls += 1
+        else:
+            self._inside += seconds
+            self.alone += _innermost(call).func is not _RUN_PLAN
 
-    def share_outside(self, smallest: float) -> float:
-        """The part of the time that is in no kernel, if an operator that does next to nothing takes `smallest`."""
-        inside = statistics.median(sum(each.values()) for each in self.operators) - smallest * self.calls
-        return 1 - inside / statistics.median(self.seconds)
+    def share_outside(self, smallest: Smallest) -> float:
+        """The part of the time that is in no kernel, if an operator that does next to nothing takes so long."""
+        idle = smallest.alone * self.alone + smallest.in_plan * (self.calls - self.alone)
+        return 1 - (statistics.median(self.inside) - idle) / statistics.median(self.seconds)
 
     def rows(self) -> list[tuple[str, float]]:
         """Median seconds of each kind of operator, and of the whole step."""
@@ -141,21 +166,20 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
                     yield each.untyped_storage().data_ptr()
 
     def timed_replay(program: Program) -> None:
-        """The program's own replay, or its calls with a clock; looks at what they read, once for each program."""
-        calls = program._calls
-        if program not in timed_calls:
-            timed_calls[program] = [partial(steps.execute, call) for call in calls]
+        """The program's own replay with a clock around its calls; looks at what they read, once for each program."""
+        calls, planned = program._calls, program._planned
+        if program not in timed:
+            timed[program] = [[partial(steps.execute, call) for call in kept] for kept in (planned, calls)]
             addresses = (address for call in calls for address in read(call))
             steps.weights |= {address: storages[address] for address in addresses if address in storages}
         steps.begin(program)
-        planned = program._planned
-        program._planned = timed_calls[program] if steps.by_operator else planned
+        program._planned = timed[program][steps.by_operator]
         try:
             replay(program)
         finally:
             program._planned = planned
 
-    timed_calls: dict[Program, list[Callable[[], object]]] = {}
+    timed: dict[Program, list[list[Callable[[], object]]]] = {}
     Program.replay = timed_replay  # type: ignore[method-assign]
     try:
         yield
@@ -163,12 +187,13 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
         Program.replay = replay  # type: ignore[method-assign]
 
 
-def smallest_operator() -> float:
-    """Seconds of a call of an operator that does next to nothing."""
-    x = torch.zeros(1, 1)
+def smallest_operator() -> Smallest:
     operator = torch.ops.fastgen.rms_norm_out.default
     with torch.inference_mode():
-        return seconds_of([partial(operator, torch.zeros(1, 1), x, x[0], 1e-6, 0.0, False)] * 1000, _CPU)
+        x = torch.zeros(1, 1)
+        calls: list[Callable[[], object]] = [partial(operator, torch.zeros(1, 1), x, x[0], 1e-6, 0.0, False)] * 1000
+        (plan,) = _plan.planned(calls)
+        return Smallest(seconds_of(calls, _CPU), seconds_of([plan], _CPU) / len(calls))
 
 
 def measure_steps(workload: Generation, calls: int) -> tuple[Steps, float]:
@@ -215,7 +240,7 @@ def report(workload: Generation, calls: int, models: int) -> Iterator[str]:
         yield f"| {name} | {format_seconds(seconds)} |"
     outside, read = steps.share_outside(smallest_operator()), sum(steps.weights.values())
     step = statistics.median(steps.seconds)
-    yield f"| outside of kernels ({steps.calls} operators) | {outside:.1%} |"
+    yield f"| outside of kernels ({steps.calls} operators, {steps.alone} of them in no plan) | {outside:.1%} |"
     yield f"| weights read, at {speed / 1e9:.1f} GB/s of a copy | {read / 1e6:.0f} MB, {format_seconds(read / speed)} |"
     yield f"| bytes of weights per second, as a part of a copy | {read / step / speed:.2f} |"
     if models:

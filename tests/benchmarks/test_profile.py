@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,14 @@ def test_the_work_of_the_operators():
     for operator in operators:
         found = profile(lambda operator=operator: operator(y, x, weight, None), lambda: _BY_OPERATIONS)
         assert sum(found.floor.values()) == work.operations
+
+    # Two weights with the same rows, which are read once.
+    others = (torch.empty(3, 7), torch.randn(7, 5))
+    works = Rates(2 * 3 * 5 * (96 + 7), 4 * (15 + 5 * (96 + 7) + 3 * (96 + 7)))
+    for name in ("streamed_linears_out", "dot_linears_out") if linear.is_available() else ():
+        several = partial(getattr(torch.ops.fastgen, name), [y, others[0]], x, [weight, others[1]], [None, None])
+        for rates, amount in ((_BY_OPERATIONS, works.operations), (_BY_BYTES, works.bytes)):
+            assert profile(several, lambda rates=rates: rates).floor == {f"fastgen::{name}": amount}
 
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)

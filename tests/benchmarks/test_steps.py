@@ -41,11 +41,15 @@ def test_steps_of_a_workload(tiny: Generation) -> None:
     replay = Program.replay
     seen, speed = steps.measure_steps(tiny, calls=2)
     assert Program.replay is replay and speed > 0
-    assert len(seen.seconds) == len(seen.operators) and len(seen.seconds) % 2 == 0
+    assert len(seen.seconds) == len(seen.inside) == len(seen.operators) and len(seen.seconds) % 2 == 0
+    assert all(inside < seconds for inside, seconds in zip(seen.inside, seen.seconds, strict=True))
+    assert 0 < seen.alone < seen.calls
     names = [name for name, _ in seen.rows()]
     assert names == [steps.PRODUCTS, "attention", "small operators", steps.OTHERS, "the step"]
     assert all(seconds > 0 for _, seconds in seen.rows())
-    assert seen.share_outside(0.0) < seen.share_outside(1e-6)
+    outside = seen.share_outside(steps.Smallest(0.0, 0.0))
+    assert 0 < outside < seen.share_outside(steps.Smallest(1e-6, 0.0)) < 1
+    assert outside < seen.share_outside(steps.Smallest(0.0, 1e-6))
 
     model, _ = tiny.build(torch.device("cpu"))
     # The layers of the decoder, and the vocabulary, which is the embedding; not the encoder, nor what is read per call.
@@ -87,6 +91,11 @@ def test_what_an_operator_is() -> None:
     assert steps.kind(partial(product)) == steps.kind(partial(torch.ops.aten.mm.out)) == steps.PRODUCTS
     assert steps.kind(partial(print, partial(attention), [])) == "attention"
     assert steps.kind(partial(torch.ops.aten.add.Tensor)) == steps.OTHERS
+
+
+def test_the_smallest_operator() -> None:
+    smallest = steps.smallest_operator()
+    assert min(smallest) > 0
 
 
 def test_command(tiny: Generation, capsys: pytest.CaptureFixture[str]) -> None:
