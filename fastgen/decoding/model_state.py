@@ -1,15 +1,19 @@
 """What a recording has frozen of a model: whether it is still so, before the recording is repeated.
 
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
-register hooks. What is written into the memory of a parameter needs no look: a recording reads it there.
+register hooks, exchange forward passes. What is written into the memory of a parameter needs no look: a recording reads
+it there. Two things are not seen: what a function reads by the name of a global variable, and attributes of objects
+that are neither modules nor configurations nor can be called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,18 +27,23 @@ _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 # What torch keeps in modules, but for the hooks; and what needs no copy.
 _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS | {"forward"}
 _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 # Where modules hold others, and tensors.
 _HELD = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 def state_of(model: Any) -> Hashable:
-    """What a recording has frozen: modules and their settings, and where parameters and buffers are."""
-    found = modules_of(model)
-    modules = tuple([(id(module), type(module), _forward(module), _settings(module)) for module in found])
+    """What a recording has frozen: modules, their settings and code, and where parameters and buffers are."""
+    found, look = modules_of(model), _Look(model.config)
+    modules = tuple([(id(module), type(module), _forward(module), _settings(module, look)) for module in found])
     held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
     tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
-    return modules, tensors, _settings(model.config), _chosen()
+    code = tuple([Same.of(each.get("forward")) for each in _classes_of(map(type, found))])
+    return modules, tensors, code, _settings(model.config, look), _chosen()
+
+
+def _classes_of(types: Iterable[type]) -> list[Any]:
+    """What is defined in these types and those that they are made of, each once."""
+    return list(map(vars, {base: None for kind in dict.fromkeys(types) for base in kind.__mro__}))
 
 
 def _chosen() -> Hashable:
@@ -48,44 +57,109 @@ def _memory(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _settings(owner: Any) -> Hashable:
+def _settings(owner: Any, look: _Look) -> Hashable:
     """What a forward pass reads of an object besides modules, parameters and buffers, by name.
 
     Adapters are switched on and off in this way, scales are set, and implementations chosen.
     """
     return tuple(
         [
-            (name, value if type(value) in _ATOMS else _frozen(value))
+            (name, value if type(value) in _ATOMS else look.frozen(value))
             for name, value in vars(owner).items()
             if name not in _OF_TORCH
         ]
     )
 
 
-def _frozen(value: Any) -> Any:
-    """A copy of numbers, words and tensors' memory, also in collections; of anything else what `_about` says."""
-    if type(value) in _ATOMS:
-        return value
-    if isinstance(value, dict):
-        return tuple((str(key), _frozen(part)) for key, part in value.items()) if value else None
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, (set, frozenset)):
-        return frozenset(map(_frozen, value))
-    return _memory(value) if isinstance(value, Tensor) else _about(value)
+class Same:
+    """Equals what stands for the same object, as long as that is there. The object is not held."""
+
+    __slots__ = ("_number", "_object")
+
+    def __init__(self, value: Any) -> None:
+        self._object, self._number = weakref.ref(value), id(value)
+
+    @classmethod
+    def of(cls, value: Any) -> Hashable:
+        """Of what no weak reference can be made, the type."""
+        try:
+            return cls(value)
+        except TypeError:
+            return type(value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._object()
+        return isinstance(other, Same) and mine is not None and mine is other._object()
+
+    def __hash__(self) -> int:
+        return self._number
 
 
-def _about(value: Any) -> Hashable:
-    """Which function or member of an enumeration it is; of anything else the type. The value is not held."""
-    if isinstance(value, Enum):
-        return value
-    return (type(value), id(value)) if isinstance(value, _FUNCTIONS) else type(value)
+class _Look:
+    """What values are, none of which is held. An object that comes again is named by its number.
+
+    Args:
+        known: objects that are described elsewhere.
+    """
+
+    def __init__(self, *known: Any) -> None:
+        self._numbers = {id(value): number for number, value in enumerate(known)}
+
+    def frozen(self, value: Any) -> Any:
+        """A copy of numbers, words and tensors' memory, also in collections; of anything else what `about` says."""
+        if type(value) in _ATOMS:
+            return value
+        if isinstance(value, dict):
+            return tuple((str(key), self.frozen(part)) for key, part in value.items()) if value else None
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self.frozen, value))
+        if isinstance(value, (set, frozenset)):
+            return frozenset(map(self.frozen, value))
+        return _memory(value) if isinstance(value, Tensor) else self.about(value)
+
+    def about(self, value: Any) -> Hashable:
+        """Which function, module or member of an enumeration it is; what can be called, with what it computes with; the
+        contents of configurations; of anything else the type."""
+        if isinstance(value, Enum):
+            return value
+        is_config = hasattr(type(value), "model_type")
+        if not (is_config or callable(value)) or isinstance(value, type):
+            return Same.of(value) if isinstance(value, type) else type(value)
+        if isinstance(value, nn.Module):
+            return Same.of(value)
+        known = len(self._numbers)
+        number = self._numbers.setdefault(id(value), known)
+        if number != known:
+            return type(value), number
+        return (type(value), *self._parts(value))
+
+    def _parts(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, partial):
+            return self.about(value.func), self.frozen(value.args), self.frozen(value.keywords)
+        if isinstance(value, MethodType):
+            return Same.of(value.__func__), self.about(value.__self__)
+        if isinstance(value, FunctionType):
+            cells = [_contents(cell) for cell in value.__closure__ or ()]
+            return Same.of(value), *map(self.frozen, (cells, value.__defaults__, value.__kwdefaults__))
+        if isinstance(value, BuiltinFunctionType):
+            return (Same.of(value),)
+        return Same.of(value) if callable(value) else None, self.frozen(getattr(value, "__dict__", {}))
+
+
+def _contents(cell: Any) -> Any:
+    """None for a variable that has no value."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _forward(module: Any) -> Any:
     """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured."""
     forward = vars(module).get("forward")
-    return forward.frozen() if isinstance(forward, Replacement) else forward
+    if forward is None:
+        return None
+    return forward.frozen() if isinstance(forward, Replacement) else _Look().about(forward)
 
 
 class Seen:
@@ -102,7 +176,7 @@ class Seen:
     def __init__(self, model: Any) -> None:
         everything = modules_of(model)
         self._types = list(map(type, everything))
-        self._classes = list(map(vars, {base: None for kind in self._types for base in kind.__mro__}))
+        self._classes = _classes_of(self._types)
         self.code = self._code_of_classes()
         inside = [(*attribute, model.config) for each in everything[1:] for attribute in vars(each).items()]
         self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
@@ -200,7 +274,7 @@ def _is_harmless(name: str, value: Any, config: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """What equals a value only as long as `_frozen` gives the same for it."""
+    """What equals a value only as long as `_Look.frozen` gives the same for it."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -218,14 +292,14 @@ _NOTHING = object()
 
 
 class _Alike:
-    """Equals what `_about` does not tell from a value, if that leaves it to this. The value may hold the model: it is
-    not held.
+    """Equals what `_Look.about` does not tell from a value, if that leaves it to this. The value may hold the model: it
+    is not held.
     """
 
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: Any) -> None:
-        self._about = _about(value)
+        self._about = _Look().about(value)
 
     def __eq__(self, other: object) -> bool:
-        return _about(other) == self._about
+        return _Look().about(other) == self._about

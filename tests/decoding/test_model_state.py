@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import types
 import weakref
@@ -19,6 +20,32 @@ from fastgen.decoding.model_state import Seen, state_of
 
 class Kind(enum.Enum):
     ONE, OTHER = 1, 2
+
+
+class Config:
+    """As those of Transformers, one inside another."""
+
+    model_type = "inner"
+
+    def __init__(self) -> None:
+        self.shift = 1.0
+
+
+class Scaled:
+    """A function that is an object."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self(x))
+
+
+def closure(value: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * value
 
 
 class Gate(nn.Module):
@@ -88,6 +115,70 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 }
 
 
+def _written_cell(model: Model) -> None:
+    model.gate.function.__closure__[0].cell_contents = 2.0
+
+
+def _same_address(model: Model) -> None:
+    """Another function, where the one before it may have been: its `id` is no sign."""
+    del model.gate.function
+    model.gate.function = closure(1.0)
+
+
+# Where something that is called has taken the place of `function`: what it is, and a change of it.
+CALLED: dict[str, tuple[Callable[[], Any], Callable[[Model], Any]]] = {
+    "another partial": (
+        lambda: functools.partial(torch.add, alpha=1),
+        lambda model: setattr(model.gate, "function", functools.partial(torch.add, alpha=2)),
+    ),
+    "an attribute of an object": (Scaled, lambda model: setattr(model.gate.function, "factor", 2.0)),
+    "of a method's owner": (lambda: Scaled().twice, lambda model: setattr(model.gate.function.__self__, "factor", 2.0)),
+    "another method": (
+        lambda: Scaled().twice,
+        lambda model: setattr(model.gate, "function", model.gate.function.__self__.__call__),
+    ),
+    "a variable of a closure": (lambda: closure(1.0), _written_cell),
+    "another closure": (lambda: closure(1.0), lambda model: setattr(model.gate, "function", closure(2.0))),
+    "the next function": (lambda: closure(1.0), _same_address),
+}
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_what_is_called_is_looked_into(what: str) -> None:
+    make, change = CALLED[what]
+    model = Model().eval()
+    model.gate.function = make()
+    state = state_of(model)
+    assert state_of(model) == state
+    change(model)
+    assert state_of(model) != state
+
+
+def test_configurations_in_configurations() -> None:
+    model = Model().eval()
+    model.config.inner = Config()
+    state = state_of(model)
+    assert state_of(model) == state
+    model.config.inner.shift = 2.0
+    assert state_of(model) != state
+
+
+def test_closures_that_know_themselves() -> None:
+    model = Model().eval()
+    model.gate.function = lambda x: model.gate.function(x)
+    model.gate.names.append(model.gate.function)
+    assert state_of(model) == state_of(model)
+
+
+def test_a_forward_pass_that_knows_its_model_does_not_keep_it() -> None:
+    model = Model().eval()
+    model.layers[0].forward = _knowing(model)
+    kept, state = weakref.ref(model), state_of(model)
+    del model
+    gc.collect()
+    assert kept() is None and state
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_changes_are_seen(what: str) -> None:
     model = Model().eval()
@@ -126,10 +217,10 @@ def test_hooks_and_modes() -> None:
 
 def test_the_forward_pass_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model().eval()
-    seen = Seen(model)
+    seen, state = Seen(model), state_of(model)
     forward = nn.LayerNorm.forward
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: forward(self, x))
-    assert not seen.is_still(model)
+    assert not seen.is_still(model) and state_of(model) != state
 
 
 def test_settings() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastgen
 from fastgen.decoding.captured import graph
@@ -98,6 +99,70 @@ def test_other_settings_of_modules(device: torch.device) -> None:
     made = Graph.made
     check(model, inputs, options)
     assert captures() == 6 and Graph.made == made, reasons()
+
+
+def test_other_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass of a class, and an attention function that the library has registered."""
+    model, inputs = build(BY_NAME["llama"], device)
+    options = {**GREEDY, "min_new_tokens": 24}
+    found = [check(model, inputs, options).tolist()]
+    kind, name = type(model.model.layers[0].mlp), model.config._attn_implementation
+    forward, attention = kind.forward, ALL_ATTENTION_FUNCTIONS[name]
+
+    @functools.wraps(attention)
+    def sharper(*arguments: Any, scaling: float, **named: Any) -> Any:
+        return attention(*arguments, scaling=9.0 * scaling, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", functools.wraps(forward)(lambda self, x: -2.0 * forward(self, x)))
+        found.append(check(model, inputs, options).tolist())
+    with monkeypatch.context() as patched:
+        patched.setitem(ALL_ATTENTION_FUNCTIONS, name, sharper)
+        found.append(check(model, inputs, options).tolist())
+    found.append(check(model, inputs, options).tolist())
+    assert found[0] == found[3] != found[1] and found[2] != found[0]
+    assert captures() == 4, reasons()
+
+
+def test_a_bias_of_scores_that_was_zero(device: torch.device) -> None:
+    """T5 adds one to its mask, which said nothing when the step was captured."""
+    model, inputs = build(BY_NAME["t5"], device)
+    bias = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    options = {**GREEDY, "min_new_tokens": 24}
+    torch.nn.init.zeros_(bias)
+    first = check(model, inputs, options).tolist()
+    torch.nn.init.normal_(bias, std=9.0)
+    assert check(model, inputs, options).tolist() != first and captures() == 2, reasons()
+
+
+def test_numbers_of_another_type_by_default(device: torch.device) -> None:
+    model, inputs = build(BY_NAME["llama"], device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check(model, inputs, BEAMS)
+    finally:
+        torch.set_default_dtype(before)
+    assert captures() == 1, reasons()
+
+
+def test_what_was_refused_does_not_fill_the_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "_MOST_WANTED", 2)
+    model, inputs = build(BY_NAME["gpt2"], device)
+    for number in range(6):
+        graph_cache.refuse(model, number, "too large")
+    check(model, inputs, GREEDY)
+    assert len(graph_cache._of(model).refused) <= 2 and captures() == 1
+
+
+def test_what_a_call_returns_of_each_step_counts(device: torch.device) -> None:
+    """The memory of scores is larger than that of the K/V of a small model."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+    check(model, inputs, GREEDY)
+    check(model, inputs, {**GREEDY, "output_scores": True, "output_logits": True, "return_dict_in_generate": True})
+    plain, returning = (step.nbytes for step in graph_cache._of(model).steps.values())
+    rows = len(inputs["input_ids"])
+    assert returning - plain >= 2 * 4 * rows * model.config.vocab_size
 
 
 def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

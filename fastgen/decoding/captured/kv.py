@@ -98,7 +98,8 @@ class StaticKV:
     """A prefix per input, and, for self-attention, a suffix of `state.capacity` positions per row.
 
     The masks that models build mostly say what the lengths on the device say; then they are not read. Whether it is so
-    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths.
+    is found out in a step that is not captured: while `host_may_wait` is set, a mask is compared with the lengths. One
+    that is added to the scores is always read: the model may have learned it, as T5's.
 
     Attributes:
         starts, ends: [batch], int32: the prefix positions that count are those in [start, end).
@@ -285,14 +286,11 @@ class StaticKV:
         return mask.expand(-1, *query.shape[1:3], -1).flatten(1, 2)
 
     def _equals_lengths(self, mask: Tensor) -> bool:
-        visible = mask
-        if mask.dtype != torch.bool:
-            visible = mask > torch.finfo(mask.dtype).min
-            if not bool((~visible | (mask == 0)).all()):
-                return False  # it changes scores in other ways than taking them out
         rows, _, queries, length = mask.shape
+        if mask.dtype != torch.bool:
+            return False
         if length != self.length or rows not in (1, self._state.rows) or self.width not in (1, queries):
             return False
         # An input that only fills the batch up counts for nothing, whatever a mask says of it.
         real = (self.ends > self.starts).repeat_interleave(self._state.per_input).view(-1, 1, 1, 1)
-        return bool(torch.where(real, visible == self._counts().unsqueeze(1), True).all())
+        return bool(torch.where(real, mask == self._counts().unsqueeze(1), True).all())

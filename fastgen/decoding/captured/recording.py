@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -45,10 +46,35 @@ def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
     """
     recorder = _Recorder()
     try:
-        with _captures(), _HostAccess(), recorder:
+        with _modes_put_back(), _captures(), _HostAccess(), recorder:
             return recorder.recording, function()
     finally:
         recorder.put_back()
+
+
+_DISPATCH = (_python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode)
+_FUNCTION = (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+
+
+@contextlib.contextmanager
+def _modes_put_back() -> Iterator[None]:
+    """An interrupt may come between torch's taking a mode and its putting it back: then it would stay for good."""
+    before = _DISPATCH[0](), _FUNCTION[0]()
+    try:
+        yield
+    except RuntimeError as error:
+        interrupt: BaseException | None = error  # which torch may have met with an error of its own
+        while interrupt is not None and not isinstance(interrupt, KeyboardInterrupt):
+            interrupt = interrupt.__context__
+        if interrupt is None:
+            raise
+        raise interrupt from error
+    finally:
+        for modes, (current, push, pop) in zip(before, (_DISPATCH, _FUNCTION), strict=True):
+            for _ in range(len(current()) - len(modes)):
+                pop()
+            for mode in modes[len(current()) :]:
+                push(mode)
 
 
 _one_capture = threading.Lock()

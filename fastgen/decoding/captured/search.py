@@ -224,7 +224,7 @@ class BeamSearch(Search):
         self.candidates = max(2, 1 + len(self._eos)) * beams
 
         self.sequences = torch.zeros_like(self.running_sequences)
-        self.running_scores = torch.zeros(batch, beams, device=device)
+        self.running_scores = torch.zeros(batch, beams, dtype=torch.float32, device=device)
         self.scores = torch.zeros_like(self.running_scores)
         self.running_indices = torch.zeros(batch, beams, self.new_capacity, dtype=torch.int32, device=device)
         self.indices = torch.zeros_like(self.running_indices)
@@ -236,7 +236,7 @@ class BeamSearch(Search):
         self._steps = torch.arange(self.new_capacity, device=device)
         self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
         self._best_beams = torch.arange(self.candidates, device=device) < beams
-        self._penalties = torch.ones(batch, self.new_capacity + 2, device=device)
+        self._penalties = torch.ones(batch, self.new_capacity + 2, dtype=torch.float32, device=device)
         self._favours_length = torch.zeros_like(self._is_real)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:

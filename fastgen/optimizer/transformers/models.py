@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.modules import module as any_module
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastgen.decoding.model_state import Same
 from fastgen.decoding.modules import modules_of
 
 # Where models are from whose forward passes are known to treat the rows of a batch alike.
@@ -109,6 +112,11 @@ def modules_unsupported(model: Any) -> str | None:
 def has_global_hooks() -> bool:
     """Whether hooks are registered that see the forward passes of all modules."""
     return bool(any_module._global_forward_hooks or any_module._global_forward_pre_hooks)
+
+
+def attention_functions() -> Hashable:
+    """Those that are registered in the library: what a recording has frozen besides the model."""
+    return tuple([(name, Same.of(function)) for name, function in ALL_ATTENTION_FUNCTIONS.items()])
 
 
 def rows_depend_on_each_other(model: Any) -> bool:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -242,6 +243,25 @@ def test_results_that_are_none() -> None:
 
     with torch.inference_mode():
         cases.agrees(step, [x], lambda: x.normal_())
+
+
+def test_an_interrupt_while_torch_takes_a_mode() -> None:
+    """Or puts it back: that it cannot be put back is an error of its own, and nothing of the recording is left."""
+
+    def interrupted_before() -> None:
+        _python_dispatch._push_mode(_python_dispatch._get_current_dispatch_mode_stack()[-1])
+        overrides._push_mode(overrides._get_current_function_mode_stack()[-1])
+        raise KeyboardInterrupt
+
+    def interrupted_behind() -> None:
+        _python_dispatch._pop_mode()
+        raise KeyboardInterrupt
+
+    for function in (interrupted_before, interrupted_behind):
+        with pytest.raises(KeyboardInterrupt):
+            record(function)
+        assert not _python_dispatch._get_current_dispatch_mode_stack()
+        assert not overrides._get_current_function_mode_stack()
 
 
 class TestProducts:

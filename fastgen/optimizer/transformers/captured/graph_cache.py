@@ -15,6 +15,7 @@ from fastgen.decoding.model_state import state_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
+from fastgen.optimizer.transformers.models import attention_functions
 
 # Of all models together. Each has the K/V of a whole batch, so there is a limit to their bytes, too: that part of the
 # GPU's memory, or of what is free on the CPU. What is kept is missing elsewhere.
@@ -47,11 +48,12 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | No
         CannotBeCaptured: that has been tried before, or does not pay yet.
     """
     cached = _of(model)
+    for counted in (cached.refused, cached.wanted):  # calls with ever other options must not fill the memory
+        if len(counted) > _MOST_WANTED:
+            counted.clear()
     if key in cached.refused:
         raise CannotBeCaptured(cached.refused[key])
     if steps is not None:
-        if len(cached.wanted) > _MOST_WANTED:
-            cached.wanted.clear()
         cached.wanted[key] += steps
         if cached.wanted[key] < PAYS_FROM:
             raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
@@ -126,7 +128,7 @@ def _most_bytes(device: torch.device) -> float:
 
 def _of(model: Any) -> _OfModel:
     """What is kept of a model; nothing that was captured with other parameters."""
-    state = state_of(model)
+    state = state_of(model), attention_functions()
     cached = _models.get(model)
     if cached is None or cached.state != state:
         cached = _models[model] = _OfModel(state)

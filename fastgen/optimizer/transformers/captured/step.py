@@ -167,8 +167,9 @@ class CapturedStep:
 
     @property
     def nbytes(self) -> int:
-        """Of K and V; the rest is small."""
-        return sum(kv.nbytes for kv in (*self._own, *self._cross))
+        """Of K and V, and of what a call returns of each step; what is computed lies in memory that all steps share."""
+        of_host = (*self._kept.values(), self._scores, *self._inputs.values(), *self._proposal)
+        return sum(kv.nbytes for kv in (*self._own, *self._cross)) + sum(buffer.nbytes for buffer in of_host)
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""

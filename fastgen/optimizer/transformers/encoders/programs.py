@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from operator import is_
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class _OfModel:
 
     def __init__(self) -> None:
         self._state: Hashable = None
-        self._code: list[Any] = []
+        self._functions: Hashable = None
         self._seen: Seen | None = None
         self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
         self.wanted: Counter[Hashable] = Counter()
@@ -84,15 +83,17 @@ class _OfModel:
 
     def may_run(self, model: Any) -> bool:
         """Whether the model may have recorded passes. Those of the model as it was before are dropped."""
-        if self._seen is not None and self._seen.is_still(model) and not models.has_global_hooks():
+        functions = models.attention_functions()
+        is_still = self._seen is not None and self._seen.is_still(model) and functions == self._functions
+        if is_still and not models.has_global_hooks():
             return True
         self._seen = None
         if models.modules_unsupported(model) is not None or not (_is_served(model) and _has_plain_tensors(model)):
             return False
-        seen, state = Seen(model), state_of(model)
-        if state != self._state or not all(map(is_, seen.code, self._code)):
+        seen, state = Seen(model), (state_of(model), functions)
+        if state != self._state:
             self.passes.clear()
-        self._seen, self._state, self._code = seen, state, seen.code
+        self._seen, self._state, self._functions = seen, state, functions
         return True
 
 
@@ -142,8 +143,9 @@ def _is_due(of: _OfModel, key: Hashable, model: Any) -> bool:
     """Whether a pass like this one has come so often that it is recorded now."""
     if not _is_served(model):
         return False
-    if len(of.wanted) > _MOST_WANTED:
-        of.wanted.clear()
+    for counted in (of.wanted, of.refused):
+        if len(counted) > _MOST_WANTED:
+            counted.clear()
     of.wanted[key] += 1
     return of.wanted[key] >= PAYS_FROM and graph.unavailable(_CPU) is None
 
