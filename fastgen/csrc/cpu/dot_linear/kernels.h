@@ -4,8 +4,8 @@
 //   FASTGEN_WIDTH     floats of a vector
 //   FASTGEN_OUTPUTS   outputs that are summed up at the same time for some rows: as many as there are registers for
 //   FASTGEN_ROWS      these rows, at the most, of numbers that are multiplied as they are; of others it is four
-//   FASTGEN_TALL_ROWS, FASTGEN_TALL_OUTPUTS  more rows and fewer outputs, for which there are registers, too; where they are
-//                     no gain, FASTGEN_TALL_ROWS is FASTGEN_ROWS
+//   FASTGEN_TALL_ROWS, FASTGEN_TALL_OUTPUTS  more rows and fewer outputs, for which there are registers, too; where these
+//                     are no gain, FASTGEN_TALL_ROWS is FASTGEN_ROWS
 //   FASTGEN_FLOAT16   what loads a vector of float16 (float16.h)
 //   FASTGEN_ADD_PAIRS (sums, x, weight): sums of two products of bfloat16 each, where there is an instruction for it
 // No include guard: it is meant to be included several times.
