@@ -22,10 +22,12 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // Vectors as a language extension: gcc and clang. Of two numbers in the place of one, the first must be the lower.
@@ -52,6 +54,8 @@ namespace portable {
 #define FASTGEN_WIDTH 4
 #define FASTGEN_OUTPUTS 3
 #define FASTGEN_ROWS 4
+#define FASTGEN_TALL_OUTPUTS 3
+#define FASTGEN_TALL_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace portable
@@ -62,6 +66,8 @@ namespace avx2 {
 #define FASTGEN_WIDTH 8
 #define FASTGEN_OUTPUTS 3
 #define FASTGEN_ROWS 4
+#define FASTGEN_TALL_OUTPUTS 3
+#define FASTGEN_TALL_ROWS 4
 #define FASTGEN_FLOAT16 fastgen::Float16F16c<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx2
@@ -71,6 +77,8 @@ namespace avx512 {
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROWS 6
+#define FASTGEN_TALL_OUTPUTS 3
+#define FASTGEN_TALL_ROWS 9
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #include "dot_linear/kernels.h"
 }  // namespace avx512
@@ -82,6 +90,8 @@ namespace avx512bf16 {
 #define FASTGEN_WIDTH 16
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROWS 6
+#define FASTGEN_TALL_OUTPUTS 3
+#define FASTGEN_TALL_ROWS 9
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512<FASTGEN_WIDTH>
 #define FASTGEN_ADD_PAIRS(sums, x, weight) \
   (Vector)_mm512_dpbf16_ps((__m512)(sums), (__m512bh)(x), (__m512bh)(weight))

@@ -62,12 +62,13 @@ bool has_avx_vnni() {
 #endif
 }
 
-int64_t bytes_ahead() {
+bool asks_nearby() {
 #ifdef FASTGEN_X86
   static const bool is_amd = __builtin_cpu_is("amd");
-  if (is_amd) return 256;
+  return is_amd;
+#else
+  return false;
 #endif
-  return 0;
 }
 
 }  // namespace fastgen

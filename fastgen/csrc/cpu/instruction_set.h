@@ -22,10 +22,10 @@ bool instruction_set_is_given();
 // Whether the machine multiplies bytes in vectors of 256 bits (AVX-VNNI): a thing of its own, beside AVX-512.
 bool has_avx_vnni();
 
-// So many bytes of a stream of weights are asked for ahead of what is multiplied with up to six rows; 0: the line after the
-// one that is multiplied is. On an AMD EPYC (Zen 4), one row takes 1.2 to 1.4 times as long with the line after (2,304
-// bytes ahead), and four rows 1.25 times. Other processors were measured with the line after only.
-int64_t bytes_ahead();
+// Whether a stream of weights is asked for a short way ahead of what is multiplied, and not the line after it. On an AMD
+// EPYC (Zen 4), one row takes 1.2 to 1.4 times as long with the line after (2,304 bytes ahead), and four rows 1.25 times.
+// Other processors were measured with the line after only.
+bool asks_nearby();
 
 }  // namespace fastgen
 

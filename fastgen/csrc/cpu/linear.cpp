@@ -88,6 +88,7 @@ namespace portable {
 #define FASTGEN_ROWS 4
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 2
+#define FASTGEN_HALF 0
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/kernels.h"
 }  // namespace portable
@@ -100,6 +101,7 @@ namespace avx2 {
 #define FASTGEN_ROWS 6
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 3
+#define FASTGEN_HALF 0
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/kernels.h"
 }  // namespace avx2
@@ -111,6 +113,7 @@ namespace avx512 {
 #define FASTGEN_ROWS 8
 #define FASTGEN_OUTPUTS 8
 #define FASTGEN_ROW_VECTORS 3
+#define FASTGEN_HALF 8
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/kernels.h"
 }  // namespace avx512

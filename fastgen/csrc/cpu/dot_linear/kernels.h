@@ -4,6 +4,8 @@
 //   FASTGEN_WIDTH     floats of a vector
 //   FASTGEN_OUTPUTS   outputs that are summed up at the same time for some rows: as many as there are registers for
 //   FASTGEN_ROWS      these rows, at the most, of numbers that are multiplied as they are; of others it is four
+//   FASTGEN_TALL_ROWS, FASTGEN_TALL_OUTPUTS  more rows and fewer outputs, for which there are registers, too; where these
+//                     are no gain, FASTGEN_TALL_ROWS is FASTGEN_ROWS
 //   FASTGEN_FLOAT16   what loads a vector of float16 (float16.h)
 //   FASTGEN_ADD_PAIRS (sums, x, weight): sums of two products of bfloat16 each, where there is an instruction for it
 // No include guard: it is meant to be included several times.
@@ -24,7 +26,8 @@ struct Float32 {
   using Input = float;
   using Values = Vector;  // kStep inputs of a row
   static constexpr int64_t kStep = FASTGEN_WIDTH;
-  static constexpr int kRows = FASTGEN_ROWS;  // that are multiplied at the same time
+  static constexpr int kRows = FASTGEN_ROWS;  // that are multiplied at the same time, with FASTGEN_OUTPUTS outputs
+  static constexpr int kTallRows = FASTGEN_TALL_ROWS;  // with FASTGEN_TALL_OUTPUTS
   static FASTGEN_INLINE float widen(float number) { return number; }
   static FASTGEN_INLINE float narrow(float number) { return number; }
   static FASTGEN_INLINE void load(Values& to, const float* x) { to = *reinterpret_cast<const Vector*>(x); }
@@ -59,7 +62,7 @@ struct Widened {
     Vector first, second;
   };
   static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
-  static constexpr int kRows = 4;
+  static constexpr int kRows = 4, kTallRows = 4;
   static FASTGEN_INLINE void load(Values& to, const float* x) { std::memcpy(&to, x, sizeof(to)); }
   static FASTGEN_INLINE void add(Vector& sums, const Values& x, const Values& weight) {
     sums += x.first * weight.first;
@@ -75,7 +78,7 @@ struct BFloat16 {
   using Input = uint16_t;
   using Values = Pairs;
   static constexpr int64_t kStep = 2 * FASTGEN_WIDTH;
-  static constexpr int kRows = FASTGEN_ROWS;
+  static constexpr int kRows = FASTGEN_ROWS, kTallRows = FASTGEN_TALL_ROWS;
   static FASTGEN_INLINE float widen(uint16_t number) { return fastgen::to_float(number); }
   static FASTGEN_INLINE uint16_t narrow(float number) { return fastgen::to_bfloat16(number); }
   static FASTGEN_INLINE void load(Values& to, const uint16_t* x) { to = *reinterpret_cast<const Pairs*>(x); }
@@ -197,7 +200,7 @@ struct Product {
   const typename Type::Result* bias;
   typename Type::Result* y;
   int64_t x_stride, weight_stride, y_stride, inputs, apart;
-  int64_t ahead;  // numbers of a line that are asked for before they are multiplied; 0: those of the next line are
+  bool is_near;  // how what comes next is asked for (add_part)
 };
 
 // The inputs that are multiplied before the next ones: their part of the lines stays in the first-level cache.
@@ -205,33 +208,58 @@ struct Part {
   int64_t begin, end;
 };
 
-// A part of the inputs of kRows rows and kOutputs outputs, added to `sums`. Meanwhile every `turns`-th line of what comes
-// `next` is asked for, from number `turn` on: the weight is one stream, but the machine cannot know that by itself.
-template <class Type, int kRows, int kOutputs>
+// One of the `turns` in which a part of the inputs is multiplied: each takes some of the rows. `next` is where the lines go
+// on behind the part.
+template <class Type>
+struct Turn {
+  const typename Type::Number* next;
+  int64_t turn, turns;
+};
+
+// Bytes of a line that are asked for ahead of what is multiplied: in the first-level cache, and in the second-level cache,
+// which then has them in time for the first (add_part).
+constexpr int64_t kNear = 256, kFar = 3072;
+
+// Of kOutputs places that are `apart`, every `turns`-th one from number `turn` on. kLevels: how near the cache is, up to 3.
+template <int kLevels, int kOutputs, class Number>
+FASTGEN_INLINE void ask_for(const Number* first, int64_t apart, int64_t turn, int64_t turns) {
+  if (turns == 1) {
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(first + o * apart, 0, kLevels);
+  } else {
+    for (int64_t o = turn; o < kOutputs; o += turns) __builtin_prefetch(first + o * apart, 0, kLevels);
+  }
+}
+
+// A part of the inputs of kRows rows and kOutputs outputs, added to `sums`. Meanwhile what comes next is asked for: the
+// weight is one stream, but the machine cannot know that by itself. With kIsNear that is a short way ahead, and for more
+// than three rows, of which each turn asks for its share, a long way. Otherwise it is the next part of the lines.
+template <class Type, int kRows, int kOutputs, bool kIsNear>
 FASTGEN_TARGET void add_part(const Product<Type>& product, int64_t row, int64_t output, Part part, Vector* sums,
-                             const typename Type::Number* next, int64_t turn, int64_t turns) {
+                             const Turn<Type>& turn) {
   const typename Type::Input* x = product.x + row * product.x_stride;
   const typename Type::Number* weight = product.weight + output * product.weight_stride;
   const int64_t apart = product.apart * product.weight_stride;
+  const int64_t turns = kRows > Type::kRows ? 1 : turn.turns;  // the compiler knows it where registers are few
   Vector kept[kOutputs * kRows];
 #pragma GCC unroll 32
   for (int i = 0; i < kOutputs * kRows; ++i) kept[i] = part.begin == 0 ? Vector{} : sums[i];
   for (int64_t k = part.begin; k < part.end; k += Type::kStep) {
-    const typename Type::Number* asked = next + turn * apart + k - part.begin;
-    if (turns == 1) {
-#pragma GCC unroll 8
-      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(asked + o * apart, 0, 3);
+    const typename Type::Number* line = weight + k;
+    if constexpr (kIsNear) {
+      ask_for<3, kOutputs>(line + kNear / sizeof(*line), apart, 0, 1);
+      if constexpr (kRows > 3) ask_for<2, kOutputs>(line + kFar / sizeof(*line), apart, turn.turn, turns);
     } else {
-      for (int64_t o = turn; o < kOutputs; o += turns, asked += turns * apart) __builtin_prefetch(asked, 0, 3);
+      ask_for<3, kOutputs>(turn.next + k - part.begin, apart, turn.turn, turns);
     }
-    typename Type::Values values[kRows], w;
+    typename Type::Values values, w[kOutputs];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) Type::load(values[r], x + r * product.x_stride + k);
+    for (int o = 0; o < kOutputs; ++o) Type::load_weight(w[o], line + o * apart);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Type::load(values, x + r * product.x_stride + k);
 #pragma GCC unroll 8
-    for (int o = 0; o < kOutputs; ++o) {
-      Type::load_weight(w, weight + o * apart + k);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) Type::add(kept[o * kRows + r], values[r], w);
+      for (int o = 0; o < kOutputs; ++o) Type::add(kept[o * kRows + r], values, w[o]);
     }
   }
 #pragma GCC unroll 32
@@ -278,68 +306,63 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// `add_part` and `finish` for one to Type::kRows rows.
-template <class Type, int kOutputs>
-struct Rows {
-  static FASTGEN_TARGET void add(const Product<Type>& product, int64_t row, int64_t some, int64_t output, Part part,
-                                 Vector* sums, const typename Type::Number* next, int64_t turn, int64_t turns) {
-    if constexpr (Type::kRows > 4) {
-      if (some == 6) return add_part<Type, 6, kOutputs>(product, row, output, part, sums, next, turn, turns);
-      if (some == 5) return add_part<Type, 5, kOutputs>(product, row, output, part, sums, next, turn, turns);
-    }
-    switch (some) {
-      case 4: return add_part<Type, 4, kOutputs>(product, row, output, part, sums, next, turn, turns);
-      case 3: return add_part<Type, 3, kOutputs>(product, row, output, part, sums, next, turn, turns);
-      case 2: return add_part<Type, 2, kOutputs>(product, row, output, part, sums, next, turn, turns);
-      default: return add_part<Type, 1, kOutputs>(product, row, output, part, sums, next, turn, turns);
-    }
-  }
-  static FASTGEN_TARGET void end(const Product<Type>& product, int64_t row, int64_t some, int64_t output,
-                                 int64_t whole, const Vector* sums) {
-    if constexpr (Type::kRows > 4) {
-      if (some == 6) return finish<Type, 6, kOutputs>(product, row, output, whole, sums);
-      if (some == 5) return finish<Type, 5, kOutputs>(product, row, output, whole, sums);
-    }
-    switch (some) {
-      case 4: return finish<Type, 4, kOutputs>(product, row, output, whole, sums);
-      case 3: return finish<Type, 3, kOutputs>(product, row, output, whole, sums);
-      case 2: return finish<Type, 2, kOutputs>(product, row, output, whole, sums);
-      default: return finish<Type, 1, kOutputs>(product, row, output, whole, sums);
-    }
-  }
+// `add_part`, by whether it is near, and `finish` for a number of rows.
+template <class Type>
+struct Tile {
+  void (*add[2])(const Product<Type>&, int64_t, int64_t, Part, Vector*, const Turn<Type>&);
+  void (*end)(const Product<Type>&, int64_t, int64_t, int64_t, const Vector*);
 };
+
+template <class Type, int kRows, int kOutputs>
+constexpr Tile<Type> kTile = {{&add_part<Type, kRows, kOutputs, false>, &add_part<Type, kRows, kOutputs, true>},
+                              &finish<Type, kRows, kOutputs>};
+
+// From kFewest rows on.
+template <class Type, int kOutputs, int kFewest, size_t... kMore>
+constexpr std::array<Tile<Type>, sizeof...(kMore)> make_tiles(std::index_sequence<kMore...>) {
+  return {kTile<Type, kFewest + static_cast<int>(kMore), kOutputs>...};
+}
 
 // Rows whose sums are kept from one part of the inputs to the next, and bytes of a line in such a part: the parts of all
 // kOutputs lines, and of the lines that are asked for meanwhile, fit into the first-level cache.
-constexpr int64_t kRowsAtOnce = 16;
+constexpr int64_t kRowsAtOnce = 24;
 constexpr int64_t kPartBytes = 3072;
 
-// All rows times kOutputs outputs. The following lines come next.
-template <class Type, int kOutputs>
+// All rows times kOutputs outputs, in turns of kFewest to kMost rows. The following lines come next.
+template <class Type, int kOutputs, int kFewest, int kMost>
 FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t output) {
+  static constexpr auto kTiles =
+      make_tiles<Type, kOutputs, kFewest>(std::make_index_sequence<kMost - kFewest + 1>());
   const int64_t steps = product.inputs / Type::kStep, whole = steps * Type::kStep;
   const int64_t bytes = whole * static_cast<int64_t>(sizeof(typename Type::Number));
-  const int64_t parts = std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
+  // A single row is through with a line when it has been multiplied once.
+  const int64_t parts = kMost == 1 ? 1 : std::max<int64_t>((bytes + kPartBytes - 1) / kPartBytes, 1);
   const int64_t depth = (steps + parts - 1) / parts * Type::kStep;
   const typename Type::Number* lines = product.weight + output * product.weight_stride;
-  Vector sums[(kRowsAtOnce + Type::kRows - 1) / Type::kRows][Type::kRows * kOutputs];
+  Vector sums[(kRowsAtOnce + kMost - 1) / kMost][kMost * kOutputs];
   for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-    const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + Type::kRows - 1) / Type::kRows;
+    const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + kMost - 1) / kMost;
     const int64_t each = (last - first + turns - 1) / turns;
+    const auto tile = [&](int64_t row) -> const Tile<Type>& { return kTiles[std::min(last - row, each) - kFewest]; };
     for (int64_t begin = 0; begin < whole; begin += depth) {
       const Part part{begin, std::min(begin + depth, whole)};
-      const typename Type::Number* next = part.end < whole ? lines + part.end : lines + product.weight_stride;
-      if (product.ahead != 0 && turns == 1) next = lines + begin + product.ahead;
-      for (int64_t turn = 0; turn < turns; ++turn) {
-        const int64_t row = first + each * turn, some = std::min<int64_t>(last - row, each);
-        Rows<Type, kOutputs>::add(product, row, some, output, part, sums[turn], next, turn, turns);
+      Turn<Type> turn{part.end < whole ? lines + part.end : lines + product.weight_stride, 0, turns};
+      for (int64_t row = first; turn.turn < turns; ++turn.turn, row += each) {
+        tile(row).add[product.is_near](product, row, output, part, sums[turn.turn], turn);
       }
     }
-    for (int64_t turn = 0; turn < turns; ++turn) {
-      const int64_t row = first + each * turn, some = std::min<int64_t>(last - row, each);
-      Rows<Type, kOutputs>::end(product, row, some, output, whole, sums[turn]);
+    for (int64_t turn = 0, row = first; turn < turns; ++turn, row += each) {
+      tile(row).end(product, row, output, whole, sums[turn]);
     }
   }
+}
+
+// All outputs of groups of kOutputs; how many they are.
+template <class Type, int kOutputs, int kFewest, int kMost>
+FASTGEN_TARGET int64_t groups(Product<Type>& product, int64_t rows, int64_t outputs) {
+  product.apart = outputs / kOutputs;
+  for (int64_t i = 0; i < product.apart; ++i) group<Type, kOutputs, kFewest, kMost>(product, rows, i);
+  return product.apart * kOutputs;
 }
 
 template <class Type>
@@ -355,24 +378,16 @@ FASTGEN_TARGET void multiply(const Arguments& given, int64_t first, int64_t some
                         given.outputs,
                         given.inputs,
                         0,
-                        fastgen::bytes_ahead() / static_cast<int64_t>(sizeof(Number))};
-  constexpr int64_t kSingle = 8, kOutputs = FASTGEN_OUTPUTS;
-  if (given.rows == 1) {  // there are registers for more outputs, and each line is read once
-    const int64_t whole = product.inputs / Type::kStep * Type::kStep;
-    product.apart = some / kSingle;
-    for (int64_t output = 0; output < product.apart; ++output) {
-      Vector sums[kSingle];
-      const Number* next = product.weight + output * given.weight_stride;
-      next += product.ahead != 0 ? product.ahead : given.weight_stride;
-      add_part<Type, 1, kSingle>(product, 0, output, {0, whole}, sums, next, 0, 1);
-      finish<Type, 1, kSingle>(product, 0, output, whole, sums);
-    }
-  } else {
-    product.apart = some / kOutputs;
-    for (int64_t output = 0; output < product.apart; ++output) group<Type, kOutputs>(product, given.rows, output);
+                        fastgen::asks_nearby()};
+  int64_t done = 0;
+  if (given.rows == 1) {  // there are registers for more outputs
+    done = groups<Type, 8, 1, 1>(product, 1, some);
+  } else if (given.rows <= Type::kRows || given.rows > Type::kTallRows) {
+    done = groups<Type, FASTGEN_OUTPUTS, 1, Type::kRows>(product, given.rows, some);
+  } else if constexpr (Type::kRows < Type::kTallRows) {
+    done = groups<Type, FASTGEN_TALL_OUTPUTS, Type::kRows + 1, Type::kTallRows>(product, given.rows, some);
   }
-  const int64_t done = product.apart * (given.rows == 1 ? kSingle : kOutputs);
-  for (int64_t output = done; output < some; ++output) group<Type, 1>(product, given.rows, output);
+  for (int64_t output = done; output < some; ++output) group<Type, 1, 1, Type::kRows>(product, given.rows, output);
 }
 
 // The same in float32 for a weight of which the outputs are next to each other: multiples of its lines, kLines at a
@@ -423,5 +438,7 @@ inline FASTGEN_TARGET void add_lines(const Arguments& given, int64_t first, int6
 #undef FASTGEN_WIDTH
 #undef FASTGEN_OUTPUTS
 #undef FASTGEN_ROWS
+#undef FASTGEN_TALL_OUTPUTS
+#undef FASTGEN_TALL_ROWS
 #undef FASTGEN_FLOAT16
 #undef FASTGEN_ADD_PAIRS

@@ -1,23 +1,31 @@
 // Products with the lines of a weight as it is, for one instruction set. Included by linear/kernels.h.
 //   FASTGEN_OUTPUTS      outputs that are summed up at the same time; FASTGEN_WIDTH is a multiple of them
 //   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most
+//   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
 
 constexpr int64_t kWidth = FASTGEN_WIDTH;
 constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
 
-// Rows in tiles of nearly the same size; `rows` may end inside the last one. Tile i lies at x + begin(i) * inputs, as
-// [inputs, end(i) - begin(i)].
+// For the last rows, if they fill no more than half a vector.
+typedef float HalfVector __attribute__((vector_size(FASTGEN_WIDTH / 2 * sizeof(float)), aligned(sizeof(float))));
+
+// Rows in tiles of nearly the same size, and maybe one of half a vector behind them; `rows` may end inside the last one.
+// Tile i lies at x + begin(i) * inputs, as [inputs, end(i) - begin(i)].
 struct RowTiles {
   explicit RowTiles(int64_t rows)
-      : vectors((rows + kWidth - 1) / kWidth), count((vectors + FASTGEN_ROW_VECTORS - 1) / FASTGEN_ROW_VECTORS) {}
-  int64_t begin(int64_t tile) const { return vectors * tile / count * kWidth; }
-  int64_t end(int64_t tile) const { return begin(tile + 1); }
-  int64_t vectors, count;
+      : half(rows % kWidth > 0 && rows % kWidth <= FASTGEN_HALF ? FASTGEN_HALF : 0),
+        vectors((rows - half + kWidth - 1) / kWidth),
+        whole((vectors + FASTGEN_ROW_VECTORS - 1) / FASTGEN_ROW_VECTORS),
+        count(whole + (half != 0)) {}
+  int64_t begin(int64_t tile) const { return tile < whole ? vectors * tile / whole * kWidth : vectors * kWidth; }
+  int64_t end(int64_t tile) const { return tile < whole ? begin(tile + 1) : lanes(); }
+  int64_t lanes() const { return vectors * kWidth + half; }
+  int64_t half, vectors, whole, count;
 };
 
-inline int64_t floats_of_rows(int64_t rows, int64_t inputs) { return RowTiles(rows).vectors * kWidth * inputs; }
+inline int64_t floats_of_rows(int64_t rows, int64_t inputs) { return RowTiles(rows).lanes() * inputs; }
 
 // kDepth inputs at a time of a tile are one task.
 inline int64_t tasks_of_rows(int64_t rows, int64_t inputs) {
@@ -40,12 +48,12 @@ struct Ahead {
 };
 
 // An input of kLines outputs times kVectors vectors of rows. Two inputs at a time for each output take 8 % longer on Zen 4.
-template <int kVectors, int kLines>
+template <class Rows, int kVectors, int kLines>
 FASTGEN_TARGET inline __attribute__((always_inline)) void add_input(const float* x, const float* lines, int64_t stride,
-                                                                    Vector (&sums)[kLines][kVectors]) {
-  Vector rows[kVectors];
+                                                                    Rows (&sums)[kLines][kVectors]) {
+  Rows rows[kVectors];
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) rows[v] = reinterpret_cast<const Vector*>(x)[v];
+  for (int v = 0; v < kVectors; ++v) rows[v] = reinterpret_cast<const Rows*>(x)[v];
 #pragma GCC unroll 8
   for (int n = 0; n < kLines; ++n) {
     // From every fourth line on, so that addresses take few registers.
@@ -57,10 +65,11 @@ FASTGEN_TARGET inline __attribute__((always_inline)) void add_input(const float*
 
 // y[kLines, kVectors vectors] += kLines lines of the weight times x[depth, kVectors vectors]. The products are summed among
 // themselves first, in the order in which `tile` sums them: the result has the same bits.
-template <int kVectors, int kLines>
+template <class Rows, int kVectors, int kLines>
 FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, float* y,
                               const Ahead& ahead) {
-  Vector sums[kLines][kVectors] = {};
+  constexpr int64_t kLanes = kVectors * static_cast<int64_t>(sizeof(Rows) / sizeof(float));
+  Rows sums[kLines][kVectors] = {};
   for (int64_t begin = 0; begin < depth; begin += kLine) {
     if (ahead.here != nullptr) {
       const float* next = (begin < ahead.turn ? ahead.here : ahead.there) + begin;
@@ -69,30 +78,30 @@ FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride
     }
     const int64_t end = std::min(begin + kLine, depth);
     for (int64_t k = begin; k < end; ++k) {
-      add_input<kVectors, kLines>(x + k * kVectors * kWidth, lines + k, stride, sums);
+      add_input<Rows, kVectors, kLines>(x + k * kLanes, lines + k, stride, sums);
     }
   }
 #pragma GCC unroll 8
   for (int n = 0; n < kLines; ++n) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) reinterpret_cast<Vector*>(y)[n * kVectors + v] += sums[n][v];
+    for (int v = 0; v < kVectors; ++v) reinterpret_cast<Rows*>(y)[n * kVectors + v] += sums[n][v];
   }
 }
 
 using AddLines = void (*)(const float*, const float*, int64_t, int64_t, float*, const Ahead&);
 
 template <int kLines, size_t... kVectors>
-constexpr std::array<AddLines, sizeof...(kVectors)> make_add_lines(std::index_sequence<kVectors...>) {
-  return {&add_lines<static_cast<int>(kVectors) + 1, kLines>...};
+constexpr std::array<AddLines, sizeof...(kVectors) + 1> make_add_lines(std::index_sequence<kVectors...>) {
+  return {&add_lines<HalfVector, 1, kLines>, &add_lines<Vector, static_cast<int>(kVectors) + 1, kLines>...};
 }
 
-// By the number of vectors, less one: for kOutputs lines, and for one.
+// By the number of whole vectors, where none is half of one: for kOutputs lines, and for one.
 constexpr auto kAddLines = make_add_lines<FASTGEN_OUTPUTS>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
 constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
 
 // What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
 struct Sums {
-  explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.vectors * kWidth * kOutputs * kWidth) {}
+  explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.lanes() * kOutputs * kWidth) {}
   int64_t width(int64_t tile) const { return tiles.end(tile) - tiles.begin(tile); }
   int64_t stride(int64_t tile) const { return kOutputs * width(tile); }  // from a group to the next one
   float* of(int64_t tile, int64_t group) const {
@@ -128,7 +137,7 @@ inline void add_group(const LineProduct& product, const Group& group, const Sums
       const int64_t width = sums.width(tile);
       const float* x = product.x + sums.tiles.begin(tile) * inputs + k * width;
       const int64_t depth = std::min(kDepth, inputs - k);
-      add[width / kWidth - 1](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
+      add[width / kWidth](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
       ahead.here = nullptr;
     }
   }

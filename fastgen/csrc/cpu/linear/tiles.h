@@ -101,8 +101,7 @@ FASTGEN_TARGET inline void transpose(const float* from, int64_t stride, int64_t 
   for (int64_t i = 0; i < columns; ++i) std::copy_n(transposed + i * kWidth, wide, to + i * to_stride);
 }
 
-// A piece as the kernels take it, [depth, width], of which `valid` outputs are there; the others are zeros. The width is
-// a multiple of FASTGEN_WIDTH.
+// A piece as the kernels take it, [depth, width], of which `valid` outputs are there; the others are zeros.
 FASTGEN_TARGET inline void lay_out(const Piece& piece, int64_t valid, int64_t depth, int64_t width, float* to) {
   constexpr int64_t kStep = FASTGEN_WIDTH;
   if (piece.input == 1) {
@@ -110,7 +109,7 @@ FASTGEN_TARGET inline void lay_out(const Piece& piece, int64_t valid, int64_t de
       const int64_t lines = std::clamp(valid - n, int64_t{0}, kStep);
       for (int64_t k = 0; k < depth; k += kStep) {
         transpose(piece.first + n * piece.output + k, piece.output, lines, std::min(kStep, depth - k), to + k * width + n,
-                  width, kStep);
+                  width, std::min(kStep, width - n));
       }
     }
     return;
