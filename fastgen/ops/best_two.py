@@ -7,6 +7,7 @@ read once, with the same result. Checking drafted tokens does this for each of t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,6 +36,19 @@ def best_two(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:
     is_near = torch.empty_like(tokens, dtype=torch.bool)
     torch.ops.fastgen.best_two_out(tokens, is_near, scores.contiguous(), MASKED, share)
     return tokens, is_near
+
+
+def argmax_into(out: Tensor, scores: Tensor) -> Callable[[], object] | None:
+    """What writes the argmax of each row to `out`, [rows], int64; None where there is no kernel for these scores.
+
+    In a recorded step it takes less than torch's, which divides a row among threads of torch's. Those would have to
+    take the processors from the threads of the step.
+    """
+    serves = scores.device.type == "cpu" and scores.dtype is torch.float32 and scores.dim() == 2
+    if not (serves and scores.shape[1] and scores.is_contiguous() and out.is_contiguous() and is_available()):
+        return None
+    is_near = torch.empty(scores.shape[0], dtype=torch.bool, device=scores.device)
+    return functools.partial(torch.ops.fastgen.best_two_out.default, out, is_near, scores, MASKED, 0.0)
 
 
 def reference(scores: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,20 @@ def test_recorded():
     assert torch.equal(tokens, wanted[0]) and torch.equal(is_near, wanted[1]) and tokens[1] == 7 and is_near[1]
 
 
+@pytest.mark.parametrize("dim", [-1, 1, 0])
+def test_an_argmax_that_is_recorded(dim):
+    """Along rows it is this operator; other ones are torch's."""
+    scores, tokens = torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64)
+    program = Replayed()
+    program.capture(lambda: tokens.copy_(scores.argmax(dim=dim)))
+    assert (torch.ops.fastgen.best_two_out.default in program.functions) == (dim != 0)
+    for numbers in ([1.0, 3.0, 3.0, 2.0], [-torch.inf] * 4, [1.0, torch.nan, torch.inf, torch.nan]):
+        scores.copy_(torch.tensor(numbers).repeat(4, 1))
+        scores[0] = 0.5
+        program.replay()
+        assert torch.equal(tokens, scores.argmax(dim=dim))
+
+
 def test_what_does_not_fit():
     tokens, is_near, scores = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 9)
     wrong_scores = (scores.double(), scores[0], scores[:, :0], scores.t())

@@ -21,7 +21,7 @@ from fastgen.decoding import arena, largest_outputs, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
-from fastgen.ops import _plan, _team, elementwise
+from fastgen.ops import _plan, _team, best_two, elementwise
 
 # Of all programs: `fastgen.decoding.captured.graph.taken` lets one call at a time use programs, and what one of them
 # leaves for the next one is in tensors that were there before the capture.
@@ -56,6 +56,8 @@ class Program:
                 call()
 
 
+# Of their forms with `out`, the one copies twice, and the other one changes no type.
+_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 # What an operator becomes: what it does to small tensors, a product, or a call.
 _Work = list[elementwise.Instruction] | products.AnyProduct | Callable[[], object]
 
@@ -87,7 +89,8 @@ class _Compiler:
 
     def _work(self, operation: Operation) -> _Work:
         args, kwargs = tree_unflatten([self._value(leaf) for leaf in operation.leaves], operation.structure)
-        function, results = operation.function, [place and self._value(place) for place in operation.fresh]
+        function = operation.function
+        results: list[Any] = [place and self._value(place) for place in operation.fresh]
         if function is largest_outputs.ESTIMATE:
             layer = self._layers[operation.fresh[0].storage] = output_layer.Step(*results, *args)
             return partial(layer.estimate)
@@ -106,8 +109,12 @@ class _Compiler:
             return work
         if not any(result is not None for result in results):
             return partial(function, *args, **kwargs)
-        if function is torch.ops.aten.clone.default and results[0] is not None:  # its form with `out` copies twice
+        if function in _COPIES and results[0] is not None:
             return partial(torch.ops.aten.copy_.default, results[0], args[0])
+        if function is torch.ops.aten.argmax.default and args[1:] in ((-1,), (1,)) and results[0] is not None:
+            own = best_two.argmax_into(results[0], args[0])
+            if own is not None:
+                return own
         writing = with_out(function, len(results))
         if writing is not None and None not in operation.fresh:
             return partial(writing[0], *args, **kwargs, **dict(zip(writing[1], results, strict=True)))

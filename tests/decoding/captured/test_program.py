@@ -158,13 +158,20 @@ def test_custom_operator() -> None:
 
 
 def test_results_go_where_they_were_planned() -> None:
-    """Operators of one result write there themselves; others, and those that make a tensor of numbers, are copied."""
+    """Operators write there themselves, changes of a type too; what has no such form, as those of lists, is copied."""
     x, out = torch.randn(2, 9), torch.zeros(2, 3)
     recorded = Replayed()
-    recorded.capture(lambda: out.copy_(((x.abs()).exp() / x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64).neg()))
-    outs = [aten.abs.out, aten.exp.out, aten.sum.IntList_out, aten.div.out, aten.topk.values, aten.neg.out]
+
+    def function() -> Tensor:
+        return torch._foreach_neg([((x.abs()).exp() / x.sum(-1, keepdim=True)).topk(3)[0].to(torch.float64)])[0]
+
+    recorded.capture(lambda: out.copy_(function()))
+    outs = [aten.abs.out, aten.exp.out, aten.sum.IntList_out, aten.div.out, aten.topk.values]
     assert [function for function in recorded.functions if function in outs] == outs
     assert recorded.functions.count(program._execute) == 1
+    x.normal_()
+    recorded.replay()
+    assert torch.equal(out, function().float())
 
 
 def test_layer_norms_and_clones() -> None:
