@@ -262,7 +262,7 @@ class _Linear(_OwnProduct):
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
         parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
-        if parameter is None or not (gain.is_faster or gain.streams or gain.dots or gain.splits):
+        if parameter is None or not (gain.is_faster or gain.streams or gain.dots or gain.splits or gain.packs):
             return None
         weight = self._weight  # read once: another thread may replace it
         if weight is None or not weight.is_of(parameter):
@@ -277,8 +277,10 @@ class _Linear(_OwnProduct):
                 return self.products.multiply(x, weight.panels, parameters["bias"])
         return self._unpacked(gain, x, self._as_rows(parameter), parameters["bias"]) if weight.is_plain else None
 
-    @staticmethod
-    def _unpacked(gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def _unpacked(self, gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product without a packed weight that is kept."""
+        if gain.packs:  # into memory that the layer before has freed, so no page of it is new
+            return self.products.multiply(x, self.products.pack(weight), bias)
         if gain.dots and dot_linear.serves(x, weight, bias):
             return dot_linear.dot_linear(x, weight, bias)
         if gain.splits and split_linear.serves(x, weight, bias):
