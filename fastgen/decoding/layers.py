@@ -72,11 +72,15 @@ class _PackingBudget:
         self.steps = 0
         self.left: int | None = None  # bytes that may still be packed; unknown before the first
 
-    def take_memory(self, size: int, device: torch.device) -> bool:
-        """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
+    def has_memory(self, size: int, device: torch.device) -> bool:
+        """Whether a weight of so many bytes may be packed."""
         if self.left is None:  # asked for when something is packed, which most calls of small models never do
             self.left = int(free_memory(device) * _MAX_MEMORY)
-        if size > self.left:
+        return size <= self.left
+
+    def take_memory(self, size: int, device: torch.device) -> bool:
+        """The same for one that is kept: there is so much less left then."""
+        if not self.has_memory(size, device):
             return False
         self.left -= size
         return True
@@ -279,7 +283,8 @@ class _Linear(_OwnProduct):
 
     def _unpacked(self, gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product without a packed weight that is kept."""
-        if gain.packs:  # into memory that the layer before has freed, so no page of it is new
+        if gain.packs and self.budget.has_memory(weight.nbytes, weight.device):
+            # Into memory that the layer before has freed, so no page of it is new.
             return self.products.multiply(x, self.products.pack(weight), bias)
         if gain.dots and dot_linear.serves(x, weight, bias):
             return dot_linear.dot_linear(x, weight, bias)

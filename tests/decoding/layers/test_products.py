@@ -144,6 +144,20 @@ def test_a_weight_may_be_packed_for_one_product(
             assert (form._weight is not None and form._weight.panels is not None) is kept
 
 
+def test_no_weight_is_packed_for_one_product_where_memory_is_short(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0))
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(300, 6)
+    for free, packed in ((2 * 4 * 24, 3), (2 * 4 * 24 - 1, 0)):  # half of it may be used
+        packed_at_once.clear()
+        monkeypatch.setattr(layers, "free_host_memory", lambda free=free: free)
+        with FastLayers.of(model, KINDS):
+            for _ in range(3):
+                model(x)
+        assert len(packed_at_once) == packed
+
+
 def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, 1.0))
     fastgen.enable(packed_weights="keep")
