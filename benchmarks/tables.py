@@ -26,7 +26,7 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
     profiles = [record for record in records if record.profile]
     if profiles:
         floor = (
-            "The floor is the time of an operator's multiplications at the rate of a large product of torch's, or of "
+            "The floor is the time of an operator's multiplications at the rate of the fastest large product, or of "
             "its bytes at the bandwidth of a copy, both measured right after the run.\n\n"
         )
         sections.append("## Where the time goes that misses a target\n\n" + floor + _profiles(profiles))
