@@ -72,11 +72,15 @@ class _PackingBudget:
         self.steps = 0
         self.left: int | None = None  # bytes that may still be packed; unknown before the first
 
-    def take_memory(self, size: int, device: torch.device) -> bool:
-        """Whether a weight of so many bytes may be packed; what may be left is so much less then."""
+    def has_memory(self, size: int, device: torch.device) -> bool:
+        """Whether a weight of so many bytes may be packed."""
         if self.left is None:  # asked for when something is packed, which most calls of small models never do
             self.left = int(free_memory(device) * _MAX_MEMORY)
-        if size > self.left:
+        return size <= self.left
+
+    def take_memory(self, size: int, device: torch.device) -> bool:
+        """The same for one that is kept: there is so much less left then."""
+        if not self.has_memory(size, device):
             return False
         self.left -= size
         return True
@@ -262,7 +266,7 @@ class _Linear(_OwnProduct):
     def _product(self, x: Tensor) -> Tensor | None:
         parameters = self._module._parameters
         parameter, gain = parameters.get("weight"), self.products.gain(x.numel() // x.shape[-1])
-        if parameter is None or not (gain.is_faster or gain.streams or gain.dots or gain.splits):
+        if parameter is None or not (gain.is_faster or gain.streams or gain.dots or gain.splits or gain.packs):
             return None
         weight = self._weight  # read once: another thread may replace it
         if weight is None or not weight.is_of(parameter):
@@ -277,8 +281,11 @@ class _Linear(_OwnProduct):
                 return self.products.multiply(x, weight.panels, parameters["bias"])
         return self._unpacked(gain, x, self._as_rows(parameter), parameters["bias"]) if weight.is_plain else None
 
-    @staticmethod
-    def _unpacked(gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def _unpacked(self, gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product without a packed weight that is kept."""
+        if gain.packs and self.budget.has_memory(weight.nbytes, weight.device):
+            # Into memory that the layer before has freed, so no page of it is new.
+            return self.products.multiply(x, self.products.pack(weight), bias)
         if gain.dots and dot_linear.serves(x, weight, bias):
             return dot_linear.dot_linear(x, weight, bias)
         if gain.splits and split_linear.serves(x, weight, bias):

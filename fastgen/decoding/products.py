@@ -37,6 +37,8 @@ MEASURED_FROM = 24
 # A packed weight must take less time by this part to be packed for: less is not worth a copy of it. In layers in half
 # precision, so must FastGen's products to be used: calling them takes a little longer than what is measured.
 _MARGIN = 0.05
+# From so many rows on a weight may be packed for one product alone: with fewer, packing takes as long as it saves.
+_MANY_ROWS = 256
 # Up to so many rows dot products are the fixed choice: mostly, they are the fastest.
 _DOTS_ROWS = 4
 
@@ -49,6 +51,7 @@ class Gain(NamedTuple):
     streams: bool  # without one, it is fastest with the weight laid out piece by piece
     dots: bool = False  # without one, it is fastest as dot products with the lines of the weight
     splits: bool = False  # without one, it is fastest in parts of bfloat16
+    packs: bool = False  # without one that is kept, it is fastest with one for this product alone
 
 
 _NO_GAIN = Gain(False, 0.0, False)
@@ -158,13 +161,16 @@ class MeasuredProducts(FixedProducts):
         split = self._split(rows, may_measure)
         if costs is None or split is None:
             return _NO_GAIN
-        self.packing = costs.packing
-        unpacked = min(costs.plain, costs.streamed, costs.dots, split)
+        self.packing = costs.packing + costs.keeping
+        packed_once = costs.packing + costs.packed if rows >= _MANY_ROWS else math.inf
+        without = (costs.plain, costs.dots, split, costs.streamed, packed_once)
+        unpacked = min(without)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
-        # The first of equal ones.
-        best = (costs.plain, costs.dots, split, costs.streamed).index(unpacked)
-        self._gains[rows] = Gain(saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2)
+        best = without.index(unpacked)  # the first of equal ones
+        self._gains[rows] = Gain(
+            saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2, packs=best == 4
+        )
         return self._gains[rows]
 
     def _split(self, rows: int, may_measure: bool) -> float | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 12"
+_KERNEL = "linear 13"
 # Dot products are measured with so many rows at most: with more, they read each line from the cache too often.
 MAX_DOT_ROWS = 16
 # Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
@@ -48,9 +49,10 @@ class Costs(NamedTuple):
 
     plain: float  # torch's own
     packed: float  # with the packed weight
-    packing: float  # that packing the weight takes, which is no product
+    packing: float  # that packing the weight takes, which is no product, into memory that was used before
     streamed: float = math.inf  # with the weight as it is
     dots: float = math.inf  # as dot products with the lines of the weight (fastgen/ops/dot_linear.py)
+    keeping: float = 0.0  # what packing takes more if the packed weight is kept: it needs memory of its own
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -127,7 +129,8 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
     if known is None:
         return None
     costs, scale = Costs(*known), max(rows / bucket, 1.0)
-    return Costs(costs.plain * scale, costs.packed * scale, costs.packing, costs.streamed * scale, costs.dots * scale)
+    products = {name: getattr(costs, name) * scale for name in ("plain", "packed", "streamed", "dots")}
+    return costs._replace(**products)
 
 
 def rows_measured(rows: int) -> int:
@@ -143,9 +146,9 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     x, bias = full((rows, inputs), 0.5), full((some,), 0.5)
     count = count_of_cold(4 * inputs * some, 16) if rows < _MANY_ROWS else 1
     weights = [full((inputs, some) if transposed else (some, inputs), 0.25) for _ in range(count)]
-    start = time.perf_counter()
-    packed = [pack(weight.t() if transposed else weight) for weight in weights]
-    packing = (time.perf_counter() - start) / count
+
+    def pack_rows(weight: Tensor) -> Tensor:
+        return pack(weight.t() if transposed else weight)
 
     def plain(weight: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight) if transposed else F.linear(x, weight, bias)
@@ -159,16 +162,29 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
     # With copies, or one would find in the cache what another has just read.
     copies = [weight.clone() for weight in weights]
     products: list[tuple[Callable[[Tensor], object], list[Tensor]]] = [
+        (pack_rows, weights),
         (plain, weights),
-        (lambda panels: packed_linear(x, panels, bias, some), packed),
+        (lambda panels: packed_linear(x, panels, bias, some), [pack_rows(weight) for weight in weights]),
         (into(torch.ops.fastgen.streamed_linear_out.default), copies),
     ]
     # In turn with the others: shares of torch's time from two measurements tell less than the products differ.
     if rows <= MAX_DOT_ROWS and _library.has_kernel("fastgen::dot_linear_out"):
         products.append((into(torch.ops.fastgen.dot_linear_out.default), [weight.clone() for weight in weights]))
     scale = outputs / some
-    plain_seconds, packed_seconds, *others = (time * scale for time in shortest_times(products))
-    return Costs(plain_seconds, packed_seconds, packing * scale, *others)
+    packing, plain_seconds, packed, *others = (time * scale for time in shortest_times(products))
+    keeping = _seconds_of_new_memory(4 * inputs * some) * scale
+    return Costs(plain_seconds, packed, packing, *others)._replace(keeping=keeping)
+
+
+def _seconds_of_new_memory(size: int) -> float:
+    """What writing to memory takes more when the system has just given it: it maps and clears each page then."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    rounds = []
+    for _ in range(_ROUNDS):
+        memory = torch.frombuffer(mmap.mmap(-1, size, **private), dtype=torch.float32)
+        rounds.append([_seconds(Tensor.zero_, [memory], from_memory=False) for _ in range(2)])
+    first, second = map(min, zip(*rounds, strict=True))
+    return max(first - second, 0.0)
 
 
 def shortest_times(products: list[tuple[Callable[[Tensor], object], list[Tensor]]]) -> list[float]:
@@ -195,8 +211,8 @@ def evict(x: Tensor) -> bool:
     return is_available() and torch.ops.fastgen.evict.default(x)
 
 
-def _seconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    for weight in weights:
+def _seconds(product: Callable[[Tensor], object], weights: list[Tensor], from_memory: bool = True) -> float:
+    for weight in weights if from_memory else ():
         evict(weight)
     start = time.perf_counter()
     for weight in weights:

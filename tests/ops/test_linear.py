@@ -225,7 +225,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
     costs = linear.costs(13, 64, 100, False)
-    assert all(0 < seconds < 10 for seconds in costs)
+    assert all(0 < seconds < 10 for seconds in costs[:-1]) and 0 <= costs.keeping < 1
     assert torch.equal(torch.get_rng_state(), state)
     assert cache.exists()
     monkeypatch.setattr(linear, "_measure", lambda *shape: pytest.fail("measured again"))
@@ -243,17 +243,25 @@ def test_costs_are_measured_until_the_shortest_time_is_met_twice(
     seconds: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_STEADY", 1.06)
-    for busy in range(4):  # each product: the others take as long each time
-        turns = (time if product == busy else 2.0 for time in seconds for product in range(4))
+    monkeypatch.setattr(linear, "_seconds_of_new_memory", lambda size: 0.0)
+    for busy in range(5):  # each product: the others take as long each time
+        turns = (time if product == busy else 2.0 for time in seconds for product in range(5))
         monkeypatch.setattr(linear, "_seconds", lambda *product, turns=turns: next(turns))
         costs = linear._measure(2, 8, 8, False)
-        expected = [min(seconds[:rounds]) if product == busy else 2.0 for product in range(4)]
-        assert [costs.plain, costs.packed, costs.streamed, costs.dots] == expected
+        expected = [min(seconds[:rounds]) if product == busy else 2.0 for product in range(5)]
+        assert [costs.packing, costs.plain, costs.packed, costs.streamed, costs.dots] == expected
+
+
+def test_a_packed_weight_that_is_kept_costs_new_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MAX_BYTES", 4 * 64 * 50)
+    monkeypatch.setattr(linear, "_seconds_of_new_memory", float)
+    for rows in (4, 5000):  # what products take grows with rows, memory does not; half of the outputs are measured
+        assert linear.costs(rows, 64, 100, False).keeping == 4 * 64 * 100
 
 
 def test_many_rows_with_the_weight_as_it_is_are_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = linear.costs(300, 16, 24, False)
-    assert all(0 < seconds < 1 for seconds in costs[:-1])
+    assert all(0 < seconds < 1 for seconds in costs[:4])
     assert costs.dots == float("inf")
     _forget(monkeypatch)
     assert linear.costs(300, 16, 24, False) == costs  # in the file as well
@@ -275,7 +283,7 @@ def test_costs_of_another_layout_or_number_of_threads_are_other_costs(
     finally:
         torch.set_num_threads(before)
     assert measured == [(4, 10, 20, False), (4, 10, 20, True), (4, 10, 20, False)]
-    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0, 1.0)  # in proportion to 1,024 rows
+    assert linear.costs(2048, 10, 20, False) == (4.0, 2.0, 3.0, 3.0, 1.0, 0.0)  # in proportion to 1,024 rows
     measured.clear()
     for rows in (3, 5, 9, 10, 12, 13, 16, 17, 40):
         linear.costs(rows, 5, 5, False)

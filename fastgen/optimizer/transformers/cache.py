@@ -278,7 +278,8 @@ def rows_agree(tensor: torch.Tensor, per_input: int) -> bool:
     if tensor.shape[0] % per_input:
         return False
     rows = tensor.unflatten(0, (-1, per_input))
-    return per_input == 1 or bool((rows[:, 1:] == rows[:, :1]).all())
+    others = rows[:, 1:]
+    return per_input == 1 or torch.equal(others, rows[:, :1].expand_as(others))
 
 
 def cache_of(

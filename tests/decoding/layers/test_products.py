@@ -110,6 +110,54 @@ def test_a_weight_as_it_is(
         assert len(streamed) == streams
 
 
+@pytest.mark.parametrize(
+    ("costs", "rows", "packed", "kept"),
+    [
+        (linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 300, 4, False),  # 2.0 with packing, each time
+        (linear.Costs(4.0, 1.0, 1.0, 3.0), 100, 1, True),  # few rows: the second product is with what was packed
+        (linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0), 100, 0, False),
+        (linear.Costs(4.0, 1.0, 2.5, 3.0), 300, 1, True),
+        (linear.Costs(4.0, 1.0, 2.5, 3.0, keeping=4.0), 300, 1, True),
+        (linear.Costs(4.0, 1.0, 2.5, 3.0, keeping=9.0), 300, 0, False),
+        (linear.Costs(4.0, 1.0, 3.5, 1.5), 300, 0, False),
+    ],
+)
+def test_a_weight_may_be_packed_for_one_product(
+    costs: linear.Costs,
+    rows: int,
+    packed: int,
+    kept: bool,
+    packed_at_once: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Into memory that others have used; a copy that is kept needs memory of its own, which takes time as well."""
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
+    for layer in (nn.Linear(6, 4), Transposed(6, 4)):
+        packed_at_once.clear()
+        model, x = nn.Sequential(layer), torch.randn(rows, 6)
+        expected = model(x)
+        with FastLayers.of(model, KINDS) as context:
+            for _ in range(4):
+                torch.testing.assert_close(model(x), expected)
+            (form,) = context._linear_layers()
+            assert len(packed_at_once) == packed
+            assert (form._weight is not None and form._weight.panels is not None) is kept
+
+
+def test_no_weight_is_packed_for_one_product_where_memory_is_short(
+    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0))
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(300, 6)
+    for free, packed in ((2 * 4 * 24, 3), (2 * 4 * 24 - 1, 0)):  # half of it may be used
+        packed_at_once.clear()
+        monkeypatch.setattr(layers, "free_host_memory", lambda free=free: free)
+        with FastLayers.of(model, KINDS):
+            for _ in range(3):
+                model(x)
+        assert len(packed_at_once) == packed
+
+
 def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(2.0, 3.0, 0.0, 1.0))
     fastgen.enable(packed_weights="keep")
