@@ -23,6 +23,8 @@ from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, 
 # Timings are those of this kernel: to be renamed when it changes.
 _KERNEL = "dot linear 9"
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Rows of 16 bits are widened if there are more (fastgen/ops/widened_linear.py).
+MAX_ROWS = {torch.float32: MAX_DOT_ROWS, torch.bfloat16: 16, torch.float16: 16}
 
 
 class Costs(NamedTuple):
@@ -40,7 +42,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype in _TYPES
         and weight.dim() == 2
         and x.shape[-1:] == weight.shape[1:]
-        and 0 < x.numel() <= MAX_DOT_ROWS * x.shape[-1]
+        and 0 < x.numel() <= MAX_ROWS[x.dtype] * x.shape[-1]
         and (weight.stride(1) == 1 or (weight.stride(0) == 1 and x.dtype is torch.float32))
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
         and is_available()
@@ -109,6 +111,3 @@ def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, narrow: t
 
 
 backend = functools.partial(_library.backend, "fastgen::dot_linear_out")
-_library.define("dot_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
-# Several of them with the same x.
-_library.define("dot_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

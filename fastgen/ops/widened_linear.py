@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _timings
-from fastgen.ops.linear import MAX_DOT_ROWS, as_rows, count_of_cold, shortest_times
+from fastgen.ops import _timings, dot_linear
+from fastgen.ops.linear import as_rows, count_of_cold, shortest_times
 
 # Timings are those of this code: to be renamed when it changes.
 _KERNEL = "widened linear 2"
@@ -49,7 +49,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dim() == 2
         and weight.stride(1) == 1
         and x.shape[-1:] == weight.shape[1:]
-        and x.numel() > MAX_DOT_ROWS * x.shape[-1]
+        and x.numel() > dot_linear.MAX_ROWS[x.dtype] * x.shape[-1]
         and (bias is None or bias.shape == weight.shape[:1])
     )
 

@@ -1,5 +1,5 @@
 // Linear layers for the few rows of a decoding step, on the weight as it is, in float32, bfloat16 and float16, and in
-// float32 with a weight of 16 bits. The schema is defined in fastgen/ops/dot_linear.py.
+// float32 with a weight of 16 bits. The schema is defined in fastgen/ops/linear.py.
 //
 // An output is the dot product of a row with a line of the weight. With so few rows the product is bound by reading the
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the

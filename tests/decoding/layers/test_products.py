@@ -244,7 +244,7 @@ def test_dot_products_serve_few_rows_without_packing(
         return linear.Costs(2.0, 0.95, 0.0, streamed=1.5, dots=dots if rows <= linear.MAX_DOT_ROWS else math.inf)
 
     monkeypatch.setattr(linear, "costs", costs)
-    model, few, many = nn.Sequential(kind(20, 12)), torch.randn(3, 20), torch.randn(17, 20)
+    model, few, many = nn.Sequential(kind(20, 12)), torch.randn(3, 20), torch.randn(25, 20)
     expected = model(few)
     with FastLayers.of(model, KINDS):
         torch.testing.assert_close(model(few), expected)
