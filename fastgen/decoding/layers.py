@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, patching, settings
-from fastgen.decoding import norms
+from fastgen.decoding import host_memory, norms
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
@@ -283,8 +283,8 @@ class _Linear(_OwnProduct):
 
     def _unpacked(self, gain: Gain, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product without a packed weight that is kept."""
-        if gain.packs and self.budget.has_memory(weight.nbytes, weight.device):
-            # Into memory that the layer before has freed, so no page of it is new.
+        # Into memory that the layer before has freed.
+        if gain.packs and host_memory.is_kept() and self.budget.has_memory(weight.nbytes, weight.device):
             return self.products.multiply(x, self.products.pack(weight), bias)
         if gain.dots and dot_linear.serves(x, weight, bias):
             return dot_linear.dot_linear(x, weight, bias)

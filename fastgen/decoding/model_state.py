@@ -2,8 +2,7 @@
 
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
 register hooks, exchange forward passes. What is written into the memory of a parameter needs no look: a recording reads
-it there. Two things are not seen: what a function reads by the name of a global variable, and attributes of objects
-that are neither modules nor configurations nor can be called.
+it there. docs/captured-step.md says what is not seen.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -122,11 +121,10 @@ class _Look:
         contents of configurations; of anything else the type."""
         if isinstance(value, Enum):
             return value
-        is_config = hasattr(type(value), "model_type")
-        if not (is_config or callable(value)) or isinstance(value, type):
-            return Same.of(value) if isinstance(value, type) else type(value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, (type, nn.Module)):
             return Same.of(value)
+        if not (callable(value) or hasattr(type(value), "model_type")):
+            return type(value)
         known = len(self._numbers)
         number = self._numbers.setdefault(id(value), known)
         if number != known:
@@ -143,7 +141,11 @@ class _Look:
             return Same.of(value), *map(self.frozen, (cells, value.__defaults__, value.__kwdefaults__))
         if isinstance(value, BuiltinFunctionType):
             return (Same.of(value),)
-        return Same.of(value) if callable(value) else None, self.frozen(getattr(value, "__dict__", {}))
+        if hasattr(type(value), "model_type"):
+            return (self.frozen(vars(value)),)
+        # Numbers and tensors alone: a tokenizer can be called, too, and has a vocabulary.
+        parts = getattr(value, "__dict__", {}).items()
+        return Same.of(value), *[(name, self.frozen(part)) for name, part in parts if type(part) in (*_ATOMS, Tensor)]
 
 
 def _contents(cell: Any) -> Any:
@@ -155,11 +157,16 @@ def _contents(cell: Any) -> Any:
 
 
 def _forward(module: Any) -> Any:
-    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured."""
+    """A forward pass of a module's own; of one of FastGen's, which comes and goes with each call, what is captured.
+
+    What it keeps for itself does not count: somebody counts calls there, or measures time.
+    """
     forward = vars(module).get("forward")
-    if forward is None:
-        return None
-    return forward.frozen() if isinstance(forward, Replacement) else _Look().about(forward)
+    if isinstance(forward, Replacement):
+        return forward.frozen()
+    if isinstance(forward, MethodType):  # made anew whenever it is asked for
+        return Same.of(forward.__func__), Same.of(forward.__self__)
+    return Same.of(forward)
 
 
 class Seen:
@@ -169,15 +176,13 @@ class Seen:
     among its attributes is never taken for unchanged, nor is one whose modules might know it: modules are held, and
     their model must go when its user lets go of it.
 
-    Attributes:
-        code: forward passes of the modules' classes.
     """
 
     def __init__(self, model: Any) -> None:
         everything = modules_of(model)
         self._types = list(map(type, everything))
         self._classes = _classes_of(self._types)
-        self.code = self._code_of_classes()
+        self._code = self._code_of_classes()
         inside = [(*attribute, model.config) for each in everything[1:] for attribute in vars(each).items()]
         self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
         if not self._is_comparable:
@@ -213,7 +218,7 @@ class Seen:
                 and list(map(vars, self._others)) == self._attributes
                 and list(map(type, everything)) == self._types
                 and _orders(everything) == self._orders
-                and all(map(is_, self._code_of_classes(), self.code))
+                and self._code_of_classes() == self._code
                 and all(getattr(everything[n], kind).get(name) is tensor for n, kind, name, tensor in self._single)
                 and _memory_of_all(self._tensors) == self._memory
                 and vars(model.config) == self._config
@@ -222,9 +227,9 @@ class Seen:
         except Exception:  # another tensor, say, whose numbers have been compared
             return False
 
-    def _code_of_classes(self) -> list[Any]:
+    def _code_of_classes(self) -> list[Hashable]:
         """Their forward passes, which somebody may exchange for all modules of a class."""
-        return [each.get("forward") for each in self._classes]
+        return [Same.of(each.get("forward")) for each in self._classes]
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
@@ -250,8 +255,7 @@ def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
         return {}
     if name in _HELD:
         return dict(value)
-    is_as_it_is = value is config or (name in _OF_TORCH and name != "forward")
-    return value if is_as_it_is else _copy(value)
+    return value if value is config else _copy(value)
 
 
 def _is_harmless(name: str, value: Any, config: Any) -> bool:

@@ -51,7 +51,7 @@ class Gain(NamedTuple):
     streams: bool  # without one, it is fastest with the weight laid out piece by piece
     dots: bool = False  # without one, it is fastest as dot products with the lines of the weight
     splits: bool = False  # without one, it is fastest in parts of bfloat16
-    packs: bool = False  # without one that is kept, it is fastest with one for this product alone
+    packs: bool = False  # one for this product alone is faster still, in memory that was used before
 
 
 _NO_GAIN = Gain(False, 0.0, False)
@@ -163,14 +163,13 @@ class MeasuredProducts(FixedProducts):
             return _NO_GAIN
         self.packing = costs.packing + costs.keeping
         packed_once = costs.packing + costs.packed if rows >= _MANY_ROWS else math.inf
-        without = (costs.plain, costs.dots, split, costs.streamed, packed_once)
-        unpacked = min(without)
+        without = (costs.plain, costs.dots, split, costs.streamed)
+        best = without.index(min(without))  # the first of equal ones
+        unpacked = min(*without, packed_once)
         saved = unpacked - costs.packed
         seconds = saved if saved > _MARGIN * unpacked else 0.0
-        best = without.index(unpacked)  # the first of equal ones
-        self._gains[rows] = Gain(
-            saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2, packs=best == 4
-        )
+        packs = packed_once < min(without)
+        self._gains[rows] = Gain(saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2, packs=packs)
         return self._gains[rows]
 
     def _split(self, rows: int, may_measure: bool) -> float | None:

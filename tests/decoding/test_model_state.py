@@ -154,6 +154,33 @@ def test_what_is_called_is_looked_into(what: str) -> None:
     assert state_of(model) != state
 
 
+class Tokenizer:
+    """It can be called, and has learned something new with each text."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+
+    def __call__(self, text: str) -> str:
+        return self.known.setdefault(text, text)
+
+
+def test_what_changes_with_each_call_is_not_looked_at() -> None:
+    """Or each call would make another recording: counters of a forward pass, and what a tokenizer remembers."""
+    model, calls = Model().eval(), 0
+    forward = model.layers[0].forward
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(x)
+
+    model.layers[0].forward, model.tokenizer = counted, Tokenizer()
+    state = state_of(model)
+    model.layers[0](torch.zeros(1, 4))
+    model.tokenizer("a text")
+    assert calls == 1 and state_of(model) == state
+
+
 def test_configurations_in_configurations() -> None:
     model = Model().eval()
     model.config.inner = Config()

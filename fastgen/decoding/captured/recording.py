@@ -7,6 +7,7 @@ be captured on both. Only what goes through torch's dispatcher is seen.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,15 +59,18 @@ _FUNCTION = (overrides._get_current_function_mode_stack, overrides._push_mode, o
 
 @contextlib.contextmanager
 def _modes_put_back() -> Iterator[None]:
-    """An interrupt may come between torch's taking a mode and its putting it back: then it would stay for good."""
-    before = _DISPATCH[0](), _FUNCTION[0]()
+    """An interrupt may come between torch's taking a mode and its putting it back: then it would stay for good.
+
+    What torch says of its stack then is about an interrupt that it has met: that one is passed on.
+    """
+    before, handled = (_DISPATCH[0](), _FUNCTION[0]()), sys.exc_info()[1]
     try:
         yield
     except RuntimeError as error:
-        interrupt: BaseException | None = error  # which torch may have met with an error of its own
-        while interrupt is not None and not isinstance(interrupt, KeyboardInterrupt):
-            interrupt = interrupt.__context__
-        if interrupt is None:
+        interrupt: BaseException | None = error if "mode stack" in str(error) else None
+        while interrupt not in (None, handled) and not isinstance(interrupt, KeyboardInterrupt):
+            interrupt = interrupt.__context__ if interrupt is not None else None
+        if interrupt in (None, handled):
             raise
         raise interrupt from error
     finally:

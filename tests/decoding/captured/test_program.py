@@ -26,6 +26,7 @@ from fastgen.decoding.captured import program
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import record
 from fastgen.decoding.operations import Place
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import dot_linear, elementwise, linear, widened_linear
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests import test_recorded_graph as cases
@@ -269,6 +270,15 @@ def test_an_interrupt_while_torch_takes_a_mode() -> None:
             record(function)
         assert not _python_dispatch._get_current_dispatch_mode_stack()
         assert not overrides._get_current_function_mode_stack()
+
+    def refused() -> None:
+        raise CannotBeCaptured("it wants all keys")
+
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # of the caller's: what is refused meanwhile is no interrupt
+        with pytest.raises(CannotBeCaptured):
+            record(refused)
 
 
 class TestProducts:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fastgen
-from fastgen.decoding import layers, products
+from fastgen.decoding import host_memory, layers, products
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import dot_linear, linear, split_linear
 from tests.decoding.layers.tiny import KINDS, Transposed
@@ -131,6 +131,7 @@ def test_a_weight_may_be_packed_for_one_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Into memory that others have used; a copy that is kept needs memory of its own, which takes time as well."""
+    monkeypatch.setattr(host_memory, "is_kept", lambda: True)
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: costs)
     for layer in (nn.Linear(6, 4), Transposed(6, 4)):
         packed_at_once.clear()
@@ -144,18 +145,22 @@ def test_a_weight_may_be_packed_for_one_product(
             assert (form._weight is not None and form._weight.panels is not None) is kept
 
 
+@pytest.mark.parametrize(
+    ("free", "is_kept", "packed"), [(2 * 4 * 24, True, 3), (2 * 4 * 24 - 1, True, 0), (2 * 4 * 24, False, 0)]
+)
 def test_no_weight_is_packed_for_one_product_where_memory_is_short(
-    packed_at_once: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    free: int, is_kept: bool, packed: int,
+    packed_at_once: list[torch.Tensor], streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Half of what is free may be used. Where freed memory goes back to the system, the copy would be new each time."""
     monkeypatch.setattr(linear, "costs", lambda *shape, measure: linear.Costs(4.0, 1.0, 1.0, 3.0, keeping=9.0))
+    monkeypatch.setattr(layers, "free_host_memory", lambda: free)
+    monkeypatch.setattr(host_memory, "is_kept", lambda: is_kept)
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(300, 6)
-    for free, packed in ((2 * 4 * 24, 3), (2 * 4 * 24 - 1, 0)):  # half of it may be used
-        packed_at_once.clear()
-        monkeypatch.setattr(layers, "free_host_memory", lambda free=free: free)
-        with FastLayers.of(model, KINDS):
-            for _ in range(3):
-                model(x)
-        assert len(packed_at_once) == packed
+    with FastLayers.of(model, KINDS):
+        for _ in range(3):
+            model(x)
+    assert len(packed_at_once) == packed and len(streamed) == 3 - packed
 
 
 def test_a_weight_as_it_is_is_not_held(streamed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
