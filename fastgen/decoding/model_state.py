@@ -162,6 +162,8 @@ def _forward(module: Any) -> Any:
     What it keeps for itself does not count: somebody counts calls there, or measures time.
     """
     forward = vars(module).get("forward")
+    if forward is None:  # as one of FastGen's that has nothing to say
+        return None
     if isinstance(forward, Replacement):
         return forward.frozen()
     if isinstance(forward, MethodType):  # made anew whenever it is asked for

@@ -82,8 +82,14 @@ def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
     if number < 0:
         return None
     plan = partial(torch.ops.fastgen.run_plan.default, number)
-    weakref.finalize(plan, torch.ops.fastgen.drop_plan.default, number).atexit = False
+    weakref.finalize(plan, _drop, number).atexit = False
     return plan
+
+
+def _drop(number: int) -> None:
+    """A plan may end in the middle of a recording, where an operator would become a part of that."""
+    with torch._C._DisableTorchDispatch():
+        torch.ops.fastgen.drop_plan.default(number)
 
 
 # From now on, operators that this thread calls are added to a plan in place of being executed.

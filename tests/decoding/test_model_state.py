@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fastgen import settings
+from fastgen.decoding.layers import Replacement
 from fastgen.decoding.model_state import Seen, state_of
 
 
@@ -195,6 +196,14 @@ def test_closures_that_know_themselves() -> None:
     model.gate.function = lambda x: model.gate.function(x)
     model.gate.names.append(model.gate.function)
     assert state_of(model) == state_of(model)
+
+
+def test_forward_passes_of_fastgens_are_none_of_the_models() -> None:
+    """They come and go with each call."""
+    model = Model().eval()
+    state = state_of(model)
+    model.layers[0].forward = Replacement(model.layers[0])
+    assert state_of(model) == state
 
 
 def test_a_forward_pass_that_knows_its_model_does_not_keep_it() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.recording import record
 from fastgen.ops import _library, dot_linear, elementwise, grouped_linear, rms_norm  # noqa: F401
 from fastgen.ops import _plan as plan
 
@@ -168,6 +169,22 @@ def test_what_a_plan_holds_is_given_back() -> None:
     del planned
     gc.collect()
     assert torch._C._storage_Use_Count(held._cdata) == uses - 1
+
+
+def test_one_that_ends_during_a_recording_is_no_part_of_it() -> None:
+    """Or each replay would drop the plan that has its number then."""
+    x, out = torch.randn(2, 8), torch.zeros(2, 8)
+    planned = plan.planned(layers(x, out))
+    number = planned[0].args[0]  # type: ignore[attr-defined]
+
+    def function() -> None:
+        planned.clear()
+        out.copy_(x)
+
+    recording, _ = record(function)
+    assert [operation.function for operation in recording.operations] == [torch.ops.aten.copy_.default]
+    with pytest.raises(RuntimeError, match="no such plan"):
+        operators.run_plan(number)
 
 
 def test_an_error_ends_the_plan_and_the_next_one_starts_anew() -> None:
