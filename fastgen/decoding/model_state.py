@@ -36,13 +36,18 @@ def state_of(model: Any) -> Hashable:
     modules = tuple([(id(module), type(module), _forward(module), _settings(module, look)) for module in found])
     held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
     tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
-    code = tuple([Same.of(each.get("forward")) for each in _classes_of(map(type, found))])
+    code = _code_of(_classes_of(map(type, found)))
     return modules, tensors, code, _settings(model.config, look), _chosen()
 
 
 def _classes_of(types: Iterable[type]) -> list[Any]:
     """What is defined in these types and those that they are made of, each once."""
     return list(map(vars, {base: None for kind in dict.fromkeys(types) for base in kind.__mro__}))
+
+
+def _code_of(classes: list[Any]) -> tuple[Hashable, ...]:
+    """Their forward passes, which somebody may exchange for all modules of a class."""
+    return tuple([Same.of(each.get("forward")) for each in classes])
 
 
 def _chosen() -> Hashable:
@@ -184,7 +189,7 @@ class Seen:
         everything = modules_of(model)
         self._types = list(map(type, everything))
         self._classes = _classes_of(self._types)
-        self._code = self._code_of_classes()
+        self._code = _code_of(self._classes)
         inside = [(*attribute, model.config) for each in everything[1:] for attribute in vars(each).items()]
         self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
         if not self._is_comparable:
@@ -220,7 +225,7 @@ class Seen:
                 and list(map(vars, self._others)) == self._attributes
                 and list(map(type, everything)) == self._types
                 and _orders(everything) == self._orders
-                and self._code_of_classes() == self._code
+                and _code_of(self._classes) == self._code
                 and all(getattr(everything[n], kind).get(name) is tensor for n, kind, name, tensor in self._single)
                 and _memory_of_all(self._tensors) == self._memory
                 and vars(model.config) == self._config
@@ -228,10 +233,6 @@ class Seen:
             )
         except Exception:  # another tensor, say, whose numbers have been compared
             return False
-
-    def _code_of_classes(self) -> list[Hashable]:
-        """Their forward passes, which somebody may exchange for all modules of a class."""
-        return [Same.of(each.get("forward")) for each in self._classes]
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:

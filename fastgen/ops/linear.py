@@ -29,7 +29,7 @@ _KERNEL = "linear 14"
 # Dot products are measured with so many rows at most: with more, they read each line from the cache too often.
 MAX_DOT_ROWS = 24
 # Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
-EXACT_ROWS = 9
+_EXACT_ROWS = 9
 # Beyond these, shapes are measured with the next power of two of rows, and beyond this many in proportion.
 _MAX_ROWS = 1024
 # A wider layer is measured with fewer outputs, and in proportion.
@@ -135,7 +135,7 @@ def costs(rows: int, inputs: int, outputs: int, transposed: bool, measure: bool 
 
 def rows_measured(rows: int) -> int:
     """With how many rows products of at most `MAX_DOT_ROWS` are measured."""
-    return rows if rows <= EXACT_ROWS else -(-rows // 4) * 4
+    return rows if rows <= _EXACT_ROWS else -(-rows // 4) * 4
 
 
 @torch.no_grad()

@@ -68,9 +68,9 @@ def _modes_put_back() -> Iterator[None]:
         yield
     except RuntimeError as error:
         interrupt: BaseException | None = error if "mode stack" in str(error) else None
-        while interrupt not in (None, handled) and not isinstance(interrupt, KeyboardInterrupt):
-            interrupt = interrupt.__context__ if interrupt is not None else None
-        if interrupt in (None, handled):
+        while interrupt is not None and interrupt is not handled and not isinstance(interrupt, KeyboardInterrupt):
+            interrupt = interrupt.__context__
+        if interrupt is None or interrupt is handled:
             raise
         raise interrupt from error
     finally:
