@@ -58,25 +58,30 @@ using torch::stable::Tensor;
 // A line of a panel: four bytes of each output.
 constexpr int64_t kLine = kPanel * 4;
 // Bytes of a weight that a single tile asks for ahead of time. More of them take memory's time from what the processor
-// fetches by itself (measured on an AMD EPYC with AVX-512).
-constexpr int64_t kAhead = 256;
+// fetches by itself (measured on an AMD EPYC with AVX-512, as the number for what leaves out the second-level cache).
+constexpr int64_t kAhead = 256, kAheadOnce = 128;
 // Tiles of rows that share what is asked for of the next panel.
 constexpr int64_t kAskers = 3;
 // Rows from which on the matrix registers are faster than vectors; twice as many with groups that half fill them.
 constexpr int64_t kLeastRows = 16;
 
 // Where the bytes are that a tile asks for while it reads a panel: so far behind its own, and so far apart for each line.
+// What is used once may leave out the second-level cache, where code and inputs then stay. On AMD it does.
 struct Ahead {
   int64_t distance, step;
+  bool is_used_once;
 };
 
 // A panel comes from memory for its first tile, and is near by for the others. So that memory is read all the time, the
 // first tiles ask for a part of the next panel each.
 inline Ahead ahead(const Weight& weight, int64_t tile, int64_t tiles) {
-  if (tiles == 1) return {kAhead, kLine};
+  if (tiles == 1) {
+    const bool is_amd = fastgen::asks_nearby();
+    return {is_amd ? kAheadOnce : kAhead, kLine, is_amd};
+  }
   const int64_t askers = std::min(tiles, kAskers);
-  if (tile >= askers) return {0, kLine};
-  return {weight.panel_bytes + weight.panel_bytes * tile / askers, kLine / askers};
+  if (tile >= askers) return {0, kLine, false};
+  return {weight.panel_bytes + weight.panel_bytes * tile / askers, kLine / askers, false};
 }
 
 inline int32_t four(const int8_t* x) {

@@ -61,6 +61,13 @@ FASTGEN_INLINE void add_group(Floats& total, const Ints& sum, const Factors& fac
   if (has_least) total += factors.least * (of.scale * static_cast<float>(of.sum));
 }
 
+// A line of a tile. kLevels: in how many caches it is to stay, up to 3; with 0 in none but the first.
+template <int kLevels>
+FASTGEN_INLINE void ask_for(const uint8_t* line) {
+  __builtin_prefetch(line, 0, kLevels);
+  if (FASTGEN_VECTORS * FASTGEN_WIDTH * 4 > 64) __builtin_prefetch(line + 64, 0, kLevels);
+}
+
 // The sums over all inputs, in float32, of the kRows rows of a tile and the outputs from `first` on in a panel.
 // With kHasMore the weight may have zeros, minimums or multiples.
 template <int kBits, int kRows, bool kHasMore>
@@ -88,8 +95,11 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of[r].sum;
     }
     for (const uint8_t* end = numbers + lines * kLine; numbers != end; numbers += kLine, ahead += step) {
-      __builtin_prefetch(ahead, 0, 3);
-      if (kVectors * FASTGEN_WIDTH * 4 > 64) __builtin_prefetch(ahead + 64, 0, 3);
+      if (where.is_used_once) {
+        ask_for<0>(ahead);
+      } else {
+        ask_for<3>(ahead);
+      }
       // The weight's vectors first: then four inputs of a row are repeated once for all of them.
       Bytes bytes[kVectors], some[kVectors];
 #pragma GCC unroll 4
