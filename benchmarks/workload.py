@@ -33,9 +33,9 @@ def faster_on_cpu(times: float) -> Target:
     return Target("times as fast as unpatched, on the CPU with all of its operators", "ratio", at_least=times)
 
 
-def faster_than_ctranslate2(times: float) -> Target:
-    """Against the same weights converted to CTranslate2, both in float32."""
-    return Target("times as fast as CTranslate2, both float32", "ctranslate2/fastgen", at_least=times)
+def faster_than(backend: str, times: float, subject: str = "fastgen") -> Target:
+    """Against another toolkit with the same weights, both in one precision."""
+    return Target(f"{subject}: times as fast as {backend}", f"{backend}/{subject}", at_least=times)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.record import Record
-from benchmarks.workload import NEVER_SLOWER, Context, Generation, faster_on_cpu
+from benchmarks.record import Record, Target
+from benchmarks.workload import NEVER_SLOWER, Context, Generation, faster_on_cpu, faster_than
 
 _QUESTIONS = (
     "Explain in simple words why the sky is blue.",
@@ -79,7 +79,7 @@ class Chat(Generation):
         return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
 
 
-def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
+def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: float) -> Chat:
     how = "greedy" if beams == 1 else f"{beams} beams"
     return Chat(
         name=f"smollm2-b{batch}{'' if beams == 1 else f'-beam{beams}'}{'' if dtype == 'float32' else f'-{dtype}'}",
@@ -92,28 +92,43 @@ def _workload(batch: int, beams: int, dtype: str, times: float) -> Chat:
         dtype=dtype,
         memory=False,
         further_backends=("fastgen-tier1", "openvino", *(_LLAMA_CPP[dtype] if beams == 1 else ())),
+        targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("openvino", than_openvino)),
+    )
+
+
+def _in_few_bits(work: Chat, *targets: Target) -> Chat:
+    """Also with weights in 8 or 4 bits: the backends are those that the targets compare."""
+    further = [name for target in targets for name in target.metric.split("/")]
+    names = tuple(dict.fromkeys((*work.further_backends, *further)))
+    return replace(work, further_backends=names, targets=(*work.targets, *targets))
+
+
+def _from_bfloat16(work: Chat, times: float) -> Chat:
+    return replace(
+        work,
+        name=f"{work.name}-from-bfloat16",
+        title=f"{work.title}, float32 from a checkpoint in bfloat16",
+        shape=smollm2_instruct_from_bfloat16,
+        further_backends=("openvino",),
         targets=(NEVER_SLOWER, faster_on_cpu(times)),
     )
 
 
-def _from_bfloat16(batch: int, times: float) -> Chat:
-    return replace(
-        _workload(batch, 1, "float32", times),
-        name=f"smollm2-b{batch}-from-bfloat16",
-        title=f"SmolLM2-135M, batch {batch}, greedy, chat, float32 from a checkpoint in bfloat16",
-        shape=smollm2_instruct_from_bfloat16,
-        further_backends=("openvino",),
-    )
-
-
+_ONE, _FOUR = _workload(1, 1, "float32", 3.0, 1.5), _workload(4, 1, "float32", 4.2, 1.35)
 WORKLOADS = [
-    _workload(1, 1, "float32", 3.0),
-    _workload(4, 1, "float32", 4.2),
-    _workload(16, 1, "float32", 3.4),
-    _workload(4, 4, "float32", 5.5),
-    _from_bfloat16(1, 3.5),
-    _from_bfloat16(4, 4.5),
-    _workload(1, 1, "bfloat16", 2.2),
-    _workload(16, 1, "bfloat16", 1.5),
-    _workload(4, 4, "bfloat16", 2.5),
+    _in_few_bits(
+        _ONE,
+        faster_than("openvino-int8", 1.5, "fastgen-int8"),
+        faster_than("llama.cpp-q8_0", 1.3, "fastgen-int8"),
+        faster_than("openvino-int4", 1.8, "fastgen-int4"),
+        faster_than("llama.cpp-q4_1", 1.3, "fastgen-int4"),
+    ),
+    _in_few_bits(_FOUR, faster_than("openvino-int8", 1.3, "fastgen-int8")),
+    _in_few_bits(_workload(16, 1, "float32", 3.4, 1.5), faster_than("openvino-int8", 1.1, "fastgen-int8")),
+    _workload(4, 4, "float32", 5.5, 1.6),
+    _from_bfloat16(_ONE, 3.5),
+    _from_bfloat16(_FOUR, 4.5),
+    _workload(1, 1, "bfloat16", 2.2, 1.1),
+    _workload(16, 1, "bfloat16", 1.5, 1.1),
+    _workload(4, 4, "bfloat16", 2.5, 1.1),
 ]

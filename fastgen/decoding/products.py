@@ -322,8 +322,7 @@ def _is_narrow(wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | N
     if now.linear_products == "fixed":  # dot products have the same bits, whether there is a copy or not
         return are_dots(wide)
     costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype, narrow=narrow)
-    share = 1.0 if wide is None else _shares(x, weight, bias, weight.shape[0])[wide.operator]
-    return costs is not None and costs.dots < (1 - _MARGIN) * share * costs.plain
+    return costs is not None and costs.dots < (1 - _MARGIN) * costs.plain
 
 
 def are_dots(product: Product | None) -> bool:

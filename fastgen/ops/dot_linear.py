@@ -11,17 +11,18 @@ widened weight.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, _timings
+from fastgen.ops import _library, _timings, split_linear
 from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, rows_measured, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 9"
+_KERNEL = "dot linear 10"
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Rows of 16 bits are widened if there are more (fastgen/ops/widened_linear.py).
 MAX_ROWS = {torch.float32: MAX_DOT_ROWS, torch.bfloat16: 16, torch.float16: 16}
@@ -30,7 +31,7 @@ MAX_ROWS = {torch.float32: MAX_DOT_ROWS, torch.bfloat16: 16, torch.float16: 16}
 class Costs(NamedTuple):
     """Seconds that a product takes."""
 
-    plain: float  # torch's own
+    plain: float  # torch's own; with another type of weight for dot products, the fastest with the weight as it is
     dots: float
 
 
@@ -99,15 +100,22 @@ def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, narrow: t
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
     weights = [full((some, inputs), 0.25) for _ in range(count)]
-    # What torch's product has just read would be in the cache.
-    copies = [weight.to(of_dots, copy=True) for weight in weights]
-    plain, dots = shortest_times(
-        [
-            (lambda weight: F.linear(x, weight), weights),
-            (lambda weight: torch.ops.fastgen.dot_linear_out.default(y, x, weight, None), copies),
-        ]
-    )
-    return Costs(plain * outputs / some, dots * outputs / some)
+
+    def product(operator: Callable[..., object], of: torch.dtype) -> tuple[Callable[[Tensor], object], list[Tensor]]:
+        # With copies: what another product has just read would be in the cache.
+        return lambda weight: operator(y, x, weight, None), [weight.to(of, copy=True) for weight in weights]
+
+    dots = torch.ops.fastgen.dot_linear_out.default
+    products = [product(dots, of_dots), (lambda weight: F.linear(x, weight), weights)]
+    if narrow is not None:
+        # In turn with all others: shares of torch's time from two measurements tell less than the products differ.
+        streamed = torch.ops.fastgen.streamed_linear_out.default
+        wide = [dots, streamed]
+        if rows >= split_linear.MIN_ROWS and split_linear.is_available():
+            wide.append(torch.ops.fastgen.split_linear_out.default)
+        products += [product(operator, dtype) for operator in wide]
+    own, *others = shortest_times(products)
+    return Costs(min(others) * outputs / some, own * outputs / some)
 
 
 backend = functools.partial(_library.backend, "fastgen::dot_linear_out")

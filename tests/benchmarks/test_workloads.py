@@ -48,6 +48,34 @@ def tiny(name: str, /, **changes) -> Generation:
     return replace(workload, **{"config": config, **sizes, **fixed, **changes})
 
 
+def test_what_must_be_shown_of_the_captured_step_and_of_few_bits_has_targets():
+    least = {
+        "smollm2-b1": {"ratio": 3.0, "openvino/fastgen": 1.5, "openvino-int8/fastgen-int8": 1.5}
+        | {"llama.cpp-q8_0/fastgen-int8": 1.3, "openvino-int4/fastgen-int4": 1.8, "llama.cpp-q4_1/fastgen-int4": 1.3},
+        "smollm2-b4": {"ratio": 4.2, "openvino/fastgen": 1.35, "openvino-int8/fastgen-int8": 1.3},
+        "smollm2-b16": {"ratio": 3.4, "openvino/fastgen": 1.5, "openvino-int8/fastgen-int8": 1.1},
+        "smollm2-b4-beam4": {"ratio": 5.5, "openvino/fastgen": 1.6},
+        "smollm2-b1-bfloat16": {"ratio": 2.2, "openvino/fastgen": 1.1},
+        "smollm2-b16-bfloat16": {"ratio": 1.5, "openvino/fastgen": 1.1},
+        "smollm2-b4-beam4-bfloat16": {"ratio": 2.5, "openvino/fastgen": 1.1},
+        "opus-mt-b1": {"ratio": 4.5, "ctranslate2/fastgen": 3, "ctranslate2-int8/fastgen-int8": 1.8},
+        "opus-mt-b8": {"ratio": 3.5, "ctranslate2/fastgen": 3.2},
+        "opus-mt-greedy-b1": {"ratio": 3.5, "ctranslate2/fastgen": 1.9},
+        "bart-base-b4-s512": {"ratio": 4.2, "ctranslate2/fastgen": 2.4, "ctranslate2-int8/fastgen-int8": 1.3},
+        "bart-base-b16-s1024": {"ratio": 8, "ctranslate2/fastgen": 1.5, "openvino/fastgen": 3}
+        | {"ctranslate2-int8/fastgen-int8": 1.3},
+        "t5-base-b16-s128": {"ratio": 3.6, "ctranslate2/fastgen": 1.7},
+        "gpt2-b4-p512": {"ratio": 8},
+        "llama-1b-greedy-b16-p128": {"ratio": 2.2},
+    }
+    for name, metrics in least.items():
+        work = _ALL[name]
+        run = {"transformers", "fastgen", *work.further_backends}
+        for metric, bound in metrics.items():
+            assert max(target.at_least for target in work.targets if target.metric == metric) >= bound
+            assert metric == "ratio" or run.issuperset(metric.split("/"))
+
+
 def test_names_are_different_and_some_are_quick():
     assert len(_ALL) == len(all_workloads())
     quick = {name for name, workload in _ALL.items() if workload.quick}

@@ -15,6 +15,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastgen
+from fastgen import caches
 from fastgen.decoding.captured import graph
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.step import CapturedStep
@@ -147,7 +148,7 @@ def test_numbers_of_another_type_by_default(device: torch.device) -> None:
 
 
 def test_what_was_refused_does_not_fill_the_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "_MOST_WANTED", 2)
+    monkeypatch.setattr(caches, "MOST_REMEMBERED", 2)
     model, inputs = build(BY_NAME["gpt2"], device)
     for number in range(6):
         graph_cache.refuse(model, number, "too large")

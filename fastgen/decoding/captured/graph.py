@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +17,12 @@ from fastgen import settings
 from fastgen.decoding import weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.locks import ForkableLock
 from fastgen.ops import _library
 from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
-turn = threading.RLock()
-_turn_on_cpu = threading.RLock()
+turn, _turn_on_cpu = ForkableLock(), ForkableLock()
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def taken(device: torch.device) -> Iterator[None]:
         lock.release()
 
 
-def _turn_of(device: torch.device) -> threading.RLock:
+def _turn_of(device: torch.device) -> ForkableLock:
     return _turn_on_cpu if device.type == "cpu" else turn
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
+from fastgen.locks import ForkableLock
 from fastgen.ops.triton import kv_write
 
 _aten = torch.ops.aten
@@ -81,7 +82,7 @@ def _modes_put_back() -> Iterator[None]:
                 push(mode)
 
 
-_one_capture = threading.Lock()
+_one_capture = ForkableLock()
 _recording: set[int] = set()  # the thread that records, if one does
 
 

@@ -13,6 +13,7 @@ import torch
 from fastgen import caches, settings
 from fastgen.decoding.model_state import state_of
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.locks import ForkableLock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 from fastgen.optimizer.transformers.models import attention_functions
@@ -22,7 +23,6 @@ from fastgen.optimizer.transformers.models import attention_functions
 MOST = 8
 MOST_OF_MEMORY = 0.25
 PAYS_FROM = settings.RECORDING_PAYS_FROM
-_MOST_WANTED = 1000
 
 
 @dataclass
@@ -36,6 +36,9 @@ class _OfModel:
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
+# One thread at a time changes them, or goes through them: `disable` may free steps at any time, and the CPU and a GPU
+# may have a call each.
+_lock = ForkableLock()
 
 
 def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | None = None) -> CapturedStep:
@@ -47,49 +50,49 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | No
     Raises:
         CannotBeCaptured: that has been tried before, or does not pay yet.
     """
-    cached = _of(model)
-    for counted in (cached.refused, cached.wanted):  # calls with ever other options must not fill the memory
-        if len(counted) > _MOST_WANTED:
-            counted.clear()
-    if key in cached.refused:
-        raise CannotBeCaptured(cached.refused[key])
-    if steps is not None:
-        cached.wanted[key] += steps
-        if cached.wanted[key] < PAYS_FROM:
-            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
-    step = cached.steps.pop(key, None) or make()
+    with _lock:
+        cached = _of(model)
+        caches.limit(cached.refused, cached.wanted)
+        if key in cached.refused:
+            raise CannotBeCaptured(cached.refused[key])
+        if steps is not None:
+            cached.wanted[key] += steps
+            if cached.wanted[key] < PAYS_FROM:
+                raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
+        step = cached.steps.pop(key, None)
+    step = step or make()
     step.state = cached.state
     return step
 
 
 def give_back(model: Any, step: CapturedStep) -> None:
     """Keeps a captured step for the next call of its key; those that were not used for longest go for it."""
-    cached = _models.pop(model, None)
-    if cached is None:  # all were dropped meanwhile
-        return
-    if cached.state != step.state:  # settings or the model have changed meanwhile
-        _models[model] = cached
-        return
-    cached.steps[step.key] = step
-    _models[model] = cached  # the last one that was used
     most = _most_bytes(step.device)
-    while (steps := [x for other in _models.values() for x in other.steps.values()]) and (
-        len(steps) > MOST or sum(x.nbytes for x in steps) > most
-    ):
-        oldest = next(other for other in list(_models.values()) if other.steps)
-        key, _ = oldest.steps.popitem(last=False)
-        del oldest.wanted[key]  # or each call would record it again
+    with _lock:
+        cached = _models.get(model)
+        if cached is None or cached.state != step.state:  # it was dropped, or settings or the model have changed
+            return
+        cached.steps[step.key] = step
+        _models[model] = _models.pop(model)  # the last one that was used
+        while (steps := [x for other in _models.values() for x in other.steps.values()]) and (
+            len(steps) > MOST or sum(x.nbytes for x in steps) > most
+        ):
+            oldest = next(other for other in _models.values() if other.steps)
+            key, _ = oldest.steps.popitem(last=False)
+            del oldest.wanted[key]  # or each call would record it again
 
 
 def refuse(model: Any, key: Key, reason: str) -> None:
     """A step of this key cannot be captured, and is not to be tried again."""
-    _of(model).refused[key] = reason
+    with _lock:
+        _of(model).refused[key] = reason
 
 
 def is_refused(model: Any, key: Key) -> bool:
     """Whether a step of this key is known not to be capturable."""
-    cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
-    return cached is not None and key in cached.refused and key in _of(model).refused
+    with _lock:
+        cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
+        return cached is not None and key in cached.refused and key in _of(model).refused
 
 
 def kept(model: Any, key: Key) -> CapturedStep | None:
@@ -100,21 +103,24 @@ def kept(model: Any, key: Key) -> CapturedStep | None:
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
-    cached = _models.get(model)
-    for kept in () if cached is None else (cached.steps, cached.refused, cached.wanted):
-        for key in [key for key in kept if is_old(key)]:
-            del kept[key]
+    with _lock:
+        cached = _models.get(model)
+        for kept in () if cached is None else (cached.steps, cached.refused, cached.wanted):
+            for key in [key for key in kept if is_old(key)]:
+                del kept[key]
 
 
 def drop(model: Any) -> None:
     """Frees the steps of a model, which hold the weights that they were recorded with."""
-    _models.pop(model, None)
+    with _lock:
+        _models.pop(model, None)
 
 
 def drop_all() -> bool:
     """Frees the steps that are not in use; says whether there were any."""
-    found = any(cached.steps for cached in _models.values())
-    _models.clear()
+    with _lock:
+        found = any(cached.steps for cached in _models.values())
+        _models.clear()
     return found
 
 

@@ -23,6 +23,7 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.model_state import Seen, state_of
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.locks import ForkableLock
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders.others import code_of_others
 
@@ -33,7 +34,6 @@ MOST_TOKENS = 256
 PAYS_FROM = 64
 # Of a model.
 MOST = 32
-_MOST_WANTED = 1000
 _INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 _FLAGS = (bool, type(None))
 _CPU = torch.device("cpu")
@@ -98,11 +98,13 @@ class _OfModel:
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
+_lock = ForkableLock()  # one thread at a time adds to them, or goes through them
 
 
 def _drop_all() -> bool:
-    found = any(of.passes for of in _models.values())
-    _models.clear()
+    with _lock:
+        found = any(of.passes for of in _models.values())
+        _models.clear()
     return found
 
 
@@ -121,9 +123,10 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
     if not _serves(inputs, flags):
         return None
     key = _key(inputs, flags)
-    of = _models.get(model)
-    if of is None:
-        of = _models[model] = _OfModel()
+    with _lock:
+        of = _models.get(model)
+        if of is None:
+            of = _models[model] = _OfModel()
     if key in of.refused:
         return None
     if key not in of.passes and not _is_due(of, key, model):
@@ -143,9 +146,7 @@ def _is_due(of: _OfModel, key: Hashable, model: Any) -> bool:
     """Whether a pass like this one has come so often that it is recorded now."""
     if not _is_served(model):
         return False
-    for counted in (of.wanted, of.refused):
-        if len(counted) > _MOST_WANTED:
-            counted.clear()
+    caches.limit(of.wanted, of.refused)
     of.wanted[key] += 1
     return of.wanted[key] >= PAYS_FROM and graph.unavailable(_CPU) is None
 

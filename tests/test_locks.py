@@ -1,0 +1,99 @@
+"""Locks that do not stop a forked process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fastgen.locks import ForkableLock
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+IN_A_FORK = """
+import os, signal, threading, torch
+{imports}
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with {lock}:
+        held.set()
+        done.wait()
+
+other = threading.Thread(target=hold, daemon=True)
+other.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)  # where it waits for a thread that it does not have
+    for _ in range(2):
+        with {lock}:
+            pass
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+# Here the other thread still has it.
+assert not {tried}.acquire(blocking=False)
+done.set()
+other.join()
+"""
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("imports", "lock", "tried"),
+    [
+        ("from fastgen.locks import ForkableLock\nlock = ForkableLock()", "lock", "lock"),
+        (
+            "from fastgen.decoding.captured import graph\ncpu = torch.device('cpu')",
+            "graph.taken(cpu)",
+            "graph._turn_of(cpu)",
+        ),
+        (
+            "from fastgen.decoding.captured import recording",
+            "recording._captures()",
+            "recording._one_capture",
+        ),
+        (
+            "from fastgen.optimizer.transformers.captured import graph_cache",
+            "graph_cache._lock",
+            "graph_cache._lock",
+        ),
+    ],
+    ids=["a lock", "the turn", "a recording", "what is kept"],
+)
+def test_a_fork_finds_it_free_whichever_thread_had_it(imports: str, lock: str, tried: str) -> None:
+    code = IN_A_FORK.format(imports=imports, lock=lock, tried=tried)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_fork
+def test_the_thread_that_forks_keeps_it() -> None:
+    code = """
+import os, threading
+from fastgen.locks import ForkableLock
+lock = ForkableLock()
+with lock:
+    child = os.fork()
+    if child == 0:
+        found = []
+        other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+if child == 0:
+    os._exit(0 if found == [False] else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_one_thread_has_it_as_often_as_it_likes() -> None:
+    lock, found = ForkableLock(), []
+    with lock, lock:
+        other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+    assert found == [False]
+    assert lock.acquire(blocking=False)
+    lock.release()
