@@ -75,6 +75,17 @@ def test_shapes_beyond_one_block(backend: str, rows: int, inputs: int, outputs: 
     _check(backend, rows, inputs, outputs, biased, layout, 0)
 
 
+@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
+    """Rows side by side in vectors: whole ones, and half of one behind them."""
+    weight, bias = torch.randn(37, 20), torch.randn(37)
+    x = torch.randn(140, 20)
+    for rows in range(1, len(x) + 1):
+        expected = _product(backend, x[:rows], weight, bias)
+        with instruction_set(backend):
+            assert torch.equal(linear.streamed_linear(x[:rows], weight, bias), expected), rows
+
+
 @given(
     rows=st.integers(0, 70),
     outputs=st.lists(st.tuples(st.integers(0, 60), st.booleans(), st.booleans()), max_size=4),

@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <new>
 #include <optional>
 #include <utility>
@@ -125,7 +126,6 @@ struct Kernel {
   decltype(&portable::lay_out) lay_out;
   int64_t width;  // outputs that `multiply_lines` is given are a multiple of it, but for the last ones
   decltype(&portable::floats_of_rows) floats_of_rows;
-  decltype(&portable::tasks_of_rows) tasks_of_rows;
   decltype(&portable::lay_out_rows) lay_out_rows;
   decltype(&portable::multiply_lines) multiply_lines;
 };
@@ -133,8 +133,8 @@ struct Kernel {
 Kernel kernel() {
 #define FASTGEN_KERNEL(SET)                                                                                     \
   Kernel {                                                                                                      \
-    SET::kPanel, &SET::multiply, &SET::lay_out, SET::kWidth, &SET::floats_of_rows, &SET::tasks_of_rows,         \
-        &SET::lay_out_rows, &SET::multiply_lines                                                                \
+    SET::kPanel, &SET::multiply, &SET::lay_out, SET::kWidth, &SET::floats_of_rows, &SET::lay_out_rows,          \
+        &SET::multiply_lines                                                                \
   }
   return FASTGEN_CHOOSE(FASTGEN_KERNEL);
 #undef FASTGEN_KERNEL
@@ -291,34 +291,27 @@ void multiply_pieces(const Product& product, const Tensor& weight) {
 }
 
 // Products of one x, [rows, inputs], its rows `stride` apart, with lines of weights. The outputs of all of them together
-// are shared out among the threads.
-void multiply_lines(const float* x, int64_t stride, std::vector<LineProduct> products,
+// are shared out among the threads. Each thread lays out the rows for itself: to fetch what another one has just written
+// takes several times as long.
+void multiply_lines(const float* x, int64_t stride, const std::vector<LineProduct>& products,
                     const std::vector<int64_t>& outputs) {
   const Kernel kernel = ::kernel();
-  const int64_t rows = products[0].rows, inputs = products[0].inputs, blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t rows = products[0].rows, inputs = products[0].inputs;
   const auto units_of = [&](size_t i) { return (outputs[i] + kernel.width - 1) / kernel.width; };
   int64_t units = 0;
   for (size_t i = 0; i < products.size(); ++i) units += units_of(i);
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t row = rows * block / blocks, some = rows * (block + 1) / blocks - row;
-    const Aligned laid_out(kernel.floats_of_rows(some, inputs));
-    // Threads begin when there is work for them of some microseconds.
-    fastgen::parallel_for(0, kernel.tasks_of_rows(some, inputs), 8, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        kernel.lay_out_rows(x + row * stride, stride, some, inputs, task, laid_out.data());
-      }
-    });
-    fastgen::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
-      int64_t first = 0;  // unit of this product, among those of all
-      for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
-        const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;
-        const int64_t to = std::min((end - first) * kernel.width, outputs[i]);
-        LineProduct product = products[i];
-        product.x = laid_out.data(), product.rows = some, product.y += row * product.y_stride;
-        if (from < to) kernel.multiply_lines(product, from, to);
-      }
-    });
-  }
+  fastgen::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+    const Aligned laid_out(kernel.floats_of_rows(rows, inputs));
+    kernel.lay_out_rows(x, stride, rows, inputs, laid_out.data());
+    int64_t first = 0;  // unit of this product, among those of all
+    for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
+      const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;
+      const int64_t to = std::min((end - first) * kernel.width, outputs[i]);
+      LineProduct product = products[i];
+      product.x = laid_out.data();
+      if (from < to) kernel.multiply_lines(product, from, to);
+    }
+  });
 }
 
 void check_streamed(const Tensor& result, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

@@ -8,36 +8,32 @@
 constexpr int64_t kWidth = FASTGEN_WIDTH;
 constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
 
-// For the last rows, if they fill no more than half a vector.
+// For the last rows, where they fill no more than half a vector.
 typedef float HalfVector __attribute__((vector_size(FASTGEN_WIDTH / 2 * sizeof(float)), aligned(sizeof(float))));
 
-// Rows in tiles of nearly the same size, and maybe one of half a vector behind them; `rows` may end inside the last one.
-// Tile i lies at x + begin(i) * inputs, as [inputs, end(i) - begin(i)].
+// Rows in tiles of nearly the same size; `rows` may end inside the last one, and that may end with half a vector. Tile i
+// lies at x + begin(i) * inputs, as [inputs, end(i) - begin(i)].
 struct RowTiles {
   explicit RowTiles(int64_t rows)
       : half(rows % kWidth > 0 && rows % kWidth <= FASTGEN_HALF ? FASTGEN_HALF : 0),
         vectors((rows - half + kWidth - 1) / kWidth),
-        whole((vectors + FASTGEN_ROW_VECTORS - 1) / FASTGEN_ROW_VECTORS),
-        count(whole + (half != 0)) {}
-  int64_t begin(int64_t tile) const { return tile < whole ? vectors * tile / whole * kWidth : vectors * kWidth; }
-  int64_t end(int64_t tile) const { return tile < whole ? begin(tile + 1) : lanes(); }
+        count((lanes() + kMostLanes - 1) / kMostLanes) {}
+  // Of whole vectors the first tiles have more: with half of one more, the last tile is not larger than any may be.
+  int64_t begin(int64_t tile) const { return (vectors * tile + count - 1) / count * kWidth; }
+  int64_t end(int64_t tile) const { return tile + 1 < count ? begin(tile + 1) : lanes(); }
   int64_t lanes() const { return vectors * kWidth + half; }
-  int64_t half, vectors, whole, count;
+  static constexpr int64_t kMostLanes = FASTGEN_ROW_VECTORS * kWidth;
+  int64_t half, vectors, count;
 };
 
 inline int64_t floats_of_rows(int64_t rows, int64_t inputs) { return RowTiles(rows).lanes() * inputs; }
 
-// kDepth inputs at a time of a tile are one task.
-inline int64_t tasks_of_rows(int64_t rows, int64_t inputs) {
-  return RowTiles(rows).count * ((inputs + kDepth - 1) / kDepth);
-}
-
-inline void lay_out_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, int64_t task, float* to) {
+inline void lay_out_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
   const RowTiles tiles(rows);
-  const int64_t tile = task % tiles.count, k = task / tiles.count * kDepth;
-  const int64_t begin = tiles.begin(tile), width = tiles.end(tile) - begin;
-  lay_out({x + begin * stride + k, stride, 1}, std::min(width, rows - begin), std::min(kDepth, inputs - k), width,
-          to + begin * inputs + k * width);
+  for (int64_t tile = 0; tile < tiles.count; ++tile) {
+    const int64_t begin = tiles.begin(tile), width = tiles.end(tile) - begin;
+    lay_out({x + begin * stride, stride, 1}, std::min(width, rows - begin), inputs, width, to + begin * inputs);
+  }
 }
 
 // What is asked for while input k is multiplied: the same place of the lines from `here`, of those from `there` once k
@@ -47,29 +43,56 @@ struct Ahead {
   int64_t turn;
 };
 
-// An input of kLines outputs times kVectors vectors of rows. Two inputs at a time for each output take 8 % longer on Zen 4.
-template <class Rows, int kVectors, int kLines>
-FASTGEN_TARGET inline __attribute__((always_inline)) void add_input(const float* x, const float* lines, int64_t stride,
-                                                                    Rows (&sums)[kLines][kVectors]) {
-  Rows rows[kVectors];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) rows[v] = reinterpret_cast<const Rows*>(x)[v];
-#pragma GCC unroll 8
-  for (int n = 0; n < kLines; ++n) {
-    // From every fourth line on, so that addresses take few registers.
-    const float weight = (lines + n / 4 * 4 * stride)[n % 4 * stride];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sums[n][v] += weight * rows[v];
-  }
-}
+// Some lines times a tile of rows: kVectors whole vectors of rows, and with kHalf half of one.
+template <int kVectors, int kHalf, int kLines>
+struct LineTile {
+  Vector whole[kLines][kVectors] = {};
+  HalfVector half[kLines][kHalf] = {};
 
-// y[kLines, kVectors vectors] += kLines lines of the weight times x[depth, kVectors vectors]. The products are summed among
+  static constexpr int64_t kLanes = kVectors * kWidth + kHalf * kWidth / 2;
+
+  // An input of all lines. Two inputs at a time for each output take 8 % longer on Zen 4.
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add(const float* x, const float* lines, int64_t stride) {
+    Vector rows[kVectors];
+    HalfVector last[kHalf];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) rows[v] = reinterpret_cast<const Vector*>(x)[v];
+    if constexpr (kHalf != 0) last[0] = *reinterpret_cast<const HalfVector*>(x + kVectors * kWidth);
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+      // From every fourth line on, so that addresses take few registers.
+      const float weight = (lines + n / 4 * 4 * stride)[n % 4 * stride];
+      if constexpr (kVectors == 0) {
+        half[n][0] += weight * last[0];
+      } else {
+        const Vector weights = weight - Vector{};  // loaded once, for the half too
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) whole[n][v] += weights * rows[v];
+        if constexpr (kHalf != 0) {
+          HalfVector some;
+          std::memcpy(&some, &weights, sizeof(some));
+          half[n][0] += some * last[0];
+        }
+      }
+    }
+  }
+
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add_to(float* y) const {
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Vector*>(y + n * kLanes)[v] += whole[n][v];
+      if constexpr (kHalf != 0) *reinterpret_cast<HalfVector*>(y + n * kLanes + kVectors * kWidth) += half[n][0];
+    }
+  }
+};
+
+// y[kLines, lanes of the tile] += kLines lines of the weight times x[depth, lanes of the tile]. The products are summed among
 // themselves first, in the order in which `tile` sums them: the result has the same bits.
-template <class Rows, int kVectors, int kLines>
+template <int kVectors, int kHalf, int kLines>
 FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, float* y,
                               const Ahead& ahead) {
-  constexpr int64_t kLanes = kVectors * static_cast<int64_t>(sizeof(Rows) / sizeof(float));
-  Rows sums[kLines][kVectors] = {};
+  LineTile<kVectors, kHalf, kLines> tile;
   for (int64_t begin = 0; begin < depth; begin += kLine) {
     if (ahead.here != nullptr) {
       const float* next = (begin < ahead.turn ? ahead.here : ahead.there) + begin;
@@ -77,27 +100,21 @@ FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride
       for (int n = 0; n < kLines; ++n) __builtin_prefetch(next + n * stride, 0, 3);
     }
     const int64_t end = std::min(begin + kLine, depth);
-    for (int64_t k = begin; k < end; ++k) {
-      add_input<Rows, kVectors, kLines>(x + k * kLanes, lines + k, stride, sums);
-    }
+    for (int64_t k = begin; k < end; ++k) tile.add(x + k * tile.kLanes, lines + k, stride);
   }
-#pragma GCC unroll 8
-  for (int n = 0; n < kLines; ++n) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) reinterpret_cast<Rows*>(y)[n * kVectors + v] += sums[n][v];
-  }
+  tile.add_to(y);
 }
 
 using AddLines = void (*)(const float*, const float*, int64_t, int64_t, float*, const Ahead&);
 
-template <int kLines, size_t... kVectors>
-constexpr std::array<AddLines, sizeof...(kVectors) + 1> make_add_lines(std::index_sequence<kVectors...>) {
-  return {&add_lines<HalfVector, 1, kLines>, &add_lines<Vector, static_cast<int>(kVectors) + 1, kLines>...};
+template <int kLines, size_t... kHalves>
+constexpr std::array<AddLines, sizeof...(kHalves)> make_add_lines(std::index_sequence<kHalves...>) {
+  return {&add_lines<static_cast<int>(kHalves + 1) / 2, static_cast<int>(kHalves + 1) % 2, kLines>...};
 }
 
-// By the number of whole vectors, where none is half of one: for kOutputs lines, and for one.
-constexpr auto kAddLines = make_add_lines<FASTGEN_OUTPUTS>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
-constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<FASTGEN_ROW_VECTORS>());
+// By the number of half vectors, less one: for kOutputs lines, and for one.
+constexpr auto kAddLines = make_add_lines<FASTGEN_OUTPUTS>(std::make_index_sequence<2 * FASTGEN_ROW_VECTORS>());
+constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<2 * FASTGEN_ROW_VECTORS>());
 
 // What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
 struct Sums {
@@ -137,7 +154,7 @@ inline void add_group(const LineProduct& product, const Group& group, const Sums
       const int64_t width = sums.width(tile);
       const float* x = product.x + sums.tiles.begin(tile) * inputs + k * width;
       const int64_t depth = std::min(kDepth, inputs - k);
-      add[width / kWidth](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
+      add[2 * width / kWidth - 1](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
       ahead.here = nullptr;
     }
   }

@@ -89,16 +89,28 @@ inline void multiply(const float* x, int64_t x_stride, int64_t rows, const float
   }
 }
 
+// Up to FASTGEN_WIDTH numbers. Whole vectors and halves, which are most, take a move each.
+FASTGEN_TARGET inline void copy(const float* from, int64_t count, float* to) {
+  if (count == FASTGEN_WIDTH) {
+    std::memcpy(to, from, FASTGEN_WIDTH * sizeof(float));
+  } else if (count == FASTGEN_WIDTH / 2) {
+    std::memcpy(to, from, FASTGEN_WIDTH / 2 * sizeof(float));
+  } else {
+    std::copy_n(from, count, to);
+  }
+}
+
 // Some lines of as many columns, at most FASTGEN_WIDTH each, transposed: `wide` numbers of each column, zeros behind the
 // last line.
 FASTGEN_TARGET inline void transpose(const float* from, int64_t stride, int64_t lines, int64_t columns, float* to,
                                      int64_t to_stride, int64_t wide) {
   constexpr int64_t kWidth = FASTGEN_WIDTH;
   if (lines == kWidth && columns == kWidth) return FASTGEN_TRANSPOSE(from, stride, to, to_stride);
-  float block[kWidth * kWidth] = {}, transposed[kWidth * kWidth];
-  for (int64_t i = 0; i < lines; ++i) std::copy_n(from + i * stride, columns, block + i * kWidth);
+  float block[kWidth * kWidth], transposed[kWidth * kWidth];
+  for (int64_t i = 0; i < lines; ++i) copy(from + i * stride, columns, block + i * kWidth);
+  std::fill(block + lines * kWidth, block + kWidth * kWidth, 0.0f);
   FASTGEN_TRANSPOSE(block, kWidth, transposed, kWidth);
-  for (int64_t i = 0; i < columns; ++i) std::copy_n(transposed + i * kWidth, wide, to + i * to_stride);
+  for (int64_t i = 0; i < columns; ++i) copy(transposed + i * kWidth, wide, to + i * to_stride);
 }
 
 // A piece as the kernels take it, [depth, width], of which `valid` outputs are there; the others are zeros.
