@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastgen import counters, memory, patching
+from fastgen.counters import DRAFTS, Drafts
 from fastgen.decoding.randomness import RandomState
 
 
@@ -43,6 +44,10 @@ class Comparison:
     """Whether FastGen accelerated the call; if not, both runs were the original code."""
     fallback: str | None
     """Why it was not accelerated, or None."""
+    drafts: Drafts | None = None
+    """Tokens that speculative decoding drafted and accepted, or None if there were none."""
+    not_drafted: str | None = None
+    """Why a call that could have had drafts went without them, or None."""
 
     @property
     def speedup(self) -> float:
@@ -61,6 +66,8 @@ class Comparison:
         different = "DIFFERENT, first at row {}, position {}"
         lines.append("tokens: " + (different.format(*self.first_difference) if self.first_difference else "identical"))
         lines.append(f"accelerated: {'yes' if self.accelerated else f'no ({self.fallback})'}")
+        if self.drafts or self.not_drafted:
+            lines.append(f"drafts: {self.drafts or f'none ({self.not_drafted})'}")
         return "\n".join(lines)
 
 
@@ -74,20 +81,31 @@ def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Compari
         with context():
             _warm_up(model, arguments)
             random_state.restore()
-            before = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
+            before = counters.snapshot()
             run, result = _measured(model, arguments)
-            after = counters.snapshot().get(_ENTRY_POINT, _NOTHING)
+            after = counters.snapshot()
         runs.append(run)
         tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
     difference = _first_difference(*tokens)
-    accelerated = after["accelerated"] > before["accelerated"]
-    reasons = [reason for reason, calls in after["fallback"].items() if calls > before["fallback"].get(reason, 0)]
-    fallback = None if accelerated else "; ".join(reasons) or "FastGen is disabled"
-    return Comparison(difference is None, difference, runs[0], runs[1], accelerated, fallback)
+    accelerated = _count(after, _ENTRY_POINT, "accelerated") > _count(before, _ENTRY_POINT, "accelerated")
+    fallback = None if accelerated else _reasons(before, after, _ENTRY_POINT, "fallback") or "FastGen is disabled"
+    return Comparison(
+        difference is None, difference, runs[0], runs[1], accelerated, fallback, Drafts.between(before, after),
+        _reasons(before, after, DRAFTS, "not used"),
+    )  # fmt: skip
 
 
 _ENTRY_POINT = "transformers.generate"
-_NOTHING: dict[str, Any] = {"accelerated": 0, "fallback": {}}
+
+
+def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
+    return stats.get(entry_point, {}).get(what, 0)
+
+
+def _reasons(before: dict[str, Any], after: dict[str, Any], entry_point: str, what: str) -> str | None:
+    """Those that have been counted in between."""
+    known, found = (_count(stats, entry_point, what) or {} for stats in (before, after))
+    return "; ".join(reason for reason, calls in found.items() if calls > known.get(reason, 0)) or None
 
 
 def _warm_up(model: Any, arguments: dict[str, Any]) -> None:

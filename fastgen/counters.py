@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastgen import settings
+
+# What speculative decoding is counted under.
+DRAFTS = "transformers.speculation"
 
 
 class FallbackError(RuntimeError):
@@ -91,3 +96,24 @@ def reset() -> None:
     with _lock:
         _counts.clear()
         _sums.clear()
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens that were drafted, and what came of them."""
+
+    drafted: int
+    accepted: int
+    checks: int
+    """Forward passes that checked some."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> Drafts | None:
+        """What two snapshots differ by; None if nothing was drafted in between."""
+        old, new = (stats.get(DRAFTS, {}) for stats in (before, after))
+        found = cls(*(new.get(name, 0) - old.get(name, 0) for name in ("drafted", "accepted", "checks")))
+        return found if found.drafted else None
+
+    def __str__(self) -> str:
+        share, each = f"{100 * self.accepted / self.drafted:.1f} %", f"{self.accepted / self.checks:.2f}"
+        return f"{self.drafted} tokens drafted, {share} of them accepted, {each} in each of {self.checks} checks"

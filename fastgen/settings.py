@@ -27,6 +27,11 @@ CHOICES = {
 # On the CPU a captured step is recorded once so many steps have been asked for: recording takes as long as twenty. A
 # call that may end at any token counts as no more than the last.
 RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
+# What the names of the installed commands begin with.
+_COMMANDS = (
+    "fastgen-generate", "fastgen-embed", "fastgen-classify", "fastgen-quantize", "fastgen-interactive-for-fairseq",
+    "fastgen-eval-lm",
+)  # fmt: skip
 # Names that settings had, and their names now.
 RENAMED = {"cpu_weights": "weight_dtype"}
 
@@ -140,7 +145,7 @@ def _is_command() -> bool:
     program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
     if program == "-m":  # while Python looks for the module, whose name may be attached: -mfastgen
         return re.match(r"(-\w*?m)?fastgen(_cli)?(\.|$)", sys.orig_argv[-len(sys.argv)]) is not None
-    return program.startswith(("fastgen-generate", "fastgen-interactive-for-fairseq", "fastgen-eval-lm"))
+    return program.startswith(_COMMANDS)
 
 
 try:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fastgen.counters import Drafts
 from fastgen_cli.shared import DONE, INTERRUPTED, SKIPPED, Ended, check_stream, model_of_its_own, timing_line
 
 if TYPE_CHECKING:
@@ -50,18 +51,10 @@ def _summary(report: RunReport) -> str:
     seconds = report.seconds
     resumed = f", {report.resumed_samples} of them from before" if report.resumed_samples else ""
     memory = f", peak memory {report.peak_memory_bytes / 2**30:.2f} GiB" if report.peak_memory_bytes else ""
+    drafts = Drafts.between({}, report.fastgen.get("stats", {}))
     return (
         f"{report.samples} samples{resumed} in {seconds['generate']:.1f} s: {report.samples_per_second:.2f} samples/s, "
         f"{report.tokens_per_second:.1f} tokens/s (and {seconds['load']:.1f} s to load){memory}\n"
         + timing_line(report.waiting_for_input_share, report.waiting_for_output_share, seconds["finish"])
-        + _drafts(report.fastgen.get("stats", {}).get("transformers.speculation", {}))
+        + (f"\n{drafts}" if drafts else "")
     )
-
-
-def _drafts(counts: dict[str, int]) -> str:
-    """What came of drafted tokens, if there were any."""
-    if not counts.get("drafted"):
-        return ""
-    drafted, accepted, checks = (counts[name] for name in ("drafted", "accepted", "checks"))
-    share, each = f"{100 * accepted / drafted:.1f} %", f"{accepted / checks:.2f}"
-    return f"\n{drafted} tokens drafted, {share} of them accepted, {each} in each of {checks} checks"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen import settings
 from fastgen.comparison import Comparison, Run, _first_difference
 from fastgen.decoding.captured import graph
 
@@ -51,6 +52,33 @@ def test_a_fallback_is_reported(model):
     result = fastgen.compare(model, torch.randint(3, 60, (1, 5)), use_cache=False, max_new_tokens=4)
     assert result.identical and not result.accelerated
     assert result.fallback is not None and "use_cache" in result.fallback and "accelerated: no (" in str(result)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
+    with settings.changed(linear_products="measured", captured_step="always"):
+        yield
+
+
+def test_drafted_tokens_are_counted(model, captures):
+    """Those of the call alone: neither of calls before, nor of the warm-up."""
+    prompt, options = torch.arange(3, 13).repeat(1, 4), {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40}
+    for result in (fastgen.compare(model, prompt, **options) for _ in range(2)):
+        assert result.identical and result.drafts is not None and result.not_drafted is None
+        drafts = result.drafts
+        assert 0 <= drafts.accepted <= drafts.drafted and 0 < drafts.checks <= 40
+        assert f"drafts: {drafts.drafted} tokens drafted, " in str(result)
+    plain = fastgen.compare(model, prompt, max_new_tokens=4)
+    assert plain.drafts is plain.not_drafted is None and "drafts" not in str(plain)
+
+
+def test_why_nothing_was_drafted(model, captures):
+    """A model as small as this one has no weights that would be worth a copy in few bits."""
+    with settings.changed(self_speculation="int8"):
+        result = fastgen.compare(model, torch.arange(3, 13).repeat(1, 4), max_new_tokens=20)
+    assert result.drafts is None and result.not_drafted is not None
+    assert f"drafts: none ({result.not_drafted})" in str(result)
 
 
 def test_disabled_is_reported(model):

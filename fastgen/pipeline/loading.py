@@ -8,12 +8,12 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.generation_fields import check_names, check_values, read_generation_file, read_json_object
+from fastgen.pipeline.generation_fields import DRAFTS, check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import DataOptions, RunOptions
 
@@ -47,9 +47,11 @@ class LoadedModel(Loaded):
     positions: int | None
     """The most tokens that an input may have; None where the model does not say."""
     pad_id: int = 0
+    drafts: dict[str, Any] = field(default_factory=dict)
+    """Generation options that ask for drafts. Each call is given them, because FastGen serves no others."""
 
     def decisive(self) -> dict[str, Any]:
-        fields = self.generation.to_dict().items()
+        fields = (self.generation.to_dict() | self.drafts).items()
         return {"generation": {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}}
 
 
@@ -169,11 +171,20 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     check_values(generation)
     with explained("the generation options do not fit together"):
         generation.validate()
+    drafts = _drafts(generation)
     # On the model as well: what is None here would otherwise be filled in from the model's own defaults.
     model.generation_config = generation
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id)
+    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, drafts)
+
+
+def _drafts(generation: Any) -> dict[str, Any]:
+    """The options that ask for drafts, which are taken out."""
+    found = {name: value for name in DRAFTS if (value := getattr(generation, name, None)) is not None}
+    for name in found:
+        setattr(generation, name, None)
+    return found
 
 
 def choose_device(name: str | None) -> Any:

@@ -15,7 +15,7 @@ from fastgen.pipeline.errors import one_line
 from fastgen.pipeline.loading import LoadedModel
 from fastgen.pipeline.planner import Batch, Prepared
 from fastgen.pipeline.records import BadRecord, Problem, Record, Result
-from fastgen.pipeline.settings import RunOptions
+from fastgen.pipeline.settings import RunOptions, captured_drafts
 
 
 class Encoder:
@@ -121,7 +121,7 @@ class ModelStage(BatchStage[Piece]):
     """Puts batches through `generate`."""
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
-        super().__init__(loaded.device, settings.weights)
+        super().__init__(loaded.device, settings.weights | (captured_drafts() if loaded.drafts else {}))
         self.loaded = loaded
         self._settings = settings
 
@@ -155,7 +155,7 @@ class ModelStage(BatchStage[Piece]):
         tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, True, loaded.pad_id, side)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
-        options: dict[str, Any] = {}
+        options = dict(loaded.drafts)
         scores = None if self._settings.to_text else SequenceScores((loaded.generation.num_beams or 1) > 1)
         if scores is not None:
             options["stopping_criteria"] = [scores]

@@ -293,14 +293,17 @@ class RunOptions(DataOptions):
     @property
     def weights(self) -> dict[str, Any]:
         drafts = {"self_speculation": self.self_speculation}
-        if self.self_speculation != "off" and "linear_products" not in switches.current().explicit:
-            drafts["linear_products"] = "measured"  # or no step is captured
-        return super().weights | drafts
+        return super().weights | drafts | (captured_drafts() if self.self_speculation != "off" else {})
 
     @property
     def to_text(self) -> bool:
         """Whether the output is lines of text, which cannot hold scores."""
         return self.resolved_output_format == "txt"
+
+
+def captured_drafts() -> dict[str, Any]:
+    """The settings with which steps that check drafts are captured, unless the user asked for others."""
+    return {} if "linear_products" in switches.current().explicit else {"linear_products": "measured"}
 
 
 def unfinished_path(path: Path) -> Path:

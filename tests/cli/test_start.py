@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,12 @@ def test_a_wrong_setting_of_the_environment_is_one_line(words: list[str]) -> Non
     assert (done.returncode, done.stderr) == (2, f"fastgen: {WRONG}\n")
 
 
-@pytest.mark.parametrize("name", ["fastgen-generate", "fastgen-eval-lm"])
+def names_of_the_commands() -> list[str]:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    return re.findall(r"^(fastgen-[\w-]+) = ", project.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", names_of_the_commands())
 def test_a_wrong_setting_of_the_environment_is_one_line_of_an_installed_command(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("import sys\nfrom fastgen_cli.generate import main\nsys.exit(main())\n")
     done = with_a_wrong_setting(tmp_path / name, "--help")

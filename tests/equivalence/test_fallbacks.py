@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import fastgen
 from tests.equivalence.cases import BEAM, DECODING, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
-from tests.equivalence.models import BY_NAME, VOCABULARY
+from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
 from tests.equivalence.others import OTHERS
 
 LLAMA, BART, MISTRAL = (BY_NAME[name] for name in ("llama", "bart", "mistral-short-window"))
@@ -219,6 +219,22 @@ def test_strict_raises_instead(name: str) -> None:
         run(case.build(), case.inputs(), case.options())
     with fastgen.disabled():
         run(case.build(), case.inputs(), case.options())
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        lambda: {"assistant_model": BY_NAME["qwen2"].build()},
+        lambda: {"prompt_lookup_num_tokens": 3},
+        lambda: {"generation_config": transformers.GenerationConfig(prompt_lookup_num_tokens=3, eos_token_id=EOS)},
+    ],
+    ids=["assistant", "prompt lookup", "configuration"],
+)
+@pytest.mark.parametrize("options", [BEAM, {**BEAM, "do_sample": True}], ids=["beams", "sampled"])
+def test_no_fallback_with_beams(draft: Callable[[], dict[str, Any]], options: dict[str, Any]) -> None:
+    """The library ignores what drafts then: the call is plain beam search."""
+    check(LLAMA.build(), LLAMA.make_inputs(), {**options, **draft()})
+    assert (accelerated(), fallbacks()) == (1, {})
 
 
 def test_compiled_model() -> None:

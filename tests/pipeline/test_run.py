@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import fastgen
+from fastgen import settings
 from fastgen.pipeline import PipelineError, SetupError, StrictError, generate_dataset, planner, writers
 from fastgen.pipeline.journal import Journal
 from fastgen.pipeline.model import ModelStage
@@ -44,6 +46,29 @@ def one_by_one(model, texts):
         tokenizer.decode(own.generate(**tokenizer(text, return_tensors="pt"), **BEAMS)[0], skip_special_tokens=True)
         for text in texts
     ]
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("out.txt", True), ("out.jsonl", False)])
+def test_prompt_lookup_in_batches(bart, inputs, tmp_path, monkeypatch, name, drafts):
+    """Which the library refuses: each record would run alone. With scores, calls are plain ones."""
+    from fastgen.ops import triton
+
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    greedy = {"num_beams": 1, "max_new_tokens": 12}
+    plain, drafted = tmp_path / f"plain-{name}", tmp_path / f"drafted-{name}"
+    run(bart, inputs, plain, generation=greedy)
+    fastgen.reset_stats()
+    with settings.changed(captured_step="always"):
+        report = run(bart, inputs, drafted, generation=greedy | {"prompt_lookup_num_tokens": 3})
+    counts = report.fastgen["stats"]
+    assert counts["transformers.generate"]["fallback"] == {}
+    assert (counts["transformers.speculation"].get("drafted", 0) > 0) == drafts
+    assert texts_of(drafted) == texts_of(plain)
+
+
+def texts_of(path):
+    lines = path.read_text().splitlines()
+    return [json.loads(line)["text"] for line in lines] if path.suffix == ".jsonl" else lines
 
 
 def test_outputs_are_those_of_each_record_alone_in_input_order(bart, inputs, tmp_path):

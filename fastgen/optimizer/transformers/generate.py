@@ -57,10 +57,11 @@ def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any], draft: Dra
 
 def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why this call is not accelerated, as far as can be told before it starts."""
+    # With several beams the library warns that it does not draft, and searches as without.
+    has_beams = (_option(model, arguments, "num_beams") or 1) > 1
+    if not has_beams and any(_option(model, arguments, name) for name in assisted.OPTIONS):
+        return "assisted decoding"
     for name, what in (
-        ("assistant_model", "assisted decoding"),
-        ("prompt_lookup_num_tokens", "assisted decoding"),
-        ("assistant_early_exit", "assisted decoding"),
         ("custom_generate", "a custom decoding loop"),
         ("synced_gpus", "a model sharded over processes"),
     ):

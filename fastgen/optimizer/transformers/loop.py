@@ -28,6 +28,7 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import LAST, MASKS, Decoding
 from fastgen.optimizer.transformers.captured.step import POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
+from fastgen.optimizer.transformers.prefill import WITHOUT_ROWS
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -186,4 +187,4 @@ def _is_known(name: str, value: Any) -> bool:
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
     # The tokenizer is that of `stop_strings`.
     nothing_more = value is None or isinstance(value, (bool, int, float, str, PreTrainedTokenizerBase))
-    return name == "past_key_values" or nothing_more
+    return name in WITHOUT_ROWS or nothing_more

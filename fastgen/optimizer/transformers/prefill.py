@@ -25,6 +25,8 @@ from fastgen.optimizer.transformers.loop_hooks import may_leave
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
+# With beams, the library hands on an assistant, and ignores it.
+WITHOUT_ROWS = ("past_key_values", "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
@@ -123,7 +125,7 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
 
     That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
-    if value is None or isinstance(value, _NOT_PER_ROW) or name == "past_key_values" or per_input == 1:
+    if value is None or isinstance(value, _NOT_PER_ROW) or name in WITHOUT_ROWS or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 or not caches.rows_agree(value, per_input):

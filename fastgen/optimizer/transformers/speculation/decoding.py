@@ -30,7 +30,7 @@ from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.preparation import Preparation
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
-ENTRY_POINT = "transformers.speculation"
+ENTRY_POINT = counters.DRAFTS
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
 

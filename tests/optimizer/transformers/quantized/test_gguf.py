@@ -245,6 +245,16 @@ def test_dequantize_asked_for(tmp_path: Path) -> None:
     assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
 
 
+@pytest.mark.parametrize("part", [0.05, 0.5, 0.999])
+def test_truncated_files(part: float, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf")
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data[: int(part * len(data))])
+    with pytest.raises(ValueError, match="model.gguf cannot be read .* fetch it again") as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert "\n" not in str(error.value)
+
+
 def test_smollm2() -> None:
     """A trained model that a package ships, in Q4_1 and Q8_0."""
     folder = smollm2.folder()
