@@ -45,6 +45,7 @@ def patches() -> list[Patch]:
             "quantized.hooks:get_hf_quantizer",
             has("config quantization_config device_map user_agent"),
         ),
+        hook("integrations.gguf.reader", "read_gguf_metadata", "quantized.hooks:read_gguf", has("gguf_path")),
         Patch("gguf.gguf_reader", "GGUFReader.__init__", f"{__name__}.quantized.hooks:read_gguf", has("path")),
         generation("generate", "generate:generate", has(call)),
         generation("_prefill", "prefill:prefill", takes(prefill)),

@@ -82,7 +82,7 @@ def _for_gguf(found: tuple[Any, Any, Any], given: dict[str, Any]) -> tuple[Any, 
 
 
 def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `GGUFReader(path)`, which trips over a damaged file wherever that happens to be.
+    """Around `GGUFReader(path)` and the library's reader of headers, which trip over a damaged file wherever that is.
 
     Raises:
         ValueError: on one line, with the name of the file.
@@ -92,7 +92,7 @@ def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...],
     except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         if not patching.is_active():
             raise
-        path = inspect.signature(wrapped).bind(*args, **kwargs).arguments["path"]
+        path = next(iter(inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()))
         said = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read ({said}): {ADVICE}") from error
 

@@ -245,7 +245,7 @@ def test_dequantize_asked_for(tmp_path: Path) -> None:
     assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
 
 
-@pytest.mark.parametrize("part", [0.05, 0.5, 0.999])
+@pytest.mark.parametrize("part", [0, 0.001, 0.01, 0.05, 0.5, 0.999])
 def test_truncated_files(part: float, tmp_path: Path) -> None:
     write_llama(tmp_path / "model.gguf")
     data = (tmp_path / "model.gguf").read_bytes()
