@@ -2,9 +2,10 @@
 
     python -m benchmarks.encoders [--model FOLDER] [--only NAME ...] [--sides NAME ...] [--texts N] [--help]
 
-FOLDER holds all-MiniLM-L6-v2 as sentence-transformers saves it; without it, the shape has random weights, and the row
-of sentence-transformers is left out. Lengths of the mixture are 3 to 400 tokens, log-normal, 40 in the mean, in the
-order they come. Padding is zero in the results (`padding="zero"`), as programs have it that look at real tokens alone.
+FOLDER holds all-MiniLM-L6-v2 as sentence-transformers saves it, by default that of the installed package
+(benchmarks/minilm.py). Without the package, and with `--layers`, the shape has random weights, and the row of
+sentence-transformers is left out. Lengths of the mixture are 3 to 400 tokens, log-normal, 40 in the mean, in the order
+they come. Padding is zero in the results (`padding="zero"`), as programs have it that look at real tokens alone.
 Recorded passes are recorded before they are timed. With `--profile`, FastGen's operators follow each row, with the
 least time that each could take (benchmarks/profile.py). OpenVINO and ONNX Runtime take part after `make bench-openvino`
 and `make bench-onnxruntime`; `taskset -c 0,1` pins all processes to the same cores.
@@ -18,6 +19,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from benchmarks.encoder_sides import BASELINE, SIDES, SUBJECT, Batch, run
 from benchmarks.machine import ROOT
 from benchmarks.measure import alternate, format_seconds, timed
 from benchmarks.memory import PeakMemory, storage_bytes
+from benchmarks.minilm import unpacked
 from benchmarks.profile import profile
 from fastgen import settings
 from fastgen.ops import quantized_linear
@@ -183,7 +186,9 @@ def _rows(options: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, list
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoders", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="all-MiniLM-L6-v2 (default: its shape)")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="all-MiniLM-L6-v2 (default: the installed package, or its shape)"
+    )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="rows: minilm, sentences, bert-base, latency-10, int8, memory, ..."
     )
@@ -256,8 +261,16 @@ def _print_profile(name: str, model: Any, some: list[Batch]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table in Markdown. Returns 1 if results differ by more than 1e-5 of the largest number, else 0."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
+    given, parser = list(sys.argv[1:] if arguments is None else arguments), _parser()
+    options = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as temporary:
+        is_default = options.model is None and options.layers is None
+        if is_default and (folder := unpacked(Path(temporary))) is not None:
+            given += ["--model", str(folder)]
+        return _measured(parser.parse_args(given), given)
+
+
+def _measured(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     fastgen.enable(padding="zero")
     torch.manual_seed(SEED)
     if options.threads:

@@ -27,6 +27,25 @@ def test_rows_are_measured_and_agree(capsys):
     assert [len(line.split("|")) for line in lines[6:]] == [6] * 5
 
 
+def test_the_installed_model_is_the_default(capsys, monkeypatch):
+    """In the processes that measure memory, too."""
+
+    def unpacked(folder):
+        encoders.minilm(None, 1).save_pretrained(folder)
+        return folder
+
+    monkeypatch.setattr(encoders, "unpacked", unpacked)
+    seen, minilm = [], encoders.minilm
+    monkeypatch.setattr(
+        encoders, "minilm", lambda folder, layers: seen.append((folder, layers)) or minilm(folder, layers)
+    )
+    assert encoders.main([*_HERE[:-2], "--texts", "3", "--only", "latency-10", "memory"]) == 0
+    assert [layers for folder, layers in seen if folder] == [None]
+    # That of one layer; six layers would have twice as much.
+    weights = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert 40 < float(weights[2]) < 60
+
+
 def test_the_row_of_int8_says_why_there_is_none(capsys, monkeypatch):
     monkeypatch.setattr(quantized_linear, "unavailable", lambda precision, *arguments: f"no {precision} here")
     assert encoders.main([*_HERE, "--texts", "3", "--only", "int8"]) == 0

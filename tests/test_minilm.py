@@ -1,0 +1,172 @@
+"""all-MiniLM-L6-v2, a trained encoder: its vectors, and what they find, are those of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+import fastgen
+from benchmarks import minilm
+from benchmarks.retrieval import nearest
+from fastgen import settings
+from fastgen.decoding.layers import FastLayers
+from fastgen.ops import quantized_linear
+from fastgen_cli import embed
+
+TOLERANCE = 1e-5
+DATA = Path(__file__).parents[1] / "examples/data"
+BATCH = 8
+
+
+def _cut(name: str, shortest: int, longest: int, count: int = 500) -> list[str]:
+    """The first texts of a file, cut to numbers of words from shortest to longest, in no order."""
+    texts = (DATA / f"heldout.{name}.txt").read_text().splitlines()[:count]
+    lengths = [shortest + 7 * number % (longest - shortest + 1) for number in range(count)]
+    return [" ".join(text.split()[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+MIXED = _cut("src", 2, 80, count=24)
+# Short ones, because there are many.
+PAIRS = {name: _cut(name, 6, 24) for name in ("src", "ref")}
+
+
+@pytest.fixture(scope="session")
+def folder(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if device.type != "cpu":
+        pytest.skip("encoders are accelerated on a CPU")
+    found = minilm.unpacked(tmp_path_factory.mktemp("minilm"))
+    return found or pytest.skip(minilm.MISSING)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return AutoModel.from_pretrained(folder).eval()
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    fastgen.enable(strict=True)
+    fastgen.reset_stats()
+    yield
+    fastgen.enable(padding="exact")
+    FastLayers.drop_kept()
+
+
+@pytest.fixture
+def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The setting, in force."""
+    reason = quantized_linear.unavailable("int8", measure=False)
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *asked: None)
+    with settings.changed(weight_dtype="int8", packed_weights="keep"):
+        yield
+
+
+def _accelerated() -> int:
+    counts = [entry["accelerated"] for name, entry in fastgen.stats().items() if name.startswith("transformers.enc")]
+    return sum(counts)
+
+
+def _both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    with fastgen.disabled():
+        expected = run()
+    assert not _accelerated()
+    found = run()
+    assert _accelerated(), fastgen.stats()
+    return found, expected
+
+
+def _states(model: Any, folder: Path, side: str) -> tuple[Callable[[], Any], Tensor]:
+    """A pass of the model on texts of many lengths, and where their tokens are."""
+    batch = AutoTokenizer.from_pretrained(folder, padding_side=side)(MIXED, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].bool()
+    assert 0.2 < float(mask.float().mean()) < 0.8
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return model(**batch)
+
+    return run, mask
+
+
+def _means(states: Tensor, mask: Tensor) -> Tensor:
+    """Pooled as the model's files say: the normalised mean over tokens."""
+    return torch.nn.functional.normalize((states * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_vectors_of_tokens_and_texts(model: Any, folder: Path, side: str) -> None:
+    fastgen.enable(padding="zero")
+    if side == "left":
+        model = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()  # it reads the first position
+    run, mask = _states(model, folder, side)
+    found, expected = _both(run)
+    states, others = found.last_hidden_state, expected.last_hidden_state
+    torch.testing.assert_close(states[mask], others[mask], rtol=0.0, atol=TOLERANCE)
+    assert not states[~mask].any()
+    torch.testing.assert_close(_means(states, mask), _means(others, mask), rtol=0.0, atol=TOLERANCE)
+    if side == "right":
+        torch.testing.assert_close(found.pooler_output, expected.pooler_output, rtol=0.0, atol=TOLERANCE)
+
+
+def test_vectors_in_int8(model: Any, folder: Path, int8: None) -> None:
+    fastgen.enable(padding="zero")
+    run, mask = _states(model, folder, "right")
+    found, expected = (_means(each.last_hidden_state, mask) for each in _both(run))
+    assert not torch.allclose(found, expected, atol=1e-4)
+    assert float((found * expected).sum(dim=1).min()) > 0.99
+
+
+def _sentences(folder: Path, side: str = "right") -> Any:
+    library = pytest.importorskip("sentence_transformers", minversion="6")
+    found = library.SentenceTransformer(str(folder), device="cpu")
+    found.tokenizer.padding_side = side
+    return found
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_encode_of_sentence_transformers(folder: Path, side: str) -> None:
+    sentences = _sentences(folder, side)
+    found, expected = _both(lambda: sentences.encode(MIXED, batch_size=BATCH, show_progress_bar=False))
+    np.testing.assert_allclose(found, expected, rtol=0.0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: Path) -> list[Any]:
+    """Vectors of the sources and of the references, by sentence-transformers alone."""
+    sentences = _sentences(folder)
+    with fastgen.disabled():
+        return [sentences.encode(texts, batch_size=32, show_progress_bar=False) for texts in PAIRS.values()]
+
+
+def _embedded(folder: Path, target: Path) -> list[Any]:
+    """The same by `fastgen-embed`."""
+    found = []
+    for name, texts in PAIRS.items():
+        file, out = target / f"{name}.txt", target / f"{name}.npy"
+        file.write_text("\n".join(texts) + "\n")
+        assert embed.main([str(word) for word in (folder, file, out, "--device", "cpu", "--quiet")]) == 0
+        found.append(np.load(out))
+    return found
+
+
+def test_the_command_finds_the_same_references(folder: Path, pairs: list[Any], tmp_path: Path) -> None:
+    found = _embedded(folder, tmp_path)
+    assert _accelerated()
+    for one, other in zip(found, pairs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.0, atol=TOLERANCE)
+    assert nearest(*found).tolist() == nearest(*pairs).tolist()
+
+
+def test_int8_finds_nearly_the_same_references(folder: Path, pairs: list[Any], tmp_path: Path, int8: None) -> None:
+    found = _embedded(folder, tmp_path)
+    assert _accelerated() and not np.allclose(found[0], pairs[0], atol=1e-4)
+    assert (nearest(*found) == nearest(*pairs)).mean() >= 0.99
