@@ -64,6 +64,8 @@ def find_blocks(model: nn.Module, forward: Forward) -> list[Block]:
 def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
     """The output layer as a block of its own, which comes after all others.
 
+    Where embeddings have its weight, too, it has the name of the first of them.
+
     Raises:
         ValueError: there is no such layer that could be quantised.
     """
@@ -71,10 +73,23 @@ def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
         if module is output_layer:
             if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
                 raise ValueError("its output layer is not a linear layer")
-            if id(module.weight) in _shared_parameters(model):
-                raise ValueError("its output layer shares its weight with the embeddings, which stay as they are")
-            return Block(name, module, name, {name: module})
+            others = [other for other in sharing(model, module) if other != name]
+            if not all(_is_plain_embedding(model.get_submodule(other)) for other in others):
+                raise ValueError("its output layer shares its weight with layers other than plain embeddings")
+            if others and module.bias is not None:
+                raise ValueError("its output layer shares its weight with the embeddings, and has a bias")
+            return Block(name, module, name, {next(iter(others), name): module})
     raise ValueError("it has no output layer")
+
+
+def sharing(model: nn.Module, layer: nn.Module) -> list[str]:
+    """The names of the modules with the weight of this layer, in the order of the model; its own is among them."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [name for name, module in modules if module._parameters.get("weight") is layer.weight]
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -60,12 +60,13 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
 
-def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any]:
+def config(layers: Mapping[str, Kind], left_out: Iterable[str], embeddings: Iterable[str] = ()) -> dict[str, Any]:
     """The `quantization_config` of a model with these quantised layers.
 
     Args:
         layers: what kind of grid each of them has.
         left_out: the names of the linear layers that stay as they are.
+        embeddings: the names of those layers that are none, if all are of one kind.
     """
     kinds: dict[tuple[int, int, bool], list[str]] = collections.defaultdict(list)
     for name, kind in layers.items():
@@ -77,7 +78,7 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str, Any
         bits, group_size, symmetric = of
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if of == usual else names,
+            "targets": ["Linear", *embeddings] if of == usual else names,
             "weights": weights | {"group_size": group_size, "dynamic": False},
             "input_activations": None,
             "output_activations": None,

@@ -102,7 +102,10 @@ def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, capsys)
             [bart, out, "--calibration", pairs, "--calibration-reference", tmp_path / "file"],
             "has 1 lines but the input",
         ),
-        ([bart, out, "--calibration", pairs, "--output-layer", *FAST], "shares its weight with the embeddings"),
+        (
+            [bart, out, "--calibration", pairs, "--output-layer", *FAST],
+            "shares its weight with layers other than plain embeddings",
+        ),
     ):
         assert call(*words) == 2
         assert message in one_line(capsys)

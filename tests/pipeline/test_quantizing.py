@@ -42,6 +42,12 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> Path:
+    """Its output layer has the weight of its embedding."""
+    return _saved(lambda **sizes: families.llama(tie_word_embeddings=True, **sizes), tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> Path:
     return _saved(families.gpt2, tmp_path_factory.mktemp("gpt2"))
 
@@ -122,8 +128,60 @@ def test_plain_transformers_loads_the_quantised_model(llama, text, tmp_path, kep
     assert ("lm_head" in report.left_out) != ("output_layer" in changes)
 
 
-@pytest.mark.parametrize("family", ["bart", "t5", "marian"])
-def test_encoder_decoders(family, pairs, tmp_path, kept):
+@pytest.mark.parametrize(
+    "changes",
+    [{"bits": 8}, {"asymmetric": True}, {"bits": 8, "dtype": "bf16"}],
+)
+def test_an_output_layer_that_is_the_embedding(tied, text, tmp_path, kept, changes):
+    """Its weight is stored once, and both have it; in Transformers alone, too."""
+    from transformers import AutoModelForCausalLM
+
+    report = run(tied, tmp_path / "out", text, output_layer=True, **changes)
+    assert report.left_out == [] and report.layers[-1].name == "model.embed_tokens"
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight_packed" in stored
+    assert not [name for name in stored if name.startswith("lm_head") or name == "model.embed_tokens.weight"]
+    ours = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.bfloat16 if "dtype" in changes else None).eval()
+    ours.load_state_dict(kept[0])
+    theirs = loaded_by_the_library(tmp_path / "out", AutoModelForCausalLM)
+    with torch.no_grad():
+        expected, found = (model(torch.arange(3, 20)[None]).logits for model in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    fastgen.reset_stats()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert fastgen.stats()["transformers.from_pretrained"] == {"accelerated": 1, "fallback": {}}
+    embedding, head = read.get_input_embeddings(), read.get_output_embeddings()
+    assert isinstance(embedding, QuantizedWeight) and isinstance(head, QuantizedWeight)
+    assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
+    with fastgen.disabled(), torch.no_grad():
+        torch.testing.assert_close(read(torch.arange(3, 20)[None]).logits, expected)
+    read.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name in stored.keys() | again.keys():
+        assert torch.equal(again[name], stored[name].to(again[name].dtype)), name
+    plain = read.dequantize()
+    assert plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("tied", {"max_error": 0.06}, "cannot load that beside layers of other bits"),
+        ("tied", {"bits_per_weight": 6.0}, "cannot load that beside layers of other bits"),
+        ("gpt2", {}, "the format of GPTQ has none"),
+    ],
+)
+def test_embeddings_that_no_format_holds(family, changes, message, text, tmp_path, request):
+    with pytest.raises(SetupError, match=message):
+        run(request.getfixturevalue(family), tmp_path / "out", text, output_layer=True, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("bart", {}), ("t5", {}), ("marian", {}), ("t5", {"output_layer": True}), ("marian", {"output_layer": True})],
+)
+def test_encoder_decoders(family, changes, pairs, tmp_path, kept):
     from transformers import AutoModelForSeq2SeqLM
 
     model = families.FAMILIES[family]()
@@ -131,7 +189,7 @@ def test_encoder_decoders(family, pairs, tmp_path, kept):
     model.resize_token_embeddings(len(tokens))
     model.save_pretrained(tmp_path / "model")
     tokens.save_pretrained(tmp_path / "model")
-    report = run(tmp_path / "model", tmp_path / "out", pairs, evaluate=str(pairs))
+    report = run(tmp_path / "model", tmp_path / "out", pairs, evaluate=str(pairs), **changes)
     assert (report.measure, report.measured_on, report.samples) == ("bleu", 8, 4)
     names = {layer.name for layer in report.layers}
     assert any("encoder" in name for name in names)
@@ -141,6 +199,10 @@ def test_encoder_decoders(family, pairs, tmp_path, kept):
     call = {"input_ids": torch.arange(3, 12)[None], "decoder_input_ids": torch.tensor([[1, 5, 7]])}
     with torch.no_grad():
         torch.testing.assert_close(theirs(**call).logits, model(**call).logits, rtol=0, atol=0)
+    read = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    assert isinstance(read.get_input_embeddings(), QuantizedWeight) == bool(changes)
+    with fastgen.disabled(), torch.no_grad():
+        torch.testing.assert_close(read(**call).logits, model(**call).logits)
 
 
 def test_autoround_where_it_is_not_installed(llama, text, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastgen.quantization import calibration
-from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block
+from fastgen.quantization.blocks import Carried, check_carried, find_blocks, output_block, sharing
 from fastgen.quantization.calibration import Recipe, group_size_of, quantise, quantise_block, use
 from fastgen.quantization.gptq import gptq, output_error, plan
 from fastgen.quantization.grouped import dequantized
@@ -232,7 +232,14 @@ def test_the_output_layer():
     blocks = [*find_blocks(model, tiny.runner(model, given)), output_block(model, model.get_output_embeddings())]
     assert "lm_head" in run(model, BITS_4, given, blocks)
     tied = tiny.llama(tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="shares its weight"):
+    block = output_block(tied, tied.get_output_embeddings())
+    assert block.name == "lm_head" and block.linears == {"model.embed_tokens": tied.lm_head}
+    assert sharing(tied, tied.lm_head) == ["model.embed_tokens", "lm_head"]
+    scaled = tiny.bart()
+    with pytest.raises(ValueError, match="other than plain embeddings"):
+        output_block(scaled, scaled.get_output_embeddings())
+    tied.lm_head.bias = nn.Parameter(torch.zeros(tiny.WORDS))
+    with pytest.raises(ValueError, match="and has a bias"):
         output_block(tied, tied.get_output_embeddings())
     with pytest.raises(ValueError, match="no output layer"):
         output_block(model.model, None)

@@ -42,7 +42,7 @@ class QuantizeOptions:
     bits_per_weight: float | None = option(
         None, "give 8 bits to the layers that gain most by them, up to this average, such as 5; scales count"
     )
-    output_layer: bool = option(False, "quantise the output layer too")
+    output_layer: bool = option(False, "quantise the output layer too, and embeddings with the same weight")
 
     calibration: str = option(
         "", "text that the model should do well on: .txt, .jsonl, .csv, .tsv, .parquet or a data set", group="text"

@@ -90,7 +90,7 @@ def _blocks(
     loaded: LoadedModel, given: Sequence[dict[str, Any]], options: QuantizeOptions
 ) -> tuple[list[Block], Forward]:
     """The blocks of the model, and what runs it on a sample."""
-    from fastgen.quantization.blocks import check_carried, find_blocks, output_block
+    from fastgen.quantization.blocks import check_carried, find_blocks
 
     def forward(sample: int) -> object:
         return loaded.model(**given[sample], use_cache=False)
@@ -98,9 +98,25 @@ def _blocks(
     with explained(f"model {options.model} cannot be quantised block by block"):
         blocks = find_blocks(loaded.model, forward)
         if options.output_layer:
-            blocks.append(output_block(loaded.model, loaded.model.get_output_embeddings()))
+            blocks.append(_output_block(loaded.model, blocks, options))
         check_carried(blocks, forward)
     return blocks, forward
+
+
+def _output_block(model: Any, blocks: Sequence[Block], options: QuantizeOptions) -> Block:
+    """The output layer as a block. Raises ValueError where it cannot be one, or what OUT would hold loads nowhere."""
+    from fastgen.pipeline.quantizing.conv1d import stands_for_conv1d
+    from fastgen.quantization.blocks import output_block
+
+    block = output_block(model, model.get_output_embeddings())
+    if block.name in block.linears:
+        return block
+    beside = "its output layer shares its weight with the embeddings"
+    if any(stands_for_conv1d(layer) for each in blocks for layer in each.linears.values()):
+        raise ValueError(f"{beside}, and the format of GPTQ has none")
+    if options.max_error is not None or options.bits_per_weight is not None:
+        raise ValueError(f"{beside}, and Transformers cannot load that beside layers of other bits")
+    return block
 
 
 def _measured(

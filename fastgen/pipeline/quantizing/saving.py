@@ -63,31 +63,36 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
     from transformers import AutoTokenizer
 
     from fastgen.pipeline.quantizing.conv1d import linear_as_conv1d, stands_for_conv1d
+    from fastgen.quantization.blocks import sharing
     from fastgen.quantization.rtn import Kind
     from fastgen.quantization.writing import PackedLinear, config, gptq_config, load_block
 
     model: Any = loaded.model
     as_gptq = any(stands_for_conv1d(layer) for block in blocks for layer in block.linears.values())
     kinds = {}
+    tied: dict[str, str] = {}  # layers whose weight is that of another one, which is quantised
     for number, block in enumerate(blocks):
         for name, (weight, _) in load_block(work.block(number)).items():
             parent, _, own = name.rpartition(".")
-            bias = block.linears.pop(name).bias
-            setattr(model.get_submodule(parent), own, PackedLinear(weight, bias, as_gptq))
+            layer = block.linears.pop(name)
+            tied |= {other: name for other in sharing(model, layer) if other != name}
+            setattr(model.get_submodule(parent), own, PackedLinear(weight, layer.bias, as_gptq))
             kinds[name] = Kind(weight.bits, weight.group_size, not options.asymmetric)
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    model.config.quantization_config = (gptq_config if as_gptq else config)(kinds, linear)
+    stored = gptq_config(kinds, linear) if as_gptq else config(kinds, linear, set(tied.values()))
+    model.config.quantization_config = stored
     linear_as_conv1d(model)
     shutil.rmtree(work.model, ignore_errors=True)
     with saving(work.model):
-        model.save_pretrained(work.model, state_dict=_as_stored(model.state_dict()))
+        state = {key: tensor for key, tensor in model.state_dict().items() if key.rpartition(".")[0] not in tied}
+        model.save_pretrained(work.model, state_dict=_as_stored(state))
         # A fresh one: that of the run remembers how it has truncated.
         tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
         tokenizer.save_pretrained(work.model)
         own_generation = file_of(options.model, _GENERATION)
         if own_generation:
             shutil.copyfile(own_generation, work.model / _GENERATION)
-    return linear
+    return [name for name in linear if name not in tied]
 
 
 def _as_stored(state: dict[str, Any]) -> dict[str, Any]:

@@ -47,41 +47,19 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
     def __init__(self, config: Any, **named: Any) -> None:
         super().__init__(config, **named)
         self._kept: dict[str, _Kept] = {}  # by their names in the file
-        self._shared: dict[str, str] = {}  # layers that have the weight of another one
-        self._ties: dict[str, str] = {}  # as the library had them, for a model that is unpacked again
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if self.supported:
             raise NotServed(f"gguf: the library has its own blocks for {self.header.architecture}")
         (file,) = checkpoint_files
         self._file = _File(file, model)
-        tied = dict(model.all_tied_weights_keys)
         for name, kept in self._file.blocks(model).items():
-            with_it = _tied_to(kept.layer, tied)
+            with_it = replacing.tied_to(model, kept.layer)
             if all(replacing.sizes(model.get_submodule(layer)) is not None for layer in with_it):
                 self._kept[name] = kept
-                self._shared |= dict.fromkeys(with_it, kept.layer)
         if not self._kept:
             raise NotServed("gguf: no weight of a type that is kept in blocks")
-        # In the file as well, and of its own: not tied.
-        self._shared = {layer: to for layer, to in self._shared.items() if layer not in self._layers}
-        for kept in self._kept.values():
-            self._replace(model, kept.layer, kept, stored=True)
-        for layer, source in self._shared.items():
-            self._replace(model, layer, self._layers[source], stored=False)
-        handled = {f"{layer}.weight" for layer in (*self._shared, *self._layers)}
-        self._ties = {target: source for target, source in tied.items() if {target, source} & handled}
-        for target in self._ties:
-            del model.all_tied_weights_keys[target]
-
-    @property
-    def _layers(self) -> dict[str, _Kept]:
-        return {kept.layer: kept for kept in self._kept.values()}
-
-    def _replace(self, model: Any, layer: str, kept: _Kept, stored: bool) -> None:
-        blocks = torch.empty(kept.data.shape, dtype=torch.uint8, device="meta")
-        tensors = {"blocks": blocks} if stored else {}
-        model.set_submodule(layer, replacing.replacement(model.get_submodule(layer), Blocks(kept.type), tensors))
+        self._replaced = replacing.Replaced(model, {kept.layer: _stored(kept) for kept in self._kept.values()})
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
         tensors = self._file.unpacked(self._kept, self.dtype)
@@ -90,10 +68,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         return tensors
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        layers = replacing.quantized_layers(model)
-        replacing.pack({name: layer for name, layer in layers.items() if name not in self._shared})
-        for name, source in self._shared.items():
-            layers[name].share(layers[source])
+        self._replaced.pack(model)
         for kind in sorted(self._file.other_types):
             counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
         del self._file
@@ -103,9 +78,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        replacing.dequantize(model, dtype)
-        model.all_tied_weights_keys |= self._ties
-        model.tie_weights(recompute_mapping=False)
+        self._replaced.dequantize(model, dtype)
         return model
 
     def is_serializable(self, safe_serialization: Any = None) -> bool:
@@ -115,12 +88,8 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         )
 
 
-def _tied_to(layer: str, tied: dict[str, str]) -> list[str]:
-    """The other layers that have the weight of this one."""
-    weight = f"{layer}.weight"
-    source = tied.get(weight, weight)
-    group = {source, *(target for target, of in tied.items() if of == source)}
-    return sorted(name.removesuffix(".weight") for name in group - {weight}) if len(group) > 1 else []
+def _stored(kept: _Kept) -> tuple[Blocks, dict[str, Tensor]]:
+    return Blocks(kept.type), {"blocks": torch.empty(kept.data.shape, dtype=torch.uint8, device="meta")}
 
 
 class _File:

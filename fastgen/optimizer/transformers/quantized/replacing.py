@@ -40,13 +40,54 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
 
 
-def pack(layers: Mapping[str, QuantizedWeight]) -> None:
-    """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit."""
-    for name, layer in layers.items():
-        try:
-            layer.pack()
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+def tied_to(model: Any, layer: str) -> list[str]:
+    """The other layers that have the weight of this one."""
+    weight, tied = f"{layer}.weight", model.all_tied_weights_keys
+    source = tied.get(weight, weight)
+    group = {source, *(target for target, of in tied.items() if of == source)}
+    return sorted(name.removesuffix(".weight") for name in group - {weight}) if len(group) > 1 else []
+
+
+class Replaced:
+    """Layers of a model on weights in few bits from its files; what is tied to one of them has its weight.
+
+    Attributes:
+        shared: those that have the weight of another one, by their names, with the name of that one.
+    """
+
+    def __init__(self, model: Any, stored: Mapping[str, tuple[Format, Mapping[str, Tensor]]]) -> None:
+        """Puts them in the place of the model's own: for each that the files have, its format and tensors on "meta"."""
+        # In the files as well, and of its own: not tied.
+        self.shared = {other: name for name in stored for other in tied_to(model, name) if other not in stored}
+        for name, (form, tensors) in stored.items():
+            model.set_submodule(name, replacement(model.get_submodule(name), form, tensors))
+        for name, source in self.shared.items():
+            model.set_submodule(name, replacement(model.get_submodule(name), stored[source][0], {}))
+        handled = {f"{name}.weight" for name in (*self.shared, *stored)}
+        tied = model.all_tied_weights_keys
+        # As the library had them, for a model that is unpacked again.
+        self._ties = {target: source for target, source in tied.items() if {target, source} & handled}
+        for target in self._ties:
+            del tied[target]
+
+    def pack(self, model: nn.Module) -> None:
+        """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit."""
+        layers = quantized_layers(model)
+        for name in layers.keys() - self.shared.keys():
+            try:
+                layers[name].pack()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for name, source in self.shared.items():
+            layers[name].share(layers[source])
+
+    def dequantize(self, model: Any, dtype: torch.dtype | str) -> None:
+        """Puts plain layers with the same weights, in this dtype, in their place, tied as they were."""
+        _dequantize(model, dtype)
+        self.shared = {}
+        if self._ties:
+            model.all_tied_weights_keys |= self._ties
+            model.tie_weights(recompute_mapping=False)
 
 
 def _mark(layer: QuantizedLinear) -> QuantizedLinear:
@@ -55,8 +96,7 @@ def _mark(layer: QuantizedLinear) -> QuantizedLinear:
     return layer
 
 
-def dequantize(model: Any, dtype: torch.dtype | str) -> None:
-    """Puts plain layers with the same weights, in this dtype, in place of those on few bits."""
+def _dequantize(model: Any, dtype: torch.dtype | str) -> None:
     if isinstance(dtype, str):  # as the library notes it in a configuration
         dtype = getattr(torch, dtype)
     for name, layer in quantized_layers(model).items():

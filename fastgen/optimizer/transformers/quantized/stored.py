@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, NotServed
 from fastgen.quantization import loaded
 from fastgen.quantization.checkpoint import ADVICE, Format
+from fastgen.quantization.compressed_tensors import PackQuantized
 
 # The tensor that makes a layer one in few bits, and all tensors that such a layer can have.
 _NAMES = {
@@ -46,26 +47,40 @@ class StoredQuantizer(HfQuantizer):
         self.form = form
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
-        for name, tensors in _layers(checkpoint_files, self.form).items():
-            path = _path(model, name)
-            module = model.get_submodule(path)
-            sizes = replacing.sizes(module)
-            if isinstance(module, nn.Embedding) or sizes is None:
-                raise NotServed(f"{self.form.name}: {type(module).__name__} in few bits")
-            if _has_short_group(tensors, sizes[1], getattr(self.form, "group_sizes", ())):
-                raise NotServed(f"{self.form.name}: a last group that is shorter than the others")
-            if f"{path}.weight" in _tied(model):
+        layers, others = _layers(checkpoint_files, self.form)
+        found = {_path(model, name): tensors for name, tensors in layers.items()}
+        for path, tensors in found.items():
+            self._check(model, path, tensors, others)
+        self._replaced = replacing.Replaced(model, {path: (self.form, tensors) for path, tensors in found.items()})
+
+    def _check(self, model: Any, path: str, tensors: Mapping[str, Tensor], others: set[str]) -> None:
+        """Raises NotServed for a layer that cannot be replaced; `others` have a weight of their own in the files."""
+        module = model.get_submodule(path)
+        sizes = replacing.sizes(module)
+        is_embedding = isinstance(module, nn.Embedding)
+        if sizes is None or (is_embedding and not isinstance(self.form, PackQuantized)):
+            raise NotServed(f"{self.form.name}: {type(module).__name__} in few bits")
+        if _has_short_group(tensors, sizes[1], getattr(self.form, "group_sizes", ())):
+            raise NotServed(f"{self.form.name}: a last group that is shorter than the others")
+        for other in replacing.tied_to(model, path):
+            if others.intersection(_names(model, other)) or replacing.sizes(model.get_submodule(other)) is None:
                 raise NotServed(f"{self.form.name}: weights in few bits that are tied to others")
-            model.set_submodule(path, replacing.replacement(module, self.form, tensors))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        replacing.pack(replacing.quantized_layers(model))
+        self._replaced.pack(model)
         loaded.note(model, self.form.name)
         counters.count_accelerated(ENTRY_POINT)
         return model
 
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What is saved: the weight of tied layers once, as it was read."""
+        if not self._replaced.shared:
+            return None, {}
+        state = model.state_dict()
+        return {key: state[key] for key in state if key.rpartition(".")[0] not in self._replaced.shared}, {}
+
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        replacing.dequantize(model, dtype)
+        self._replaced.dequantize(model, dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -76,15 +91,15 @@ class StoredQuantizer(HfQuantizer):
         return False
 
 
-def _tied(model: Any) -> set[str]:
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
-    return {*ties.keys(), *ties.values()}
+def _names(model: Any, name: str) -> tuple[str, str, str]:
+    """What the layer may be called in the files, or in the model."""
+    prefix = f"{model.base_model_prefix}."
+    return name, name.removeprefix(prefix), prefix + name
 
 
 def _path(model: Any, name: str) -> str:
-    """The module that a layer of the file is, with or without the prefix of the base model."""
-    prefix = f"{model.base_model_prefix}."
-    for path in (name, name.removeprefix(prefix), prefix + name):
+    """The module that a layer of the files is."""
+    for path in _names(model, name):
         try:
             model.get_submodule(path)
         except AttributeError:
@@ -99,8 +114,8 @@ def _has_short_group(tensors: Mapping[str, Tensor], inputs: int, group_sizes: Co
     return any(0 < size < inputs and inputs % size and -(-inputs // size) == groups for size in group_sizes)
 
 
-def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Tensor]]:
-    """{layer: {tensor: its shape and dtype, on "meta"}} of the layers in few bits.
+def _layers(files: Iterable[str] | None, form: Format) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
+    """{layer: {tensor: its shape and dtype, on "meta"}} of the layers in few bits, and the layers with a plain weight.
 
     Raises:
         NotServed: something about them is not known.
@@ -122,6 +137,7 @@ def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Te
             raise ValueError(f"{file} cannot be read ({error}): {ADVICE}") from None
     # Scales of activations come with layers of their own.
     others = [name for name, found in layers.items() if mark not in found and known - {"bias"} & found.keys()]
+    plain = {name for name, found in layers.items() if "weight" in found}
     layers = {name: found for name, found in layers.items() if mark in found}
     if not layers:
         raise NotServed(f"{form.name}: the files hold no {mark}")
@@ -131,4 +147,4 @@ def _layers(files: Iterable[str] | None, form: Format) -> dict[str, dict[str, Te
         if found.keys() - known:
             raise NotServed(f"{form.name}: {name} has {', '.join(sorted(found.keys() - known))}")
         found.pop("bias", None)
-    return layers
+    return layers, plain

@@ -29,7 +29,7 @@ from tests.quantization.definitions import random_weight
 VOCABULARY = 96
 
 
-def llama(intermediate_size: int = 96) -> PreTrainedModel:
+def llama(intermediate_size: int = 96, tied: bool = False) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -37,6 +37,7 @@ def llama(intermediate_size: int = 96) -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
 

@@ -298,6 +298,18 @@ def test_files_left_to_the_library(tmp_path: Path) -> None:
         assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
 
 
+def test_an_output_layer_beside_an_embedding_of_its_own(tmp_path: Path) -> None:
+    """The configuration says that they are tied, and the files hold both."""
+    reference, tensors = quantize(llama(tied=True), CASES["pack"])
+    layer = "model.layers.1.mlp.up_proj"
+    head = {name.replace(layer, "lm_head"): tensor.clone() for name, tensor in tensors.items() if layer in name}
+    save(tmp_path, reference, tensors | head, pack_config())
+    with contextlib.suppress(Exception):  # the library may not have the package
+        load(tmp_path)
+    reason = "compressed-tensors: weights in few bits that are tied to others"
+    assert counts() == {"accelerated": 0, "fallback": {reason: 1}}
+
+
 @pytest.mark.parametrize("device_map", ["auto", "balanced", {"": "cuda:0"}, {"model": "cpu", "lm_head": "disk"}])
 def test_other_places_than_the_processor(device_map: Any) -> None:
     for ours in (None, "cpu", {"": "cpu"}, {"": torch.device("cpu")}):
