@@ -163,6 +163,22 @@ def test_an_output_layer_that_is_the_embedding(tied, text, tmp_path, kept, chang
     assert plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
 
 
+def test_scales_are_stored_in_the_type_that_the_library_multiplies_in(text, tmp_path, kept):
+    """Numbers of 8 bits times a scale that fits into float16: the products do not fit."""
+    from transformers import AutoModelForCausalLM
+
+    def build(**sizes):
+        model = families.llama(tie_word_embeddings=True, **sizes)
+        numbers = torch.randint(-127, 128, model.lm_head.weight.shape)
+        numbers[:, ::16] = 127
+        model.lm_head.weight.data = numbers * torch.tensor(0.00123, dtype=torch.float16).float()
+        return model
+
+    run(_saved(build, tmp_path / "model"), tmp_path / "out", text, bits=8, method="rtn", output_layer=True)
+    theirs = loaded_by_the_library(tmp_path / "out", AutoModelForCausalLM)
+    assert torch.equal(theirs.lm_head.weight, kept[0]["lm_head.weight"])
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

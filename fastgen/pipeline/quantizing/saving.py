@@ -96,7 +96,10 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
 
 
 def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors in float32 that fit into float16 to the last bit, as those that were stored in it: in float16."""
+    """Tensors in float32 that fit into float16 to the last bit, as those that were stored in it: in float16.
+
+    Scales stay as they are, because compressed-tensors multiplies in their type.
+    """
     import torch
 
     known: dict[int, Any] = {}
@@ -109,7 +112,7 @@ def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
             known[tensor.data_ptr()] = half if torch.equal(half.float(), tensor) else tensor
         return known[tensor.data_ptr()]  # one object for tied weights
 
-    return {name: stored(tensor) for name, tensor in state.items()}
+    return {name: tensor if name.endswith(".weight_scale") else stored(tensor) for name, tensor in state.items()}
 
 
 def weight_bytes(name: str | Path, model: Any = None) -> int:
