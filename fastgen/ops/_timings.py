@@ -14,13 +14,13 @@ import contextlib
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from fastgen.locks import ForkableLock
 from fastgen.memory import processor
 from fastgen.ops import _team
 
@@ -31,7 +31,7 @@ Timing = tuple[float, ...]
 _MOST_WAITING = 0.05
 _ATTEMPTS = 5
 
-_lock = threading.RLock()
+_lock = ForkableLock()
 _known: dict[str, dict[str, Timing]] | None = None
 
 
