@@ -1,6 +1,7 @@
 """Memory of a model in few bits beside the size of its weights:
 
     python -m benchmarks.few_bits_memory MODEL [--gguf FILE] [--new-tokens N] [--inputs int8|exact] [--json FILE]
+                                         [--python-allocator]
 
 MODEL is a folder as `fastgen-quantize` writes it, or one with a GGUF file. A process that does nothing else has loaded
 the libraries and generated with a tiny model in few bits. Then it loads MODEL, generates twice, and asks the system
@@ -8,8 +9,11 @@ what it holds. What has been added is set beside the bytes of the weights as the
 
 What it holds is private memory of the process (RssAnon of Linux), after the C library has given back what is free, and
 tensors of the model that are a file in memory, as floating-point weights of safetensors are. K/V, captured steps and
-buffers are in it. Beside that it tells the bytes of the model's tensors, and the largest floating-point tensor that is
-no parameter or buffer of the model: with a weight left behind in float, it would be as large as that.
+buffers are in it. Python's own allocator does not give all back that is free, so the process runs with the C library's,
+unless `--python-allocator` is given.
+
+Beside that it tells the bytes of the model's tensors, and the largest floating-point tensor that is no parameter or
+buffer of the model: with a weight left behind in float, it would be as large as that.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -173,7 +178,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--inputs", choices=("int8", "exact"), default="int8", help="the setting few_bits_inputs")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--python-allocator", action="store_true", help="count what Python keeps free, too")
     given = parser.parse_args()
+    if not given.python_allocator and os.environ.get("PYTHONMALLOC") != "malloc":
+        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"PYTHONMALLOC": "malloc"})
     import fastgen
 
     fastgen.enable(few_bits_inputs=given.inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen import settings
+from fastgen.locks import ForkableLock
 
 # What speculative decoding is counted under.
 DRAFTS = "transformers.speculation"
@@ -19,7 +19,7 @@ class FallbackError(RuntimeError):
     """Raised instead of falling back to the original code when FASTGEN_STRICT=1 or `enable(strict=True)` is set."""
 
 
-_lock = threading.Lock()
+_lock = ForkableLock()
 # By entry point, what happened ("accelerated", "fallback" or "not used"), and why.
 _counts: Counter[tuple[str, str, str]] = Counter()
 # By entry point and name: what else there is to know of its calls, all together.

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 
 class ForkableLock:
     """A re-entrant lock of a module. In a forked process no thread has it but the one that has forked, if that had it.
 
     Other threads do not come along, so nobody would ever give back what they had.
+
+    Args:
+        undo: takes back, in the forked process, what another thread has done that had the lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, undo: Callable[[], object] = lambda: None) -> None:
         self._lock = threading.RLock()
+        self._undo = undo
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._take_from_others)
 
@@ -22,6 +27,7 @@ class ForkableLock:
             self.release()
         else:
             self._lock = threading.RLock()
+            self._undo()
 
     def acquire(self, blocking: bool = True) -> bool:
         return self._lock.acquire(blocking=blocking)

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -19,6 +18,8 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import wrapt
+
+from fastgen.locks import ForkableLock
 
 Value = TypeVar("Value")
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -184,7 +185,7 @@ class PatchSet:
     def __init__(self, patches: list[Patch]) -> None:
         self.patches = patches
         self._hooked: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = ForkableLock()
 
     def enable(self) -> None:
         """Applies every patch whose target is imported, and the others when theirs is."""

@@ -31,13 +31,19 @@ if child == 0:
     for _ in range(2):
         with {lock}:
             pass
+    {checks}
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 # Here the other thread still has it.
-assert not {tried}.acquire(blocking=False)
+{still}
 done.set()
 other.join()
 """
+
+
+def in_a_fork(imports: str, lock: str, free: str, checks: str = "pass") -> None:
+    code = IN_A_FORK.format(imports=imports, lock=lock, still=f"assert not ({free})", checks=checks)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @needs_fork
@@ -60,12 +66,14 @@ other.join()
             "graph_cache._lock",
             "graph_cache._lock",
         ),
+        ("from fastgen.ops import _timings", "_timings._lock", "_timings._lock"),
+        ("from fastgen.decoding.captured import program", "program.memory._lock", "program.memory._lock"),
+        ("from fastgen.decoding.layers import FastLayers", "FastLayers._lock", "FastLayers._lock"),
     ],
-    ids=["a lock", "the turn", "a recording", "what is kept"],
+    ids=["a lock", "the turn", "a recording", "what is kept", "timings", "the arena", "layers"],
 )
 def test_a_fork_finds_it_free_whichever_thread_had_it(imports: str, lock: str, tried: str) -> None:
-    code = IN_A_FORK.format(imports=imports, lock=lock, tried=tried)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    in_a_fork(imports, lock, f"{tried}.acquire(blocking=False)")
 
 
 @needs_fork
@@ -86,6 +94,33 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_fork
+def test_a_recording_of_another_thread_ends_in_a_fork() -> None:
+    checks = """
+    from fastgen.decoding.captured.recording import is_capturing
+    found = []
+    new = threading.Thread(target=lambda: found.append(is_capturing()))
+    new.start()
+    new.join()
+    assert found == [False] and torch.cuda.is_current_stream_capturing is of_torch"""
+    imports = "from fastgen.decoding.captured import recording\nof_torch = torch.cuda.is_current_stream_capturing"
+    in_a_fork(imports, "recording._captures()", "recording._one_capture.acquire(blocking=False)", checks)
+
+
+@needs_fork
+def test_layers_that_another_thread_uses_are_free_in_a_fork() -> None:
+    imports = """
+import fastgen
+from fastgen.decoding.layers import FastLayers
+model = torch.nn.Sequential(torch.nn.Linear(512, 512)).eval()
+"""
+    checks = """
+    assert "forward" not in vars(model[0])
+    with fastgen.settings.changed(weight_dtype="int8"), FastLayers.of(model):
+        assert "forward" in vars(model[0])"""
+    in_a_fork(imports, "FastLayers.of(model)", "FastLayers.of(model)._users == []", checks)
 
 
 def test_one_thread_has_it_as_often_as_it_likes() -> None:

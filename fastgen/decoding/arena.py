@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import bisect
 import math
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+
+from fastgen.locks import ForkableLock
 
 ALIGNMENT = 64  # buffers begin at a multiple of it, in bytes: a cache line
 LEAST_CHUNK = 2**21  # bytes: what a small program leaves serves the next ones
@@ -118,7 +119,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._chunks: weakref.WeakValueDictionary[int, Chunk] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = ForkableLock()
         self.allocations = 0
 
     @property

@@ -11,6 +11,7 @@ to a call that still runs in another thread, unless the user asks for it (`packe
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -26,10 +27,10 @@ from torch import Tensor, nn
 from fastgen import caches, counters, patching, settings
 from fastgen.decoding import host_memory, norms
 from fastgen.decoding.modules import modules_of
-from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts
+from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts, precision_on
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
 from fastgen.memory import free_host_memory
-from fastgen.ops import dot_linear, linear, quantized_linear, split_linear
+from fastgen.ops import dot_linear, linear, split_linear
 
 # Linear layers whose weights are [outputs, inputs]; with True: [inputs, outputs].
 Kinds = Mapping[type[nn.Module], bool]
@@ -386,8 +387,19 @@ class FastLayers:
                 self._remove()
                 self._freed.notify_all()
 
+    @classmethod
+    def forget_other_threads(cls) -> None:
+        """In a forked process: the other threads have not come along, and will not leave their contexts."""
+        cls._lock = threading.RLock()
+        cls._freed = threading.Condition(cls._lock)
+        for layers in list(cls._of.values()):
+            was_used = bool(layers._users)
+            layers._users = [thread for thread in layers._users if thread == threading.get_ident()]
+            if was_used and not layers._users:
+                layers._remove()
+
     def _install(self) -> None:
-        model, precision = self._model(), cache(_precision)
+        model, precision = self._model(), cache(precision_on)
         self._budget = _PackingBudget()
         for module in modules_of(model) if model is not None else ():
             replacement = self._replacement(module, precision)
@@ -484,16 +496,5 @@ class FastLayers:
 
 
 caches.register(FastLayers.drop_kept)
-
-
-def _precision(device: torch.device) -> str:
-    """The precision of packed weights that the user asks for, if this device is fast in it."""
-    wanted = settings.current().weight_dtype
-    if not quantized_linear.is_for(device):
-        return "fp32"
-    measure = settings.current().linear_products == "measured"
-    reason = quantized_linear.unavailable(wanted, measure, device) if wanted != "fp32" else None
-    if reason is None:
-        return wanted
-    counters.count_fallback(f"{wanted} weights", reason)
-    return "fp32"
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=FastLayers.forget_other_threads)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen import settings
+from fastgen import counters, settings
 from fastgen.decoding.narrow_weights import NarrowProduct, NarrowProducts, NarrowWeight, type_of
 from fastgen.decoding.operations import Operation, Place
 from fastgen.ops import dot_linear, linear, quantized_linear, split_linear, widened_linear
@@ -384,3 +384,16 @@ def _share_split(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -
         return math.inf
     costs = split_linear.costs(*x.shape, outputs)
     return math.inf if costs is None else costs.split / costs.plain
+
+
+def precision_on(device: torch.device) -> str:
+    """The precision of packed weights that the user asks for, if this device is fast in it."""
+    wanted = settings.current().weight_dtype
+    if not quantized_linear.is_for(device):
+        return "fp32"
+    measure = settings.current().linear_products == "measured"
+    reason = quantized_linear.unavailable(wanted, measure, device) if wanted != "fp32" else None
+    if reason is None:
+        return wanted
+    counters.count_fallback(f"{wanted} weights", reason)
+    return "fp32"

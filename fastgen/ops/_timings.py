@@ -14,13 +14,13 @@ import contextlib
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from fastgen.locks import ForkableLock
 from fastgen.memory import processor
 from fastgen.ops import _team
 
@@ -31,7 +31,7 @@ Timing = tuple[float, ...]
 _MOST_WAITING = 0.05
 _ATTEMPTS = 5
 
-_lock = threading.RLock()
+_lock = ForkableLock()
 _known: dict[str, dict[str, Timing]] | None = None
 
 
@@ -85,8 +85,11 @@ def _waits() -> dict[str, float]:
 def _section(operator: str) -> str:
     # What the processor can do may be limited for this process (ATEN_CPU_CAPABILITY).
     machine = f"{processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
-    without = "" if torch.backends.mkldnn.enabled else " without oneDNN"
-    return f"{operator} | {machine} | torch {torch.__version__}{without}"
+    other = "" if torch.backends.mkldnn.enabled else " without oneDNN"
+    # Products of float32 may have fewer bits, if the user allows that.
+    precision = torch.get_float32_matmul_precision()
+    other += "" if precision == "highest" else f" in {precision} precision"
+    return f"{operator} | {machine} | torch {torch.__version__}{other}"
 
 
 def path() -> Path | None:

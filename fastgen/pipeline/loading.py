@@ -172,6 +172,8 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     with explained("the generation options do not fit together"):
         generation.validate()
     drafts = _drafts(generation)
+    if not settings.to_text or (generation.num_beams or 1) > 1:
+        drafts = {}  # calls that return scores, and beams, are not drafted for
     # On the model as well: what is None here would otherwise be filled in from the model's own defaults.
     model.generation_config = generation
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix

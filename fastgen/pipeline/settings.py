@@ -293,7 +293,7 @@ class RunOptions(DataOptions):
     @property
     def weights(self) -> dict[str, Any]:
         drafts = {"self_speculation": self.self_speculation}
-        return super().weights | drafts | (captured_drafts() if self.self_speculation != "off" else {})
+        return super().weights | drafts | (captured_drafts() if self.to_text and self.self_speculation != "off" else {})
 
     @property
     def to_text(self) -> bool:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from fastgen.ops import _team, _timings
 
@@ -71,3 +72,12 @@ def test_waiting_for_a_processor_is_counted() -> None:
         assert found > before
     finally:
         os.sched_setaffinity(0, mine)
+
+
+def test_times_at_another_precision_are_others() -> None:
+    highest, before = _timings._section("products"), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert _timings._section("products") == f"{highest} in medium precision"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -69,14 +69,14 @@ constexpr int64_t kLeastRows = 16;
 // What is used once may leave out the second-level cache, where code and inputs then stay. On AMD it does.
 struct Ahead {
   int64_t distance, step;
-  bool is_used_once;
+  bool leaves_out_second_level;
 };
 
 // A panel comes from memory for its first tile, and is near by for the others. So that memory is read all the time, the
 // first tiles ask for a part of the next panel each.
 inline Ahead ahead(const Weight& weight, int64_t tile, int64_t tiles) {
   if (tiles == 1) {
-    const bool is_amd = fastgen::asks_nearby();
+    const bool is_amd = fastgen::is_amd();
     return {is_amd ? kAheadOnce : kAhead, kLine, is_amd};
   }
   const int64_t askers = std::min(tiles, kAskers);

@@ -62,7 +62,9 @@ bool has_avx_vnni() {
 #endif
 }
 
-bool asks_nearby() {
+bool asks_nearby() { return is_amd(); }
+
+bool is_amd() {
 #ifdef FASTGEN_X86
   static const bool is_amd = __builtin_cpu_is("amd");
   return is_amd;

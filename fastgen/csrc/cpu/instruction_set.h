@@ -27,6 +27,9 @@ bool has_avx_vnni();
 // Other processors were measured with the line after only.
 bool asks_nearby();
 
+// Whether AMD made the processor.
+bool is_amd();
+
 }  // namespace fastgen
 
 // What has been compiled for the vectors in use, in the namespaces `portable`, `avx2` and `avx512`: OF(one of these).

@@ -82,8 +82,17 @@ def _modes_put_back() -> Iterator[None]:
                 push(mode)
 
 
-_one_capture = ForkableLock()
-_recording: set[int] = set()  # the thread that records, if one does
+# The thread that records, if one does, and torch's own function, for which another one stands meanwhile.
+_recording: dict[int, Callable[[], bool]] = {}
+
+
+def _end_recording() -> None:
+    for answer in _recording.values():
+        torch.cuda.is_current_stream_capturing = answer
+    _recording.clear()
+
+
+_one_capture = ForkableLock(undo=_end_recording)
 
 
 def is_capturing() -> bool:
@@ -99,13 +108,14 @@ def _captures() -> Iterator[None]:
     own, cuda = threading.get_ident(), torch.cuda
     with _one_capture:  # the function is one for all threads
         answer = cuda.is_current_stream_capturing
+        outermost = _recording.setdefault(own, answer) is answer
         cuda.is_current_stream_capturing = lambda: threading.get_ident() == own or (cuda.is_available() and answer())
-        _recording.add(own)
         try:
             yield
         finally:
-            _recording.discard(own)
             cuda.is_current_stream_capturing = answer
+            if outermost:
+                del _recording[own]
 
 
 class _HostAccess(TorchFunctionMode):

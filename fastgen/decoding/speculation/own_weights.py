@@ -7,7 +7,6 @@ the bytes. What is drafted is checked with the weights as they are, so a copy th
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from fastgen import caches
 from fastgen.decoding import layers
 from fastgen.decoding.seen_weight import is_plain
+from fastgen.locks import ForkableLock
 from fastgen.ops import grouped_linear, largest_output, quantized_linear
 from fastgen.ops.linear import as_rows
 
@@ -45,7 +45,7 @@ class OwnWeights:
         ValueError: there is no weight to copy, or too little memory.
     """
 
-    _lock = threading.Lock()
+    _lock = ForkableLock()
     _of: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], OwnWeights]] = weakref.WeakKeyDictionary()
 
     def __init__(

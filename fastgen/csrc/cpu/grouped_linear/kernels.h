@@ -95,7 +95,7 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of[r].sum;
     }
     for (const uint8_t* end = numbers + lines * kLine; numbers != end; numbers += kLine, ahead += step) {
-      if (where.is_used_once) {
+      if (where.leaves_out_second_level) {
         ask_for<0>(ahead);
       } else {
         ask_for<3>(ahead);

@@ -7,7 +7,6 @@ it gets FastGen's. What only the files tell comes out later: then `from_pretrain
 from __future__ import annotations
 
 import inspect
-import struct
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +17,6 @@ from fastgen import counters, patching
 from fastgen.ops import triton
 from fastgen.optimizer.transformers.quantized import configurations
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
-from fastgen.quantization.checkpoint import ADVICE
 
 _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
 
@@ -79,22 +77,6 @@ def _for_gguf(found: tuple[Any, Any, Any], given: dict[str, Any]) -> tuple[Any, 
         counters.count_fallback(ENTRY_POINT, str(reason))
         return found
     return GgufBlocksQuantizer(library.quantization_config), config, device_map
-
-
-def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `GGUFReader(path)` and the library's reader of headers, which trip over a damaged file wherever that is.
-
-    Raises:
-        ValueError: on one line, with the name of the file.
-    """
-    try:
-        return wrapped(*args, **kwargs)
-    except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
-        if not patching.is_active():
-            raise
-        path = next(iter(inspect.signature(wrapped).bind(*args, **kwargs).arguments.values()))
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read ({said}): {ADVICE}") from error
 
 
 def _values(device_map: Any) -> Any:

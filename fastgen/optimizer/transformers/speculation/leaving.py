@@ -15,15 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen import settings
+from fastgen import caches, settings
 from fastgen.optimizer.transformers.captured import graph_cache, rewritten_processors
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.pace import costs_of
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
-
-# Keys that seconds are noted of, per model.
-_MOST_KEYS = 1000
 
 _missed: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionary()
 
@@ -66,8 +63,7 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
         rounds = min(tokens, settings.STEPS_OF_A_CALL) / (length + 1)
         return saved * rounds > kept.seconds_of_move
     missed = _missed.setdefault(model, Counter())
-    if len(missed) > _MOST_KEYS:
-        missed.clear()
+    caches.limit(missed)
     missed[key] += max(saved, 0.0)  # type: ignore[assignment]
     if missed[key] < step.seconds_of_first_runs:
         return False

@@ -25,7 +25,6 @@ SHARE = 0.1
 _STEPS_OF_ONE = 20
 # Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones.
 _NEEDED, _MORE = (AT_FIRST + 1, 0, 1), (LENGTHS[-1] + 1, LENGTHS[1] + 1)
-_MOST_KEYS = 1000
 
 
 class Preparation:
@@ -45,8 +44,7 @@ class Preparation:
     def of(cls, model: Any, key: Key) -> Preparation:
         """That of a model and a key."""
         kept = cls._of.setdefault(model, {})
-        if len(kept) > _MOST_KEYS:
-            kept.clear()
+        caches.limit(kept)
         return kept.setdefault(key, cls())
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -253,6 +254,31 @@ def test_truncated_files(part: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model.gguf cannot be read .* fetch it again") as error:
         AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert "\n" not in str(error.value)
+
+
+def test_the_library_reads_plain_arrays_and_makes_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "model.gguf")
+    made, parts = [], []
+    of_names, of_parts = gguf.tensor_mapping.TensorNameMap.__init__, gguf.GGUFReader._push_field
+    monkeypatch.setattr(
+        gguf.tensor_mapping.TensorNameMap, "__init__", lambda *names: (made.append(names), of_names(*names))[1]
+    )
+    monkeypatch.setattr(
+        gguf.GGUFReader, "_push_field", lambda *field, **named: (parts.append(field[1]), of_parts(*field, **named))[1]
+    )
+    load(tmp_path / "model.gguf")
+    assert len(made) == 1
+    assert parts and {type(part) for field in parts for part in field.parts} == {np.ndarray}
+
+
+def test_other_readers_stay_as_they_are(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert type(reader) is gguf.GGUFReader and isinstance(reader.data, np.memmap)
+    (tmp_path / "short.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:20])
+    with pytest.raises(Exception) as error:
+        gguf.GGUFReader(tmp_path / "short.gguf")
+    assert "cannot be read" not in str(error.value)
 
 
 def test_smollm2() -> None:

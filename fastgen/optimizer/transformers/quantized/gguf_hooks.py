@@ -1,0 +1,67 @@
+"""The hooks around the reading of GGUF files: one line for a damaged file, less time and memory for the others."""
+
+from __future__ import annotations
+
+import inspect
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+from fastgen import patching
+from fastgen.quantization.checkpoint import ADVICE
+
+# While the library reads a GGUF file: the names of tensors in such files, by architecture and number of layers.
+_name_maps: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("fastgen_gguf_names", default=None)
+
+
+def load_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around `load_gguf_checkpoint`: what it calls is the library's, and not some other user's of the package gguf."""
+    if not patching.is_active():
+        return wrapped(*args, **kwargs)
+    with reading_gguf():
+        return wrapped(*args, **kwargs)
+
+
+def reading_gguf() -> AbstractContextManager[None]:
+    """Inside this block `gguf_reader` and `name_map` do what they are for."""
+    return patching.held(_name_maps, {})
+
+
+def gguf_reader(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around `GGUFReader.__init__`: makes it a `PlainReader`. Raises as `read_gguf` does."""
+    if _name_maps.get() is None:
+        return wrapped(*args, **kwargs)
+    from fastgen.optimizer.transformers.quantized.gguf_reader import PlainReader
+
+    if type(instance) is PlainReader.__base__:
+        instance.__class__ = PlainReader
+    return read_gguf(wrapped, instance, args, kwargs)
+
+
+def name_map(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around `gguf.get_tensor_name_map`, which the library asks anew for every module of a model."""
+    made = _name_maps.get()
+    if made is None:
+        return wrapped(*args, **kwargs)
+    key = tuple(inspect.signature(wrapped).bind(*args, **kwargs).arguments.values())
+    if key not in made:
+        made[key] = wrapped(*args, **kwargs)
+    return made[key]
+
+
+def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around what reads the header of a GGUF file, and trips over a damaged one wherever that is.
+
+    Raises:
+        ValueError: on one line, with the name of the file.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
+        path = str(next(iter(inspect.signature(wrapped).bind(*args, **kwargs).arguments.values())))
+        said = " ".join(str(error).split())
+        if not patching.is_active() or path in said:
+            raise
+        raise ValueError(f"{path} cannot be read ({said}): {ADVICE}") from error
