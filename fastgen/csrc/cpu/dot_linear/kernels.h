@@ -306,15 +306,26 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// `add_part`, by whether it is near, and `finish` for a number of rows.
+// Both for inputs that are one part: the sums stay in registers.
+template <class Type, int kRows, int kOutputs, bool kIsNear>
+FASTGEN_TARGET __attribute__((flatten)) void at_once(const Product<Type>& product, int64_t row, int64_t output,
+                                                     Part part, const Turn<Type>& turn) {
+  Vector sums[kOutputs * kRows];
+  add_part<Type, kRows, kOutputs, kIsNear>(product, row, output, part, sums, turn);
+  finish<Type, kRows, kOutputs>(product, row, output, part.end, sums);
+}
+
+// These for a number of rows; what asks for what comes next, by whether it is near.
 template <class Type>
 struct Tile {
+  void (*at_once[2])(const Product<Type>&, int64_t, int64_t, Part, const Turn<Type>&);
   void (*add[2])(const Product<Type>&, int64_t, int64_t, Part, Vector*, const Turn<Type>&);
   void (*end)(const Product<Type>&, int64_t, int64_t, int64_t, const Vector*);
 };
 
 template <class Type, int kRows, int kOutputs>
-constexpr Tile<Type> kTile = {{&add_part<Type, kRows, kOutputs, false>, &add_part<Type, kRows, kOutputs, true>},
+constexpr Tile<Type> kTile = {{&at_once<Type, kRows, kOutputs, false>, &at_once<Type, kRows, kOutputs, true>},
+                              {&add_part<Type, kRows, kOutputs, false>, &add_part<Type, kRows, kOutputs, true>},
                               &finish<Type, kRows, kOutputs>};
 
 // From kFewest rows on.
@@ -344,6 +355,13 @@ FASTGEN_TARGET void group(const Product<Type>& product, int64_t rows, int64_t ou
     const int64_t last = std::min(first + kRowsAtOnce, rows), turns = (last - first + kMost - 1) / kMost;
     const int64_t each = (last - first + turns - 1) / turns;
     const auto tile = [&](int64_t row) -> const Tile<Type>& { return kTiles[std::min(last - row, each) - kFewest]; };
+    if (parts == 1) {
+      Turn<Type> turn{lines + product.weight_stride, 0, turns};
+      for (int64_t row = first; turn.turn < turns; ++turn.turn, row += each) {
+        tile(row).at_once[product.is_near](product, row, output, {0, whole}, turn);
+      }
+      continue;
+    }
     for (int64_t begin = 0; begin < whole; begin += depth) {
       const Part part{begin, std::min(begin + depth, whole)};
       Turn<Type> turn{part.end < whole ? lines + part.end : lines + product.weight_stride, 0, turns};

@@ -37,11 +37,14 @@ def most_gain(step: SpeculativeStep, plain: float) -> float:
 
 
 def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of checks by their number of tokens, and of a draft of one token by rows: the tables of `Costs`."""
+    """Seconds of checks by their number of tokens, and of a draft of one token by rows: the tables of `Costs`.
+
+    Those of checks that have not run for long are left out: what they take follows from the others.
+    """
     verify, draft = {}, {}
     for step in steps:
         for part in step.times:
-            if (found := step.seconds(part)) is not None:
+            if (found := step.seconds(part)) is not None and not step.is_old(part):
                 (verify if part else draft)[step.key.rows * (part or 1)] = found
     return verify, draft
 
@@ -49,7 +52,9 @@ def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]
 def _seconds_of_round(step: SpeculativeStep, length: int) -> float | None:
     """With what the host does between the parts: a plain call has no such rounds."""
     seconds = step.seconds_of_round(length)
-    return None if seconds is None else seconds + (statistics.median(step.host_times) if step.host_times else 0.0)
+    if seconds is None or step.is_old(length + 1):
+        return None
+    return seconds + (statistics.median(step.host_times) if step.host_times else 0.0)
 
 
 class _StepCosts(Costs):

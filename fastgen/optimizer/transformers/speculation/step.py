@@ -32,41 +32,10 @@ from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
+from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
 # Processors that look at nothing but scores, row by row.
 _SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
-# Timings of each part that are kept, and calls whose times are, as of plain steps.
-_TIMES, _ENOUGH_TIMES, _CALLS = 16, 2, 4
-
-
-class Times(deque[float]):
-    """Seconds of the last runs of a part in this call, and what it has taken in the last calls that ran it."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=_TIMES)
-        self._of_calls: deque[float] = deque(maxlen=_CALLS)
-
-    @property
-    def seconds(self) -> float | None:
-        """None as long as there are too few timings.
-
-        A part does the same each time, and what makes it longer is from outside, or that it ran for the first time.
-        So it is the lower quartile of a call, and the least one of some calls. A plain step is told from as many: else
-        drafts might be given up for what else the machine did in one call, and their parts would not run again.
-        """
-        known = [*self._of_calls, *self._of_this_call()]
-        return min(known, default=None)
-
-    def begin_call(self) -> None:
-        """Another call begins. Of a part that runs seldom, timings of several calls count as one."""
-        found = self._of_this_call()
-        if found:
-            self._of_calls.extend(found)
-            self.clear()
-
-    def _of_this_call(self) -> list[float]:
-        known = sorted(self)
-        return known[(len(known) - 1) // 4 :][:1] if len(known) >= _ENOUGH_TIMES else []
 
 
 class _Part:
@@ -141,7 +110,7 @@ class SpeculativeStep(CapturedStep):
         self.recorded = torch.zeros(recorded, device=device)
         self._made: dict[int, _Part] = {}
         self.times: dict[int, Times] = {}
-        self.host_times: deque[float] = deque(maxlen=_TIMES)
+        self.host_times: deque[float] = deque(maxlen=KEPT)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.records_at_once = True
         self.acceptance: float | None = None  # what the last call has found
@@ -207,6 +176,10 @@ class SpeculativeStep(CapturedStep):
         """What a part takes; None as long as there are too few timings."""
         return self.times[positions].seconds if positions in self.times else None
 
+    def is_old(self, positions: int) -> bool:
+        """Whether what is known of a part may be wrong by now."""
+        return positions in self.times and self.times[positions].is_old
+
     def serves(self, length: int) -> bool:
         """Whether rounds may draft so many tokens."""
         return self.records_at_once or self.seconds(length + 1) is not None
@@ -226,8 +199,7 @@ class SpeculativeStep(CapturedStep):
     def begin(self, prompt: Prompt, fill: int, inputs: slice = slice(None), **options: Any) -> None:
         super().begin(prompt, fill, inputs, **options)
         if self.device.type == "cpu":  # on a GPU, a part is measured in its first runs alone
-            for known in self.times.values():
-                known.begin_call()
+            begin_call(self.times)
         self.near_ties.zero_()
         self._drafted.zero_()
         # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
@@ -300,7 +272,7 @@ class SpeculativeStep(CapturedStep):
             self._made[positions] = _Part(self.device, self._is_first or self.device.type != "cpu")
         known = self.times_of(positions)
         # On a GPU the host waits for a part only as long as it measures it.
-        is_measured = self.device.type == "cpu" or len(known) < _TIMES
+        is_measured = self.device.type == "cpu" or len(known) < KEPT
         start = self._now(is_measured)
         is_captured = self._made[positions](function)
         self._is_first = False

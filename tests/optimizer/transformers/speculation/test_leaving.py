@@ -16,7 +16,8 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.rewritten_processors import EncoderNoRepeatNGram, NoRepeatNGram
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, Times
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.times import Times
 
 CPU = torch.device("cpu")
 RECORDING = 0.5

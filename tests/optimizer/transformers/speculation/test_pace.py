@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers.speculation.pace import Pace
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, Times
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.times import Times, begin_call
 
 # Seconds of a draft of one token, and of checks, by positions.
 TIMES = {0: 0.1, 1: 1.0, 3: 1.1, 5: 1.2, 9: 1.4}
@@ -29,6 +31,36 @@ class Step:
 
     def serves(self, length: int) -> bool:
         return length + 1 in self.times
+
+    def is_old(self, part: int) -> bool:
+        return False
+
+
+class Measured(Step):
+    """Its parts are measured as those of a step are: what a call has timed counts in the next ones."""
+
+    times: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = {part: Times() for part in TIMES}
+        self.seconds = lambda part: self.times[part].seconds
+
+    is_old = SpeculativeStep.is_old
+
+    def run(self, seconds: dict[int, float], tokens: int = 128) -> set[int]:
+        """A call in which parts take so long and all is accepted; what its rounds have drafted."""
+        step: Any = self
+        begin_call(self.times)
+        pace, found = Pace(step, 1, tokens, has_model=True, plain=1.0), set()
+        while tokens > 0:
+            length = pace.choose(step, [0], tokens)
+            found.add(length)
+            tokens -= length + 1
+            self.times[length + 1].append(seconds[length + 1])
+            self.times[0].extend([seconds[0]] * length)
+            pace.observe(step, [0], length, [length], [length])
+        return found
 
 
 def rounds(plain: float | None, count: int, tokens: int = 4096) -> list[int]:
@@ -112,22 +144,12 @@ def test_rounds_without_a_draft_take_longer_than_plain_steps() -> None:
 def test_a_call_that_was_disturbed_does_not_end_drafts() -> None:
     """For its parts would never be measured again: they count by the best of some calls, as plain steps do."""
 
-    class Measured(Step):
-        def __init__(self) -> None:
-            super().__init__()
-            self.times: Any = {part: Times() for part in TIMES}
-            self.seconds = lambda part: self.times[part].seconds
-
-        def begin_call(self) -> None:
-            for known in self.times.values():
-                known.begin_call()
-
     step: Any = Measured()
     for factor in (1.0, 10.0):
-        step.begin_call()
+        begin_call(step.times)
         for part, known in step.times.items():
             known.extend([factor * TIMES[part]] * 20)
-    step.begin_call()
+    begin_call(step.times)
     pace, found = Pace(step, 1, 128, has_model=True, plain=1.0), []
     for _ in range(5):
         found.append(pace.choose(step, [0], 128))
@@ -153,3 +175,23 @@ def test_times() -> None:
         times.begin_call()
         times.extend([6.0, 6.0])
     assert times.seconds == 6.0
+
+
+def test_a_check_that_was_disturbed_is_tried_again() -> None:
+    """It is not chosen because of what it took once, and would never be measured again."""
+    step = Measured()
+    for part, known in step.times.items():
+        known.extend([(10.0 if part > 3 else 1.0) * TIMES[part]] * 2)
+    calls = [step.run(TIMES) for _ in range(8)]
+    assert 8 not in calls[0] and 4 not in calls[0]
+    assert all(8 in drafted for drafted in calls[4:])
+
+
+def test_a_check_that_is_slow_is_tried_in_fewer_and_fewer_calls() -> None:
+    slow = {**TIMES, 9: 6.0}
+    step = Measured()
+    for part, known in step.times.items():
+        known.extend([slow[part]] * 2)
+    tried = [number for number in range(200) if 8 in step.run(slow)]
+    waited = [after - before for before, after in itertools.pairwise(tried)]
+    assert 4 <= len(tried) <= 8 and waited == sorted(waited)
