@@ -8,7 +8,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,13 @@ class LoadedModel(Loaded):
     positions: int | None
     """The most tokens that an input may have; None where the model does not say."""
     pad_id: int = 0
-    drafts: dict[str, Any] = field(default_factory=dict)
-    """Generation options that ask for drafts. Each call is given them, because FastGen serves no others."""
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        return any(getattr(self.generation, name, None) is not None for name in DRAFTS)
 
     def decisive(self) -> dict[str, Any]:
-        fields = (self.generation.to_dict() | self.drafts).items()
+        fields = self.generation.to_dict().items()
         return {"generation": {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}}
 
 
@@ -171,22 +173,23 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     check_values(generation)
     with explained("the generation options do not fit together"):
         generation.validate()
-    drafts = _drafts(generation)
     if not settings.to_text or (generation.num_beams or 1) > 1:
-        drafts = {}  # calls that return scores, and beams, are not drafted for
-    # On the model as well: what is None here would otherwise be filled in from the model's own defaults.
-    model.generation_config = generation
+        generation = _without_drafts(generation)  # there are none for calls that return scores, and for beams
+    # On the model as well: what is None here would otherwise be filled in from the model's own defaults. Drafts that
+    # these ask for are the library's, which refuses batches.
+    model.generation_config = _without_drafts(generation)
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, drafts)
+    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id)
 
 
-def _drafts(generation: Any) -> dict[str, Any]:
-    """The options that ask for drafts, which are taken out."""
-    found = {name: value for name in DRAFTS if (value := getattr(generation, name, None)) is not None}
-    for name in found:
-        setattr(generation, name, None)
-    return found
+def _without_drafts(generation: Any) -> Any:
+    """A copy that asks for none."""
+    plain = copy.deepcopy(generation)
+    for name in DRAFTS:
+        if hasattr(plain, name):
+            setattr(plain, name, None)
+    return plain
 
 
 def choose_device(name: str | None) -> Any:

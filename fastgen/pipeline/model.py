@@ -121,7 +121,7 @@ class ModelStage(BatchStage[Piece]):
     """Puts batches through `generate`."""
 
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
-        super().__init__(loaded.device, settings.weights | (captured_drafts() if loaded.drafts else {}))
+        super().__init__(loaded.device, settings.weights | (captured_drafts() if loaded.asks_for_drafts else {}))
         self.loaded = loaded
         self._settings = settings
 
@@ -155,7 +155,7 @@ class ModelStage(BatchStage[Piece]):
         tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, True, loaded.pad_id, side)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], True, 0, side)
-        options = dict(loaded.drafts)
+        options: dict[str, Any] = {}
         scores = None if self._settings.to_text else SequenceScores((loaded.generation.num_beams or 1) > 1)
         if scores is not None:
             options["stopping_criteria"] = [scores]
