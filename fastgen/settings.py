@@ -6,12 +6,13 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from fastgen.locks import ForkableLock
 
 # The values that a setting can have.
 CHOICES = {
@@ -155,7 +156,7 @@ except ValueError as error:
         raise
     print(f"fastgen: {error}", file=sys.stderr)
     raise SystemExit(2) from None
-_changing = threading.Lock()
+_changing = ForkableLock()
 _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 
 

@@ -393,9 +393,8 @@ class FastLayers:
         cls._lock = threading.RLock()
         cls._freed = threading.Condition(cls._lock)
         for layers in list(cls._of.values()):
-            was_used = bool(layers._users)
             layers._users = [thread for thread in layers._users if thread == threading.get_ident()]
-            if was_used and not layers._users:
+            if layers._installed and not layers._users:
                 layers._remove()
 
     def _install(self) -> None:

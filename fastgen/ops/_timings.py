@@ -87,8 +87,8 @@ def _section(operator: str) -> str:
     machine = f"{processor()} | {torch.backends.cpu.get_cpu_capability()} | {torch.get_num_threads()} threads"
     other = "" if torch.backends.mkldnn.enabled else " without oneDNN"
     # Products of float32 may have fewer bits, if the user allows that.
-    precision = torch.get_float32_matmul_precision()
-    other += "" if precision == "highest" else f" in {precision} precision"
+    precision = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", "none")
+    other += "" if precision in ("none", "ieee") else f" in {precision}"
     return f"{operator} | {machine} | torch {torch.__version__}{other}"
 
 

@@ -66,7 +66,7 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str], embeddings: Iter
     Args:
         layers: what kind of grid each of them has.
         left_out: the names of the linear layers that stay as they are.
-        embeddings: the names of those layers that are none, if all are of one kind.
+        embeddings: the names of those that are embeddings. There are some only if all layers are of one kind.
     """
     kinds: dict[tuple[int, int, bool], list[str]] = collections.defaultdict(list)
     for name, kind in layers.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fastgen
 from fastgen.pipeline.errors import PipelineError, SetupError
@@ -161,6 +161,25 @@ def test_an_output_layer_that_is_the_embedding(tied, text, tmp_path, kept, chang
         assert torch.equal(again[name], stored[name].to(again[name].dtype)), name
     plain = read.dequantize()
     assert plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+
+
+def test_an_output_layer_of_its_own_stays_so_when_it_is_unpacked(tied, text, tmp_path):
+    """The configuration says that it is the embedding, and the files hold two weights."""
+    from transformers import AutoModelForCausalLM
+
+    run(tied, tmp_path / "out", text, output_layer=True, bits=8)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors, embedding = load_file(file), "model.embed_tokens."
+    for name in [name for name in tensors if name.startswith(embedding)]:
+        other = tensors[name].clone()
+        tensors[name.replace(embedding, "lm_head.")] = other * 2 if name.endswith("scale") else other
+    save_file(tensors, file, metadata={"format": "pt"})
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with fastgen.disabled(), torch.no_grad():
+        expected = read(torch.arange(3, 20)[None]).logits
+        plain = read.dequantize()
+        torch.testing.assert_close(plain(torch.arange(3, 20)[None]).logits, expected)
+    assert plain.get_output_embeddings().weight is not plain.get_input_embeddings().weight
 
 
 def test_scales_are_stored_in_the_type_that_the_library_multiplies_in(text, tmp_path, kept):

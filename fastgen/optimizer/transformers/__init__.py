@@ -46,12 +46,6 @@ def patches() -> list[Patch]:
             has("config quantization_config device_map user_agent"),
         ),
         hook("integrations.gguf.reader", "read_gguf_metadata", "quantized.gguf_hooks:read_gguf", has("gguf_path")),
-        hook(
-            "modeling_gguf_pytorch_utils",
-            "load_gguf_checkpoint",
-            "quantized.gguf_hooks:load_gguf",
-            has("return_tensors"),
-        ),
         Patch("gguf.gguf_reader", "GGUFReader.__init__", f"{__name__}.quantized.gguf_hooks:gguf_reader", has("path")),
         Patch("gguf", "get_tensor_name_map", f"{__name__}.quantized.gguf_hooks:name_map", has("arch n_blocks")),
         generation("generate", "generate:generate", has(call)),

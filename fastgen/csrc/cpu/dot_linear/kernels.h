@@ -306,7 +306,7 @@ FASTGEN_TARGET void finish(const Product<Type>& product, int64_t row, int64_t ou
   }
 }
 
-// Both for inputs that are one part: the sums stay in registers.
+// `add_part` and `finish` in one, where all inputs are one part: the sums stay in registers.
 template <class Type, int kRows, int kOutputs, bool kIsNear>
 FASTGEN_TARGET __attribute__((flatten)) void at_once(const Product<Type>& product, int64_t row, int64_t output,
                                                      Part part, const Turn<Type>& turn) {
@@ -315,7 +315,7 @@ FASTGEN_TARGET __attribute__((flatten)) void at_once(const Product<Type>& produc
   finish<Type, kRows, kOutputs>(product, row, output, part.end, sums);
 }
 
-// These for a number of rows; what asks for what comes next, by whether it is near.
+// The functions above for one number of rows. Where there are two, the second one asks for what is near.
 template <class Type>
 struct Tile {
   void (*at_once[2])(const Product<Type>&, int64_t, int64_t, Part, const Turn<Type>&);

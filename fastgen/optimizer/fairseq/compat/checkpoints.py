@@ -16,17 +16,17 @@ import inspect
 import os
 import pickle
 import re
-import threading
 import typing
 from typing import Any
 
 import numpy
 import torch
 
+from fastgen.locks import ForkableLock
 from fastgen.optimizer.fairseq.compat.literals import RefusedValue
 
 # The list of allowed types is one for the process: who reads a checkpoint meanwhile waits.
-_lock = threading.RLock()
+_lock = ForkableLock()
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 _BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import struct
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -12,26 +13,22 @@ from typing import Any
 from fastgen import patching
 from fastgen.quantization.checkpoint import ADVICE
 
-# While the library reads a GGUF file: the names of tensors in such files, by architecture and number of layers.
+# While a GGUF file is read into a model: the names of tensors in such files, by architecture and number of layers.
 _name_maps: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("fastgen_gguf_names", default=None)
 
 
-def load_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `load_gguf_checkpoint`: what it calls is the library's, and not some other user's of the package gguf."""
-    if not patching.is_active():
-        return wrapped(*args, **kwargs)
-    with reading_gguf():
-        return wrapped(*args, **kwargs)
-
-
 def reading_gguf() -> AbstractContextManager[None]:
-    """Inside this block `gguf_reader` and `name_map` do what they are for."""
+    """Inside this block `name_map` makes each map once."""
     return patching.held(_name_maps, {})
 
 
 def gguf_reader(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `GGUFReader.__init__`: makes it a `PlainReader`. Raises as `read_gguf` does."""
-    if _name_maps.get() is None:
+    """Around `GGUFReader.__init__`: a reader of the library's, or of FastGen's, becomes a `PlainReader`.
+
+    Those of other users of the package gguf stay as they are. Raises as `read_gguf` does.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if not patching.is_active() or caller.partition(".")[0] not in ("transformers", "fastgen"):
         return wrapped(*args, **kwargs)
     from fastgen.optimizer.transformers.quantized.gguf_reader import PlainReader
 

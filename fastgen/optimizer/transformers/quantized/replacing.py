@@ -65,17 +65,21 @@ class Replaced:
             model.set_submodule(name, replacement(model.get_submodule(name), stored[source][0], {}))
         handled = {f"{name}.weight" for name in (*self.shared, *stored)}
         tied = model.all_tied_weights_keys
-        # As the library had them, for a model that is unpacked again.
-        self._ties = {target: source for target, source in tied.items() if {target, source} & handled}
-        for target in self._ties:
+        handled_ties = {target: source for target, source in tied.items() if {target, source} & handled}
+        # As the library had them, for a model that is unpacked again. Those of two weights in the files were none.
+        shared = {f"{name}.weight" for name in self.shared}
+        self._ties = {target: source for target, source in handled_ties.items() if {target, source} & shared}
+        for target in handled_ties:
             del tied[target]
 
     def pack(self, model: nn.Module) -> None:
         """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit."""
         layers = quantized_layers(model)
-        for name in layers.keys() - self.shared.keys():
+        for name, layer in layers.items():
+            if name in self.shared:
+                continue
             try:
-                layers[name].pack()
+                layer.pack()
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         for name, source in self.shared.items():

@@ -19,6 +19,7 @@ class Times(deque[float]):
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT)
         self._of_calls: deque[float] = deque(maxlen=_CALLS)
+        self._left = 0  # timings of the calls before, which were too few
         self._without, self._patience = 0, _FIRST_TRIAL  # calls that have done without it, and until it is old
 
     @property
@@ -46,7 +47,7 @@ class Times(deque[float]):
         """Another call begins. Of a part that runs seldom, timings of several calls count as one.
 
         Args:
-            was_missed: if the part has not run in the last call, others have in its place.
+            was_missed: whether other parts have run in the last call that could stand for this one.
         """
         found = self._of_this_call()
         if found:
@@ -57,6 +58,12 @@ class Times(deque[float]):
             self.clear()
         elif was_missed:
             self._without += 1
+        self._left = len(self)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has, in this call."""
+        return len(self) > self._left
 
     def _of_this_call(self) -> list[float]:
         known = sorted(self)
@@ -65,6 +72,6 @@ class Times(deque[float]):
 
 def begin_call(times: Mapping[int, Times]) -> None:
     """Another call begins. Checks of drafts, of two positions or more, are missed where another one has run."""
-    has_drafted = any(part > 1 and known for part, known in times.items())
+    has_drafted = any(part > 1 and known.has_run for part, known in times.items())
     for part, known in times.items():
         known.begin_call(has_drafted and part > 1)

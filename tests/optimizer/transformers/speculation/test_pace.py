@@ -177,6 +177,15 @@ def test_times() -> None:
     assert times.seconds == 6.0
 
 
+def test_a_part_that_ran_long_ago_does_not_stand_for_others() -> None:
+    times = {1: Times(), 3: Times(), 5: Times()}
+    times[3].append(1.0)  # too few to count
+    times[5].extend([2.0, 2.0])
+    for _ in range(10):
+        begin_call(times)
+    assert not times[5].is_old
+
+
 def test_a_check_that_was_disturbed_is_tried_again() -> None:
     """It is not chosen because of what it took once, and would never be measured again."""
     step = Measured()
