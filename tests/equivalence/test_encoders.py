@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 import fastgen
 from fastgen import settings
 from fastgen.decoding import layers, products
-from fastgen.ops import linear, packed_attention, split_linear
+from fastgen.ops import linear, packed_attention, quantized_linear, split_linear
 from fastgen.optimizer.transformers.encoders import call, passes
 from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
 from tests.equivalence.encoder_models import (
@@ -254,7 +254,7 @@ def test_weights_in_fewer_bits(classifier: Any, monkeypatch: pytest.MonkeyPatch)
     """They are kept from one forward pass to the next, and only if the user asks for that; changed ones are noticed."""
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 0)
-    monkeypatch.setattr(layers.quantized_linear, "unavailable", lambda *arguments: None)
+    monkeypatch.setattr(quantized_linear, "unavailable", lambda *arguments: None)
     packed = []
     pack = products.FixedProducts.pack
     monkeypatch.setattr(products.FixedProducts, "pack", lambda *given: (packed.append(1), pack(*given))[1])
