@@ -218,7 +218,6 @@ class SpeculativeDecoding(Decoding):
         gains = pace.gains()
         if pace.is_hopeless:
             self._pauses.give_up()
-            step.times.clear()  # the machine may have been busy: after the pause, they are measured again
         elif gains is not None:
             self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
