@@ -35,14 +35,14 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 # Here the other thread still has it.
-{still}
+assert not ({free})
 done.set()
 other.join()
 """
 
 
 def in_a_fork(imports: str, lock: str, free: str, checks: str = "pass") -> None:
-    code = IN_A_FORK.format(imports=imports, lock=lock, still=f"assert not ({free})", checks=checks)
+    code = IN_A_FORK.format(imports=imports, lock=lock, free=free, checks=checks)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -175,8 +175,8 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
         generation.validate()
     if not settings.to_text or (generation.num_beams or 1) > 1:
         generation = _without_drafts(generation)  # there are none for calls that return scores, and for beams
-    # On the model as well: what is None here would otherwise be filled in from the model's own defaults. Drafts that
-    # these ask for are the library's, which refuses batches.
+    # On the model as well: what is None here would otherwise be filled in from the model's own defaults. FastGen leaves
+    # a model whose defaults ask for drafts to the library, which refuses batches then.
     model.generation_config = _without_drafts(generation)
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastgen.quantization.layers import is_plain_embedding
+
 Forward = Callable[[int], object]
 """Runs the whole model on the sample of this number."""
 
@@ -74,7 +76,7 @@ def output_block(model: nn.Module, output_layer: nn.Module | None) -> Block:
             if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
                 raise ValueError("its output layer is not a linear layer")
             others = [other for other in sharing(model, module) if other != name]
-            if not all(_is_plain_embedding(model.get_submodule(other)) for other in others):
+            if not all(is_plain_embedding(model.get_submodule(other)) for other in others):
                 raise ValueError("its output layer shares its weight with layers other than plain embeddings")
             if others and module.bias is not None:
                 raise ValueError("its output layer shares its weight with the embeddings, and has a bias")
@@ -86,10 +88,6 @@ def sharing(model: nn.Module, layer: nn.Module) -> list[str]:
     """The names of the modules with the weight of this layer, in the order of the model; its own is among them."""
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, module in modules if module._parameters.get("weight") is layer.weight]
-
-
-def _is_plain_embedding(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def _outermost(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

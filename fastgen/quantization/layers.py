@@ -228,6 +228,11 @@ class QuantizedLinear(QuantizedWeight):
         return plain.train(self.training)
 
 
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether a `QuantizedEmbedding` computes what this module does."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 class QuantizedEmbedding(QuantizedWeight):
     """An embedding on a weight of few bits, [tokens, size]; only the rows that are asked for are unpacked."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, is_plain_embedding
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -19,7 +19,7 @@ def sizes(module: nn.Module) -> tuple[int, int] | None:
         return module.out_features, module.in_features
     if type(module) is Conv1D:
         return module.nf, module.nx
-    if type(module) is nn.Embedding and module.max_norm is None:
+    if is_plain_embedding(module):
         return module.num_embeddings, module.embedding_dim
     return None
 
