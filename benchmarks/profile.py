@@ -108,6 +108,13 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
         works = [_product(rows, (inputs, outputs)) for outputs, inputs in weights]
         read_once = 4 * math.prod(rows) * (len(works) - 1)
         return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once)
+    if operator == "fastgen::narrow_linears_out":
+        results, rows = shapes[:2]
+        works = [_product(rows, (rows[-1], outputs)) for _, outputs in results]
+        read_once = 4 * math.prod(rows) * (len(works) - 1)
+        # Of the weights, numbers of 16 bits instead of 32.
+        saved = sum(2 * rows[-1] * outputs for _, outputs in results)
+        return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once - saved)
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, settings
-from fastgen.decoding.narrow_weights import NarrowProduct, NarrowProducts, NarrowWeight, type_of
+from fastgen.decoding.narrow_weights import NarrowLines, NarrowPanels, NarrowProduct, NarrowProducts, type_of
 from fastgen.decoding.operations import Operation, Place
-from fastgen.ops import dot_linear, linear, quantized_linear, split_linear, widened_linear
+from fastgen.ops import dot_linear, linear, narrow_linear, quantized_linear, split_linear, widened_linear
 
 HALF = (torch.float16, torch.bfloat16)
 _CPU = torch.device("cpu")
@@ -217,7 +217,9 @@ def together(works: Sequence[Any]) -> list[Any]:
     narrow = [work for work in works if isinstance(work, NarrowProduct)]
     if narrow:
         rest = [work for work in works if not isinstance(work, NarrowProduct)]
-        return [partial(NarrowProducts(narrow, together([work.wide for work in narrow])).linears), *together(rest)]
+        wide = [work.wide for work in narrow]
+        several = NarrowProducts(narrow, together(wide), [_alone(work) for work in wide])
+        return [partial(several.linears), *together(rest)]
     works = _alike(works)
     for kind in filter(None, map(_kind, works)):
         alike = [work for work in works if _kind(work) == kind]
@@ -285,11 +287,14 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
         return None
     x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None
     wide, place = faster(result, x, weight, bias), operation.leaves[-1]
-    if not isinstance(place, Place) or place.storage in written or not _is_narrow(wide, x, weight, bias):
+    if not isinstance(place, Place) or place.storage in written:
+        return wide
+    kind = _narrow(wide, x, weight, bias)
+    if kind is None:
         return wide
     if wide is None:  # then torch's is faster, and writes there, too
         wide = partial(operation.function.overloadpacket.out, *args, out=result)
-    return NarrowProduct(wide, result, x, NarrowWeight.of(weight), weight, bias)
+    return NarrowProduct(wide, result, x, kind.of(weight), bias)
 
 
 def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
@@ -309,8 +314,10 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
     return Product(operator, result, x, weight, bias) if share < 1.0 else None
 
 
-def _is_narrow(wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a product reads the numbers of the weight in 16 bits, where that is what they are, and faster.
+def _narrow(
+    wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> type[NarrowLines] | type[NarrowPanels] | None:
+    """The copy in 16 bits that a product reads, where that is what the numbers of the weight are, and faster.
 
     Args:
         wide: the product that is fastest with the weight as it is.
@@ -318,11 +325,11 @@ def _is_narrow(wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | N
     now = settings.current()
     narrow = type_of(x, weight, bias) if now.packed_weights != "never" and weight.numel() else None
     if narrow is None:
-        return False
-    if now.linear_products == "fixed":  # dot products have the same bits, whether there is a copy or not
-        return are_dots(wide)
-    costs = dot_linear.costs(*x.shape, weight.shape[0], x.dtype, narrow=narrow)
-    return costs is not None and costs.dots < (1 - _MARGIN) * costs.plain
+        return None
+    if now.linear_products == "fixed":  # what has the same bits, whether there is a copy or not
+        return NarrowLines if are_dots(wide) else NarrowPanels if wide is not None else None
+    costs = narrow_linear.costs(*x.shape, weight.shape[0], narrow)
+    return NarrowPanels if costs is not None and costs.narrow < (1 - _MARGIN) * costs.wide else None
 
 
 def are_dots(product: Product | None) -> bool:

@@ -22,6 +22,7 @@ OPERATORS = (
     "largest_output",
     "linear",
     "narrow",
+    "narrow_linear",
     "no_repeat_ngram",
     "packed_attention",
     "quantized_linear",

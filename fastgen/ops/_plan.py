@@ -33,6 +33,7 @@ OPERATORS = frozenset(
         "grouped_linear_out",
         "grouped_linears_out",
         "kv_write",
+        "narrow_linears_out",
         "packed_attention.out",
         "rms_norm_out",
         "split_linear_out",

@@ -5,20 +5,19 @@ float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once
 all other products (`fastgen.ops.linear.costs`), with numbers of 16 bits here (`costs`).
 
 With x, bias and result in float32 the weight may be in bfloat16 or float16. The result has the bits of that with the
-widened weight.
+widened weight. Where that need not be, a weight in panels is faster (`fastgen.ops.narrow_linear`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops import _library, _timings, split_linear
+from fastgen.ops import _library, _timings
 from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, rows_measured, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
@@ -31,7 +30,7 @@ MAX_ROWS = {torch.float32: MAX_DOT_ROWS, torch.bfloat16: 16, torch.float16: 16}
 class Costs(NamedTuple):
     """Seconds that a product takes."""
 
-    plain: float  # torch's own; with another type of weight for dot products, the fastest with the weight as it is
+    plain: float  # torch's own
     dots: float
 
 
@@ -72,50 +71,38 @@ def dot_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
-def costs(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True, narrow: torch.dtype | None = None
-) -> Costs | None:
+def costs(rows: int, inputs: int, outputs: int, dtype: torch.dtype, measure: bool = True) -> Costs | None:
     """What a layer of this shape costs on this machine for an input of some rows, with the number of threads in force.
 
     Measured once, which takes as long as some tens of such products and draws no random numbers, and remembered
     (`fastgen.ops._timings`). None if it is not known, and not to be measured.
 
     Args:
-        dtype: of the input, and of torch's weight; with float32, `narrow` is given.
-        narrow: the type that dot products have the weight in, if not `dtype`.
+        dtype: of all numbers.
     """
     bucket = rows_measured(rows)
-    types = _TYPES[dtype] if narrow is None else f"{_TYPES[dtype]} of {_TYPES[narrow]}"
-    measuring = (lambda: _measure(bucket, inputs, outputs, dtype, narrow)) if measure else None
-    known = _timings.get(_KERNEL, f"{types} {bucket}x{inputs}x{outputs}", len(Costs._fields), measuring)
+    measuring = (lambda: _measure(bucket, inputs, outputs, dtype)) if measure else None
+    known = _timings.get(_KERNEL, f"{_TYPES[dtype]} {bucket}x{inputs}x{outputs}", len(Costs._fields), measuring)
     return None if known is None else Costs(*known)
 
 
 @torch.no_grad()
-def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype, narrow: torch.dtype | None = None) -> Costs:
-    of_dots = dtype if narrow is None else narrow
+def _measure(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Costs:
     some = min(outputs, max(MAX_BYTES // (inputs * dtype.itemsize), 1))
-    count = count_of_cold(inputs * of_dots.itemsize * some, 64)
+    count = count_of_cold(inputs * dtype.itemsize * some, 64)
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=dtype, device="cpu")
     x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
     weights = [full((some, inputs), 0.25) for _ in range(count)]
-
-    def product(operator: Callable[..., object], of: torch.dtype) -> tuple[Callable[[Tensor], object], list[Tensor]]:
-        # With copies: what another product has just read would be in the cache.
-        return lambda weight: operator(y, x, weight, None), [weight.to(of, copy=True) for weight in weights]
-
-    dots = torch.ops.fastgen.dot_linear_out.default
-    products = [product(dots, of_dots), (lambda weight: F.linear(x, weight), weights)]
-    if narrow is not None:
-        # In turn with all others: shares of torch's time from two measurements tell less than the products differ.
-        streamed = torch.ops.fastgen.streamed_linear_out.default
-        wide = [dots, streamed]
-        if rows >= split_linear.MIN_ROWS and split_linear.is_available():
-            wide.append(torch.ops.fastgen.split_linear_out.default)
-        products += [product(operator, dtype) for operator in wide]
-    own, *others = shortest_times(products)
-    return Costs(min(others) * outputs / some, own * outputs / some)
+    # With copies: what another product has just read would be in the cache.
+    copies = [weight.clone() for weight in weights]
+    dots, plain = shortest_times(
+        [
+            (lambda weight: torch.ops.fastgen.dot_linear_out.default(y, x, weight, None), copies),
+            (lambda weight: F.linear(x, weight), weights),
+        ]
+    )
+    return Costs(plain * outputs / some, dots * outputs / some)
 
 
 backend = functools.partial(_library.backend, "fastgen::dot_linear_out")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.profile import OTHERS, Rates, profile, work_of
-from fastgen.ops import attention, dot_linear, linear
+from fastgen.ops import attention, dot_linear, linear, narrow_linear
 
 # An operation a second, and as many bytes as one likes; and the other way round.
 _BY_OPERATIONS, _BY_BYTES = Rates(1.0, float("inf")), Rates(float("inf"), 1.0)
@@ -78,6 +78,14 @@ def test_the_work_of_the_operators():
         several = partial(getattr(torch.ops.fastgen, name), [y, others[0]], x, [weight, others[1]], [None, None])
         for rates, amount in ((_BY_OPERATIONS, works.operations), (_BY_BYTES, works.bytes)):
             assert profile(several, lambda rates=rates: rates).floor == {f"fastgen::{name}": amount}
+
+    # The same with weights of 16 bits.
+    narrow = works._replace(bytes=works.bytes - 2 * 5 * (96 + 7))
+    if narrow_linear.is_available():
+        packed = [narrow_linear.pack(of.bfloat16().contiguous()) for of in (weight, others[1])]
+        several = partial(torch.ops.fastgen.narrow_linears_out, [y, others[0]], x, packed, [None, None])
+        for rates, amount in ((_BY_OPERATIONS, narrow.operations), (_BY_BYTES, narrow.bytes)):
+            assert profile(several, lambda rates=rates: rates).floor == {"fastgen::narrow_linears_out": amount}
 
     # Four beams of two inputs, four heads over two of K/V; nine positions that the beams share, and two of their own.
     query, prefix, suffix = _x(8, 4, 1, 16), _x(2, 2, 9, 16), _x(8, 2, 2, 16)

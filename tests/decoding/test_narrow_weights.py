@@ -15,10 +15,10 @@ import fastgen
 from fastgen import memory, settings
 from fastgen.decoding import narrow_weights, weight_copies
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowWeight
-from fastgen.ops import dot_linear, fingerprint, linear, narrow
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
+from fastgen.ops import fingerprint, linear, narrow, narrow_linear
 
-pytestmark = pytest.mark.skipif(not dot_linear.is_available(), reason="there are no kernels in this process")
+pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process")
 
 OUTPUTS, INPUTS = 60, 45
 TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
@@ -26,13 +26,12 @@ TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dot products are the fastest, and faster with 16 bits, up to 8 rows."""
+    """Streamed products are the fastest with the weight as it is; those with 16 bits are faster, up to 8 rows."""
     fastgen.reset_stats()
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9, 1.0))
-    monkeypatch.setattr(
-        dot_linear, "costs", lambda rows, *more, **options: dot_linear.Costs(2.0, 0.5 if rows <= 8 else 2.0)
-    )
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
+    costs = lambda rows, *more: narrow_linear.Costs(2.0, 0.5 if rows <= 8 else 2.0)  # noqa: E731
+    monkeypatch.setattr(narrow_linear, "costs", costs)
 
 
 def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
@@ -59,7 +58,7 @@ class Step:
         self.x.normal_()
         self.program.replay()
         of_weights = zip(self.weights, self.biases, strict=True)
-        wanted = (dot_linear.dot_linear(self.x, weight.detach(), bias) for weight, bias in of_weights)
+        wanted = (linear.streamed_linear(self.x, weight.detach(), bias) for weight, bias in of_weights)
         return all(torch.equal(out, each) for out, each in zip(self.out, wanted, strict=True))
 
     def call(self, steps: int = 5) -> bool:
@@ -67,10 +66,14 @@ class Step:
             return all([self.is_right() for _ in range(steps)])
 
 
+def known() -> list[NarrowWeight]:
+    gc.collect()
+    return [*NarrowLines._known.values(), *NarrowPanels._known.values()]
+
+
 def copies() -> list[torch.dtype]:
     """The types of those that there are."""
-    gc.collect()
-    return [each._copy.dtype for each in NarrowWeight._known.values() if each._copy is not None]
+    return [each._copy.dtype for each in known() if each._copy is not None]
 
 
 @TYPES
@@ -109,7 +112,7 @@ def test_one_number_that_is_none_of_16_bits() -> None:
     [
         lambda: Step(torch.randn(OUTPUTS, INPUTS)),
         lambda: Step(weight_of(torch.bfloat16), rows=9),  # which is not faster
-        lambda: Step(weight_of(torch.bfloat16), rows=17),
+        lambda: Step(weight_of(torch.bfloat16), rows=narrow_linear.MAX_ROWS + 1),
         lambda: Step(torch.randn(INPUTS, OUTPUTS).bfloat16().float().t()),
         lambda: Step(torch.randn(OUTPUTS, 2 * INPUTS).bfloat16().float()[:, :INPUTS]),
     ],
@@ -117,18 +120,18 @@ def test_one_number_that_is_none_of_16_bits() -> None:
 def test_no_copy(make: Callable[[], Step]) -> None:
     step = make()
     step.call()
-    assert not NarrowWeight._known and COUNTED_AS not in fastgen.stats()
+    assert not known() and COUNTED_AS not in fastgen.stats()
 
 
 def test_no_copy_of_a_small_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", OUTPUTS * INPUTS + 1)
-    assert Step(weight_of(torch.bfloat16)).call() and not NarrowWeight._known
+    assert Step(weight_of(torch.bfloat16)).call() and not known()
 
 
 def test_no_copy_where_products_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(packed_weights="never"))
     Step(weight_of(torch.bfloat16)).call()
-    assert not NarrowWeight._known
+    assert not known()
 
 
 def test_a_weight_that_the_step_writes_has_no_copy() -> None:
@@ -151,20 +154,25 @@ def test_a_weight_that_the_step_writes_has_no_copy() -> None:
             step()
             torch.testing.assert_close(found, out)
             assert torch.equal(weight, after)
-    assert not NarrowWeight._known
+    assert not known()
 
 
-@pytest.mark.parametrize(("rows", "has_copy"), [(1, True), (4, True), (5, False)])
+@TYPES
+@pytest.mark.parametrize(("rows", "kind"), [(1, NarrowLines), (4, NarrowLines), (5, NarrowPanels), (40, NarrowPanels)])
 @pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
-def test_fixed_products_do_not_depend_on_copies(rows: int, has_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_products_do_not_depend_on_copies(
+    rows: int, kind: type[NarrowWeight], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are copies all the same: those with which products have the same bits."""
     monkeypatch.setattr(settings, "_current", settings.Settings(linear_products="fixed", captured_step="always"))
-    step = Step(weight_of(torch.bfloat16), rows=rows)
+    step = Step(weight_of(dtype), rows=rows, biased=True)
     found = []
     with weight_copies.call():
         for _ in range(3):  # the first step does without
             step.program.replay()
             found.append(step.out[0].clone())
-    assert bool(copies()) == has_copy and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert copies() == [dtype] and list(map(type, known())) == [kind]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_torchs_product_where_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,16 +269,17 @@ def test_one_copy_for_all_programs_as_long_as_they_live() -> None:
     weight = weight_of(torch.bfloat16)
     first, second, other = Step(weight), Step(weight, rows=5), Step(weight_of(torch.float16))
     assert first.call() and second.call() and other.call() and len(copies()) == 2
-    copy = weakref.ref(NarrowWeight.of(weight)._copy)
+    copy = weakref.ref(NarrowPanels.of(weight)._copy)
     del first, other
     assert len(copies()) == 1 and second.call() and copy() is not None
     del second
-    assert not copies() and not NarrowWeight._known and copy() is None
+    assert not copies() and not known() and copy() is None
 
 
 def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them together: what they have taken is not free any more."""
-    size, steps = OUTPUTS * INPUTS * 2, [Step(weight_of(torch.bfloat16)) for _ in range(4)]
+    size = narrow_linear.pack(weight_of(torch.bfloat16).bfloat16()).nbytes
+    steps = [Step(weight_of(torch.bfloat16)) for _ in range(4)]
     total = 2 * size / narrow_weights.MOST_OF_MEMORY
     monkeypatch.setattr(memory, "free_host_memory", lambda: total - size * len(copies()))
     assert all(step.call() for step in steps) and len(copies()) == 2

@@ -13,8 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fastgen
 from fastgen.decoding import narrow_weights, output_layer, products, weight_copies
 from fastgen.decoding.captured import graph
-from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowWeight
-from fastgen.ops import dot_linear, linear, narrow
+from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
+from fastgen.ops import linear, narrow, narrow_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, two
@@ -28,14 +28,14 @@ TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is recorded for the first call already. Dot products are the fastest, and faster with 16 bits."""
+    """A step is recorded for the first call already. Streamed products are the fastest, and faster with 16 bits."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.9, 1.0))
-    monkeypatch.setattr(dot_linear, "costs", lambda *shape, **options: dot_linear.Costs(2.0, 0.5))
+    monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
+    monkeypatch.setattr(narrow_linear, "costs", lambda *shape: narrow_linear.Costs(2.0, 0.5))
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
     monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
@@ -55,7 +55,7 @@ def round_to(dtype: torch.dtype, model: Any) -> None:
 def types() -> list[torch.dtype]:
     """Of the copies that there are."""
     gc.collect()
-    return [each._copy.dtype for each in NarrowWeight._known.values() if each._copy is not None]
+    return [each._copy.dtype for each in NarrowPanels._known.values() if each._copy is not None]
 
 
 def reads() -> int:
@@ -76,7 +76,7 @@ def test_no_bit_changes(family: Any, way: dict[str, Any], dtype: torch.dtype, mo
     found = run(model, inputs, returned)
     assert reads() == 3
     with monkeypatch.context() as context:
-        context.setattr(products, "_is_narrow", lambda *product: False)
+        context.setattr(products, "_narrow", lambda *product: None)
         graph_cache.drop_all()
         wanted = run(model, inputs, returned)
     assert reads() == 3 and captures() == 4, reasons()
@@ -196,4 +196,4 @@ def test_a_model_takes_its_copies_with_it() -> None:
     run(model, inputs, BEAMS)
     assert types()
     del model
-    assert not types() and not NarrowWeight._known
+    assert not types() and not NarrowPanels._known

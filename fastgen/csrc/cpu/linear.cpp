@@ -10,6 +10,7 @@
 // a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
 // while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit.
 #include "instruction_set.h"
+#include "linear/depth.h"
 #include "parallel.h"
 #include "plan.h"
 #include "transpose.h"
@@ -36,8 +37,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Inputs that are multiplied in one go: of a panel, what easily fits into the second-level cache.
-constexpr int64_t kDepth = 256;
 constexpr int64_t kLine = 16;  // floats of a cache line
 // Rows that a thread takes through its panels before it goes on, at most, and what of their inputs it takes at a time, in
 // floats: that stays in the second-level cache, while every panel comes from farther away once per block.

@@ -1,0 +1,7 @@
+// Inputs whose products are summed among themselves before they are added to the others, in all products with panels of a
+// weight: what easily fits into the second-level cache of a panel. An even number.
+#pragma once
+
+#include <cstdint>
+
+constexpr int64_t kDepth = 256;

@@ -1,0 +1,223 @@
+// Products with panels of a weight of 16 bits, for one instruction set. Included once per instruction set by
+// cpu/narrow_linear.cpp, inside a namespace of its own, with these defined:
+//   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
+//   FASTGEN_WIDTH    floats of a vector, which are the outputs of a panel
+//   FASTGEN_SUMS     vectors of sums that there are registers for
+//   FASTGEN_FLOAT16  what loads a vector of float16 (float16.h)
+//   FASTGEN_TRANSPOSE  (from, stride, to, stride): FASTGEN_WIDTH lines of as many floats, transposed
+// No include guard: it is meant to be included several times.
+
+#define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
+
+constexpr int64_t kWidth = FASTGEN_WIDTH;
+constexpr int64_t kMostRows = FASTGEN_SUMS;  // of a tile
+
+typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
+typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(2), may_alias));
+
+// A type of the weight: where a number of a panel lies, of two inputs and all outputs of the panel, and how these are
+// widened.
+struct BFloat16 {
+  // The numbers of two inputs lie in the place of a float. The first becomes one when it is shifted, the second when the
+  // first is cleared.
+  static int64_t place(int64_t input, int64_t output) { return 2 * output + input; }
+  static FASTGEN_INLINE void load(Vector& first, Vector& second, const uint16_t* from) {
+    const Bits pairs = *reinterpret_cast<const Bits*>(from);
+    first = (Vector)(pairs << 16);
+    second = (Vector)(pairs & 0xffff0000u);
+  }
+};
+
+struct Float16 {
+  static int64_t place(int64_t input, int64_t output) { return input * kWidth + output; }
+  static FASTGEN_INLINE void load(Vector& first, Vector& second, const uint16_t* from) {
+    FASTGEN_FLOAT16::load(first, from);
+    FASTGEN_FLOAT16::load(second, from + kWidth);
+  }
+};
+
+// Bytes of a panel that are asked for ahead of what is multiplied.
+constexpr int64_t kAhead = 512;
+
+// sums[kRows][kPanels] += x[pairs of inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs
+// are summed among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
+template <class Type, int kRows, int kPanels>
+FASTGEN_TARGET void tile(const float* x, const uint16_t* panel, int64_t apart, int64_t pairs, Vector* sums) {
+  for (int64_t begin = 0; begin < pairs; begin += kDepth / 2) {
+    const int64_t end = begin + kDepth / 2 < pairs ? begin + kDepth / 2 : pairs;
+    Vector part[kRows][kPanels] = {};
+    for (int64_t p = begin; p < end; ++p) {
+      Vector first[kPanels], second[kPanels];
+#pragma GCC unroll 4
+      for (int n = 0; n < kPanels; ++n) {
+        const uint16_t* from = panel + n * apart + p * 2 * kWidth;
+        __builtin_prefetch(from + kAhead / sizeof(*from), 0, 3);
+        Type::load(first[n], second[n], from);
+      }
+      const float* row = x + p * 2 * kRows;
+#pragma GCC unroll 32
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < kPanels; ++n) part[r][n] += row[r] * first[n];
+      }
+#pragma GCC unroll 32
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int n = 0; n < kPanels; ++n) part[r][n] += row[kRows + r] * second[n];
+      }
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kPanels; ++n) sums[r * kPanels + n] += part[r][n];
+    }
+  }
+}
+
+// x[inputs, rows of the tile], of an even number of inputs.
+template <int kRows>
+FASTGEN_TARGET void lay_out_rows(const float* x, int64_t stride, int64_t inputs, float* to) {
+  int64_t k = 0;
+  // In squares, the last of which begins so that it ends with the last row.
+  if constexpr (kRows >= kWidth) {
+    for (; k + kWidth <= inputs; k += kWidth) {
+      for (int64_t r = 0; r < kRows; r += kWidth) {
+        const int64_t row = std::min<int64_t>(r, kRows - kWidth);
+        FASTGEN_TRANSPOSE(x + row * stride + k, stride, to + k * kRows + row, kRows);
+      }
+    }
+  }
+  for (; k < inputs; ++k) {
+#pragma GCC unroll 32
+    for (int r = 0; r < kRows; ++r) to[k * kRows + r] = x[r * stride + k];
+  }
+  if (inputs % 2 != 0) std::fill_n(to + inputs * kRows, kRows, 0.0f);
+}
+
+// Panels that a tile multiplies at the same time.
+constexpr int panels_at_once(int64_t rows) { return static_cast<int>(std::min<int64_t>(kMostRows / rows, 4)); }
+
+using Tile = void (*)(const float*, const uint16_t*, int64_t, int64_t, Vector*);
+using LayOut = void (*)(const float*, int64_t, int64_t, float*);
+
+// The functions above by the number of rows, less one.
+template <class Type, size_t... kRows>
+constexpr std::array<Tile, sizeof...(kRows)> make_tiles(std::index_sequence<kRows...>) {
+  return {&tile<Type, static_cast<int>(kRows) + 1, panels_at_once(kRows + 1)>...};
+}
+template <class Type, size_t... kRows>
+constexpr std::array<Tile, sizeof...(kRows)> make_single_tiles(std::index_sequence<kRows...>) {
+  return {&tile<Type, static_cast<int>(kRows) + 1, 1>...};
+}
+template <size_t... kRows>
+constexpr std::array<LayOut, sizeof...(kRows)> make_lay_out(std::index_sequence<kRows...>) {
+  return {&lay_out_rows<static_cast<int>(kRows) + 1>...};
+}
+
+using Rows = std::make_index_sequence<kMostRows>;
+template <class Type>
+constexpr auto kTiles = make_tiles<Type>(Rows());
+template <class Type>
+constexpr auto kSingleTiles = make_single_tiles<Type>(Rows());
+constexpr auto kLayOut = make_lay_out(Rows());
+
+// Rows in tiles of nearly the same size.
+struct RowTiles {
+  explicit RowTiles(int64_t rows) : rows(rows), count((rows + kMostRows - 1) / kMostRows) {}
+  int64_t begin(int64_t tile) const { return rows * tile / count; }
+  int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
+  int64_t rows, count;
+};
+
+// All rows in tiles, one behind the other.
+inline void lay_out(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
+  const RowTiles tiles(rows);
+  const int64_t even = (inputs + 1) / 2 * 2;
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    kLayOut[tiles.size(i) - 1](x + tiles.begin(i) * stride, stride, inputs, to + tiles.begin(i) * even);
+  }
+}
+
+// The first `count` numbers of a vector, most often all of them.
+inline void copy(const void* from, int64_t count, void* to) {
+  if (count == kWidth) {
+    std::memcpy(to, from, sizeof(Vector));
+  } else {
+    std::memcpy(to, from, count * sizeof(float));
+  }
+}
+
+// A tile of rows, from `row` on, times kPanels or fewer panels that are `apart`, from `first` on.
+template <class Type>
+void multiply_tile(const PanelProduct& product, const RowTiles& tiles, int64_t tile, int64_t first, int64_t count,
+                   int64_t apart) {
+  const int64_t rows = tiles.size(tile), row = tiles.begin(tile), size = product.pairs * 2 * kWidth;
+  Vector sums[kMostRows];
+  const auto of_panel = [&](int64_t n, auto work) {
+    const int64_t output = (first + n * apart) * kWidth;
+    work(output, std::min(kWidth, product.outputs - output));
+  };
+  for (int64_t n = 0; n < count; ++n) {
+    of_panel(n, [&](int64_t output, int64_t valid) {
+      Vector start = {};
+      if (product.bias != nullptr) copy(product.bias + output, valid, &start);
+      for (int64_t r = 0; r < rows; ++r) sums[r * count + n] = start;
+    });
+  }
+  const Tile multiply = count == 1 ? kSingleTiles<Type>[rows - 1] : kTiles<Type>[rows - 1];
+  multiply(product.x + row * product.pairs * 2, product.weight + first * size, apart * size, product.pairs, sums);
+  for (int64_t n = 0; n < count; ++n) {
+    of_panel(n, [&](int64_t output, int64_t valid) {
+      float* y = product.y + row * product.outputs + output;
+      for (int64_t r = 0; r < rows; ++r) copy(&sums[r * count + n], valid, y + r * product.outputs);
+    });
+  }
+}
+
+// All rows times `count` panels that are `apart`, from `first` on.
+template <class Type>
+void multiply_some(const PanelProduct& product, int64_t first, int64_t count, int64_t apart) {
+  const RowTiles tiles(product.rows);
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    if (count == panels_at_once(tiles.size(i))) {
+      multiply_tile<Type>(product, tiles, i, first, count, apart);
+    } else {
+      for (int64_t n = 0; n < count; ++n) multiply_tile<Type>(product, tiles, i, first + n * apart, 1, 0);
+    }
+  }
+}
+
+// All rows times the panels from `begin` to `end`. Those that are multiplied at the same time are far from each other: each
+// is a stream of memory, which goes on with the panel behind it.
+template <class Type>
+void multiply(const PanelProduct& product, int64_t begin, int64_t end) {
+  const int64_t most = panels_at_once(RowTiles(product.rows).size(0));
+  const int64_t apart = (end - begin) / most;
+  for (int64_t i = 0; i < apart; ++i) multiply_some<Type>(product, begin + i, most, apart);
+  for (int64_t i = begin + most * apart; i < end; ++i) multiply_some<Type>(product, i, 1, 0);
+}
+
+// The panels from `begin` to `end` of a weight, [outputs, inputs], its lines `stride` apart; behind the last output and
+// the last input there are zeros.
+template <class Type>
+void pack(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, int64_t begin, int64_t end,
+          uint16_t* to) {
+  const int64_t pairs = (inputs + 1) / 2;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const int64_t valid = std::min(kWidth, outputs - panel * kWidth);
+    uint16_t* at = to + panel * pairs * 2 * kWidth;
+    if (valid < kWidth || inputs % 2 != 0) std::fill_n(at, pairs * 2 * kWidth, uint16_t{0});
+    for (int64_t k = 0; k < inputs; ++k) {
+      for (int64_t o = 0; o < valid; ++o) {
+        at[k / 2 * 2 * kWidth + Type::place(k % 2, o)] = weight[(panel * kWidth + o) * stride + k];
+      }
+    }
+  }
+}
+
+#undef FASTGEN_INLINE
+#undef FASTGEN_TARGET
+#undef FASTGEN_WIDTH
+#undef FASTGEN_SUMS
+#undef FASTGEN_FLOAT16
+#undef FASTGEN_TRANSPOSE

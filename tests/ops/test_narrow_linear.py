@@ -1,0 +1,177 @@
+"""Products with a weight of 16 bits in panels: bits of packed products, and what is measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastgen.ops import _timings, linear, narrow, narrow_linear
+from tests.ops.instructions import instruction_set
+
+pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="the extension was not built")
+
+INSTRUCTION_SETS = ["avx512", "avx2", "default"]
+TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+
+
+@TYPES
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@given(
+    rows=st.integers(0, 70),
+    inputs=st.integers(1, 90),
+    outputs=st.integers(0, 150),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+# One row and many outputs, a sum in several parts, two tiles of rows that multiply different numbers of panels.
+@example(rows=1, inputs=600, outputs=1290, biased=True, seed=0)
+@example(rows=20, inputs=1711, outputs=53, biased=True, seed=0)
+@example(rows=29, inputs=513, outputs=300, biased=False, seed=0)
+@example(rows=64, inputs=256, outputs=64, biased=False, seed=0)
+def test_the_bits_of_a_packed_product(
+    name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    """With rows and lines that are not next to each other. Nothing else is written."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
+    weight = torch.randn(outputs, inputs + 2, generator=generator).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
+    with instruction_set(name):
+        torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [narrow_linear.pack(weight)], [bias])
+        torch.ops.fastgen.streamed_linear_out(expected, x, weight.float(), bias)
+    assert torch.equal(around[1:-1], expected)
+    assert around[[0, -1]].isnan().all()
+
+
+@TYPES
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_rows_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(64, 300), torch.randn(77, 300).to(dtype), torch.randn(77)
+    with instruction_set(name):
+        packed = narrow_linear.pack(weight)
+        expected = narrow_linear.narrow_linear(x, packed, bias, 77)
+        for rows in range(1, 64):
+            assert torch.equal(narrow_linear.narrow_linear(x[:rows], packed, bias, 77), expected[:rows])
+    assert narrow_linear.narrow_linear(x.view(8, 8, 300), narrow_linear.pack(weight), bias, 77).shape == (8, 8, 77)
+
+
+@TYPES
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("inputs", [1, 2, 33])
+def test_every_number(name: str, dtype: torch.dtype, inputs: int) -> None:
+    """In the place of each of two inputs; with one input alone, what fills up the pair changes nothing."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for place in {0, inputs - 1}:
+        weight = torch.zeros(2**16, inputs, dtype=dtype)
+        weight[:, place] = numbers
+        with instruction_set(name):
+            out = narrow_linear.narrow_linear(torch.ones(1, inputs), narrow_linear.pack(weight), None, 2**16)
+        torch.testing.assert_close(out[0], numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_weights_with_one_input(threads: int) -> None:
+    """Of both types, and one without outputs: the bits of each alone, with any number of threads."""
+    before = torch.get_num_threads()
+    x, sizes = torch.randn(5, 33), (50, 7, 0, 400)
+    weights = [torch.randn(n, 33).to(narrow.TYPES[n % 2]) for n in sizes]
+    biases = [torch.randn(n) if n != 7 else None for n in sizes]
+    results, packed = [torch.full((5, n), torch.nan) for n in sizes], [*map(narrow_linear.pack, weights)]
+    try:
+        torch.set_num_threads(threads)
+        torch.ops.fastgen.narrow_linears_out(results, x, packed, biases)
+    finally:
+        torch.set_num_threads(before)
+    for result, weight, bias in zip(results, weights, biases, strict=True):
+        assert torch.equal(result, linear.streamed_linear(x, weight.float(), bias))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.zeros(2, 4).double()},
+        {"x": torch.zeros(2, 6)},
+        {"x": torch.zeros(4, 2).t()},
+        {"x": torch.zeros(3, 4)},
+        {"packed": torch.zeros(3, 4, dtype=torch.bfloat16)},
+        {"packed": torch.zeros(1, 2, 32)},
+        {"packed": narrow_linear.pack(torch.zeros(33, 4).half()) if narrow_linear.is_available() else None},
+        {"out": torch.zeros(3, 2).t()},
+        {"out": torch.zeros(2, 3).double()},
+        {"bias": torch.zeros(4)},
+        {"bias": torch.zeros(6)[::2]},
+        {"bias": torch.zeros(3, dtype=torch.bfloat16)},
+    ],
+)
+def test_refuses_what_it_does_not_take(changes: dict[str, torch.Tensor]) -> None:
+    given = {"out": torch.zeros(2, 3), "x": torch.rand(2, 4), "bias": torch.rand(3)}
+    given["packed"] = narrow_linear.pack(torch.rand(3, 4).half())
+
+    def multiply(out: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> None:
+        torch.ops.fastgen.narrow_linears_out([out], x, [packed], [bias])
+
+    multiply(**given)
+    with pytest.raises(RuntimeError, match="narrow_linear"):
+        multiply(**{**given, **changes})
+    with pytest.raises(RuntimeError, match="as many"):
+        torch.ops.fastgen.narrow_linears_out([given["out"]], given["x"], [], [])
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, 3), torch.zeros(4).half(), torch.zeros(3, 2).half().t(), torch.zeros(1, 2, 3).bfloat16()]
+)
+def test_refuses_to_pack(weight: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="pack_narrow"):
+        narrow_linear.pack(weight)
+
+
+def test_what_is_served() -> None:
+    x, weight, bias = torch.zeros(3, 8), torch.zeros(5, 8), torch.zeros(5)
+    assert narrow_linear.serves(x, weight, bias) and narrow_linear.serves(x, weight, None)
+    assert narrow_linear.serves(torch.zeros(narrow_linear.MAX_ROWS, 8), weight, None)
+    for others in (
+        (torch.zeros(narrow_linear.MAX_ROWS + 1, 8), weight, bias),
+        (torch.zeros(0, 8), weight, bias),
+        (torch.zeros(8, 3).t(), weight, bias),
+        (x.double(), weight, bias),
+        (x, weight.half(), bias),
+        (x, torch.zeros(8, 5).t(), bias),
+        (x, torch.zeros(5, 9), bias),
+        (x, weight, torch.zeros(6)),
+        (x, weight, torch.zeros(10)[::2]),
+    ):
+        assert not narrow_linear.serves(*others)
+
+
+@pytest.mark.parametrize("fastest", ["plain", "dots", "streamed"])
+def test_is_measured_beside_all_products_with_the_weight_as_it_is(
+    fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one measurement: another one, of a time at which the machine was slower, would not tell which is faster."""
+    given = []
+
+    def shortest_times(products: list[tuple[object, list[torch.Tensor]]]) -> list[float]:
+        given.extend(weights[0].dtype for _, weights in products)
+        seconds = {"narrow": 2.0, "plain": 4.0, "streamed": 6.0, "dots": 5.0} | {fastest: 3.0}
+        return [*seconds.values()] + [7.0] * (len(products) - len(seconds))
+
+    monkeypatch.setattr(narrow_linear, "shortest_times", shortest_times)
+    assert narrow_linear._measure(9, 16, 24, torch.bfloat16) == (3.0, 2.0)
+    assert given[:4] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+
+
+@TYPES
+def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_timings, "_known", {})
+    monkeypatch.setattr(_timings, "_waits", dict)
+    monkeypatch.setenv("FASTGEN_CACHE", "")
+    for rows in (2, 26):
+        assert narrow_linear.costs(rows, 16, 24, dtype, measure=False) is None
+        found = narrow_linear.costs(rows, 16, 24, dtype)
+        assert found is not None and min(found) > 0
+        assert narrow_linear.costs(rows, 16, 24, dtype, measure=False) == found
+    assert narrow_linear.costs(25, 16, 24, dtype, measure=False) is not None  # measured with 32 rows, as 26 were
+    assert narrow_linear.costs(33, 16, 24, dtype, measure=False) is None
