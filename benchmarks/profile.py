@@ -26,7 +26,7 @@ _SIZE, _COPY_BYTES = 2048, 2**28
 _CPU = torch.device("cpu")
 
 Shape = Sequence[int]
-_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out")
+_SEVERAL = ("fastgen::dot_linears_out", "fastgen::streamed_linears_out", "fastgen::folded_linears_out")
 
 
 class Rates(NamedTuple):
@@ -100,7 +100,7 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
     if operator == "fastgen::streamed_linear":
         rows, (outputs, inputs) = shapes[:2]
         return _product(rows, (inputs, outputs))
-    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out"):
+    if operator in ("fastgen::dot_linear_out", "fastgen::streamed_linear_out", "fastgen::folded_linear_out"):
         _, rows, (outputs, inputs) = shapes[:3]
         return _product(rows, (inputs, outputs))
     if operator in _SEVERAL:

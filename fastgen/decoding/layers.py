@@ -291,7 +291,7 @@ class _Linear(_OwnProduct):
             return dot_linear.dot_linear(x, weight, bias)
         if gain.splits and split_linear.serves(x, weight, bias):
             return split_linear.split_linear(x, weight, bias)
-        return linear.streamed_linear(x, weight, bias) if gain.streams else None
+        return self.products.stream(x, weight, bias) if gain.streams else None
 
     def _as_rows(self, parameter: Tensor) -> Tensor:
         return parameter.t() if self._transposed else parameter

@@ -24,6 +24,7 @@ _CPU = torch.device("cpu")
 OPERATORS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _DOTS = torch.ops.fastgen.dot_linear_out.default
 _STREAMED = torch.ops.fastgen.streamed_linear_out.default
+_FOLDED = torch.ops.fastgen.folded_linear_out.default
 _SPLIT = torch.ops.fastgen.split_linear_out.default
 _WIDENED = widened_linear.widened_linear_out
 _GROUPED = torch.ops.fastgen.grouped_linear.default
@@ -31,6 +32,7 @@ _GROUPED = torch.ops.fastgen.grouped_linear.default
 _SEVERAL = {
     _DOTS: torch.ops.fastgen.dot_linears_out.default,
     _STREAMED: torch.ops.fastgen.streamed_linears_out.default,
+    _FOLDED: torch.ops.fastgen.folded_linears_out.default,
 }
 # A shape is measured when it has been used so often: a short call must not wait for a measurement.
 MEASURED_FROM = 24
@@ -95,6 +97,10 @@ class FixedProducts:
             return quantized_linear.quantized_linear(x, packed, bias)
         panels, outputs = packed
         return linear.packed_linear(x, panels, bias, outputs)
+
+    def stream(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same in float32 with the weight as it is."""
+        return linear.streamed_linear(x, weight, bias)
 
 
 class _Uses:
@@ -172,6 +178,9 @@ class MeasuredProducts(FixedProducts):
         self._gains[rows] = Gain(saved > 0.0, seconds, streams=best == 3, dots=best == 1, splits=best == 2, packs=packs)
         return self._gains[rows]
 
+    def stream(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear.folded_linear(x, weight, bias)
+
     def _split(self, rows: int, may_measure: bool) -> float | None:
         """Seconds of the product in parts of bfloat16; None as long as it is not known."""
         inputs, outputs, transposed = self._shape
@@ -239,7 +248,7 @@ def _alike(works: Sequence[Any]) -> Sequence[Any]:
         return works
     outputs = sum(work.weight.shape[0] for work in some)
     shares = [_shares(each.x, each.weight, each.bias, outputs) for each in some]
-    slowest = {operator: max(share[operator] for share in shares) for operator in _SEVERAL}
+    slowest = {operator: max(share[operator] for share in shares) for operator in shares[0] if operator in _SEVERAL}
     best = min(slowest, key=slowest.__getitem__)
     if slowest[best] == math.inf:  # none serves all of them
         return works
@@ -349,7 +358,7 @@ def _shares(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> dic
     """What each product takes as a share of the time of torch's, if such a weight had so many outputs."""
     return {
         _DOTS: _share_by_dots(x, weight, bias, outputs),
-        _STREAMED: _share_streamed(x, weight, outputs),
+        _FOLDED: _share_folded(x, weight, outputs),
         _WIDENED: _share_widened(x, weight, bias, outputs),
         _SPLIT: _share_split(x, weight, bias, outputs),
     }
@@ -368,7 +377,7 @@ def _share_by_dots(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int)
     return min(share, 1 - 1e-6) if share < 1 + _MARGIN else share
 
 
-def _share_streamed(x: Tensor, weight: Tensor, outputs: int) -> float:
+def _share_folded(x: Tensor, weight: Tensor, outputs: int) -> float:
     if not (x.dtype is weight.dtype is torch.float32 and linear.is_available() and x.stride(1) == 1):
         return math.inf
     costs = _costs(x, weight, outputs)

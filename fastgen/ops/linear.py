@@ -2,8 +2,9 @@
 
 A BLAS library rearranges the weight block by block inside every product. For few rows that costs as much as the product
 itself. `packed_linear` takes a weight that was rearranged once, and reads it as one stream. `streamed_linear` takes the
-weight as it is and rearranges it while it waits for memory: it needs no copy, and gives the same result (see
-csrc/cpu/linear.cpp). Which is faster than torch's own product is measured, once per machine and shape (`costs`).
+weight as it is: it needs no copy, and gives the same result (see csrc/cpu/linear.cpp). `folded_linear` is as fast or
+faster, and may add in another order for another number of rows. Which is faster than torch's own product is measured,
+once per machine and shape (`costs`).
 
 The operators are float32 only, and there are kernels alone (`is_available`). The results differ from those of
 `torch.nn.functional.linear` by rounding.
@@ -25,7 +26,7 @@ from torch import Tensor
 from fastgen.ops import _library, _timings
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "linear 16"
+_KERNEL = "linear 17"
 # Dot products are measured with so many rows at most: with more, they read each line from the cache too often.
 MAX_DOT_ROWS = 24
 # Up to here each number of rows is measured for itself: small batches, and the checks of speculative decoding.
@@ -50,7 +51,7 @@ class Costs(NamedTuple):
     plain: float  # torch's own
     packed: float  # with the packed weight
     packing: float  # that packing the weight takes, which is no product, into memory that was used before
-    streamed: float = math.inf  # with the weight as it is
+    streamed: float = math.inf  # with the weight as it is: `folded_linear`
     dots: float = math.inf  # as dot products with the lines of the weight (fastgen/ops/dot_linear.py)
     keeping: float = 0.0  # what packing takes more if the packed weight is kept: it needs memory of its own
 
@@ -84,6 +85,17 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) 
 def streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`packed_linear` with the weight as it is, [outputs, inputs], any strides. The result has the same bits."""
     y = torch.ops.fastgen.streamed_linear.default(as_rows(x), weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def folded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`streamed_linear` without its order of sums: that may depend on the number of rows.
+
+    Rows that do not fill a vector have several inputs each in one.
+    """
+    rows = as_rows(x)
+    y = x.new_empty(rows.shape[0], weight.shape[0])
+    torch.ops.fastgen.folded_linear_out.default(y, rows, weight, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -165,7 +177,7 @@ def _measure(rows: int, inputs: int, outputs: int, transposed: bool) -> Costs:
         (pack_rows, weights),
         (plain, weights),
         (lambda panels: packed_linear(x, panels, bias, some), [pack_rows(weight) for weight in weights]),
-        (into(torch.ops.fastgen.streamed_linear_out.default), copies),
+        (into(torch.ops.fastgen.folded_linear_out.default), copies),
     ]
     # In turn with the others: shares of torch's time from two measurements tell less than the products differ.
     if rows <= MAX_DOT_ROWS and _library.has_kernel("fastgen::dot_linear_out"):
@@ -228,5 +240,8 @@ _library.define("pack_linear(Tensor weight) -> Tensor")
 _library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define("streamed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("streamed_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+# The same with sums in another order for some numbers of rows, which is faster.
+_library.define("folded_linear_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()")
+_library.define("folded_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")
 # Several of them with the same x.
 _library.define("streamed_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] weight, Tensor?[] bias) -> ()")

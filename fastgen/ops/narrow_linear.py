@@ -119,7 +119,7 @@ def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype) -> Costs
             [pack(weight.to(narrow)) for weight in weights],
         ),
         (lambda weight: F.linear(x, weight), weights),
-        wide(torch.ops.fastgen.streamed_linear_out.default),
+        wide(torch.ops.fastgen.folded_linear_out.default),
     ]
     if rows <= MAX_DOT_ROWS:
         products.append(wide(torch.ops.fastgen.dot_linear_out.default))

@@ -235,12 +235,12 @@ def test_bfloat16(architecture: str) -> None:
 def test_many_rows_are_multiplied_with_weights_as_they_are(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is the fastest; weights that have changed since are seen."""
     used = []
-    product = linear.streamed_linear
+    product = linear.folded_linear
     monkeypatch.setattr(layers, "MIN_WEIGHT", 0)
     monkeypatch.setattr(layers.FastLayers, "_shapes", {})
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, streamed=1.0))
     monkeypatch.setattr(split_linear, "costs", lambda *shape, **more: split_linear.Costs(plain=2.0, split=9.0))
-    monkeypatch.setattr(linear, "streamed_linear", lambda *given: used.append(given[0].shape) or product(*given))
+    monkeypatch.setattr(linear, "folded_linear", lambda *given: used.append(given[0].shape) or product(*given))
     model = copy.deepcopy(classifier)
     for lengths in (LENGTHS * 3, [LONGEST] * 9):  # with and without padding
         used.clear()

@@ -43,9 +43,15 @@ def _check(backend: str, rows: int, inputs: int, outputs: int, biased: bool, lay
         out = memory[1:-1].view(rows, outputs)
         torch.ops.fastgen.streamed_linear_out(out, x, weight, bias)
         assert torch.equal(out, result) and memory[[0, -1]].isnan().all()
+        out.fill_(torch.nan)
+        torch.ops.fastgen.folded_linear_out(out, x, weight, bias)
+        assert memory[[0, -1]].isnan().all()
+        folded = linear.folded_linear(x, weight, bias)
+        assert torch.equal(folded, out)
     exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
     assert result.shape == (rows, outputs) and result.dtype == torch.float32
-    torch.testing.assert_close(result.double(), exact, atol=2e-6 * (inputs + 1), rtol=1e-5)
+    for found in (result, folded):
+        torch.testing.assert_close(found.double(), exact, atol=2e-6 * (inputs + 1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
@@ -105,10 +111,30 @@ def test_several_with_one_input(rows: int, outputs: list[tuple[int, bool, bool]]
     for each, *_ in outputs:
         results.append(around[end : end + rows * each].view(rows, each))
         end += rows * each + 1
-    torch.ops.fastgen.streamed_linears_out(results, x, weights, biases)
-    for result, weight, bias in zip(results, weights, biases, strict=True):
-        assert torch.equal(result, linear.streamed_linear(x, weight, bias))
-    assert around.isnan().sum() == len(outputs) + 1
+    for several, alone in (
+        (torch.ops.fastgen.streamed_linears_out, linear.streamed_linear),
+        (torch.ops.fastgen.folded_linears_out, linear.folded_linear),
+    ):
+        around.fill_(torch.nan)
+        several(results, x, weights, biases)
+        for result, weight, bias in zip(results, weights, biases, strict=True):
+            assert torch.equal(result, alone(x, weight, bias))
+        assert around.isnan().sum() == len(outputs) + 1
+
+
+@pytest.mark.parametrize("backend", INSTRUCTION_SETS)
+@pytest.mark.parametrize("inputs", [64, 67])
+def test_a_row_that_is_no_number_stays_alone(backend: str, inputs: int) -> None:
+    """Where several inputs of a row share a vector with other rows."""
+    weight, bias = torch.randn(37, inputs), torch.randn(37)
+    with instruction_set(backend):
+        for rows in range(2, 50):
+            x = torch.randn(rows, inputs)
+            expected = linear.folded_linear(x, weight, bias)
+            x[rows // 2] = torch.nan
+            found = linear.folded_linear(x, weight, bias)
+            others = [row for row in range(rows) if row != rows // 2]
+            assert found[rows // 2].isnan().all() and torch.equal(found[others], expected[others])
 
 
 def test_several_that_do_not_fit_together() -> None:

@@ -8,7 +8,8 @@
 // Where the weight is left as it is (`streamed_linear`), the rows are laid out instead, of which there are fewer numbers:
 // some of them side by side in a vector, which is multiplied with one element of a line of the weight after the other. Of
 // a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
-// while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit.
+// while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit. `folded_linears_out`
+// does without that: a few rows that do not fill a vector are multiplied faster then.
 #include "instruction_set.h"
 #include "linear/depth.h"
 #include "parallel.h"
@@ -27,6 +28,7 @@
 #include <cstring>
 #include <new>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -67,6 +69,15 @@ struct LineProduct {
   int64_t rows, inputs, stride, y_stride;
 };
 
+#ifdef FASTGEN_X86
+// The bits of two floats.
+inline __attribute__((always_inline)) int64_t two_of(const float* from) {
+  int64_t bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  return bits;
+}
+#endif
+
 // Memory that begins with a cache line: a vector that lies in two of them takes twice as long to load.
 class Aligned {
  public:
@@ -89,6 +100,8 @@ namespace portable {
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 2
 #define FASTGEN_HALF 0
+#define FASTGEN_REPEAT2(from) (Vector{(from)[0], (from)[1], (from)[0], (from)[1]})
+#define FASTGEN_REPEAT4(from) (*reinterpret_cast<const Vector*>(from))
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/kernels.h"
 }  // namespace portable
@@ -102,6 +115,8 @@ namespace avx2 {
 #define FASTGEN_OUTPUTS 4
 #define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_HALF 0
+#define FASTGEN_REPEAT2(from) ((Vector)_mm256_set1_epi64x(two_of(from)))
+#define FASTGEN_REPEAT4(from) ((Vector)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)))
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/kernels.h"
 }  // namespace avx2
@@ -114,6 +129,8 @@ namespace avx512 {
 #define FASTGEN_OUTPUTS 8
 #define FASTGEN_ROW_VECTORS 3
 #define FASTGEN_HALF 8
+#define FASTGEN_REPEAT2(from) ((Vector)_mm512_set1_epi64(two_of(from)))
+#define FASTGEN_REPEAT4(from) ((Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(from)))
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/kernels.h"
 }  // namespace avx512
@@ -293,22 +310,22 @@ void multiply_pieces(const Product& product, const Tensor& weight) {
 // are shared out among the threads. Each thread lays out the rows for itself: to fetch what another one has just written
 // takes several times as long.
 void multiply_lines(const float* x, int64_t stride, const std::vector<LineProduct>& products,
-                    const std::vector<int64_t>& outputs) {
+                    const std::vector<int64_t>& outputs, bool in_order) {
   const Kernel kernel = ::kernel();
   const int64_t rows = products[0].rows, inputs = products[0].inputs;
   const auto units_of = [&](size_t i) { return (outputs[i] + kernel.width - 1) / kernel.width; };
   int64_t units = 0;
   for (size_t i = 0; i < products.size(); ++i) units += units_of(i);
   fastgen::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
-    const Aligned laid_out(kernel.floats_of_rows(rows, inputs));
-    kernel.lay_out_rows(x, stride, rows, inputs, laid_out.data());
+    const Aligned laid_out(kernel.floats_of_rows(rows, inputs, in_order));
+    kernel.lay_out_rows(x, stride, rows, inputs, in_order, laid_out.data());
     int64_t first = 0;  // unit of this product, among those of all
     for (size_t i = 0; i < products.size(); first += units_of(i), ++i) {
       const int64_t from = std::max(begin - first, int64_t{0}) * kernel.width;
       const int64_t to = std::min((end - first) * kernel.width, outputs[i]);
       LineProduct product = products[i];
       product.x = laid_out.data();
-      if (from < to) kernel.multiply_lines(product, from, to);
+      if (from < to) kernel.multiply_lines(product, in_order, from, to);
     }
   });
 }
@@ -322,8 +339,8 @@ void check_streamed(const Tensor& result, const Tensor& x, const Tensor& weight,
                   "streamed_linear: the result must be [rows, outputs] of float32");
 }
 
-void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
-                          std::vector<std::optional<Tensor>> biases) {
+void multiply(const std::vector<Tensor>& results, const Tensor& x, const std::vector<Tensor>& weights,
+              const std::vector<std::optional<Tensor>>& biases, bool in_order) {
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "streamed_linear: as many results and biases as weights");
   for (size_t i = 0; i < weights.size(); ++i) check_streamed(results[i], x, weights[i], biases[i]);
@@ -342,11 +359,25 @@ void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Ten
     outputs.push_back(weights[i].size(0));
   }
   if (products.empty()) return;
-  multiply_lines(static_cast<const float*>(x.const_data_ptr()), x.stride(0), products, outputs);
+  multiply_lines(static_cast<const float*>(x.const_data_ptr()), x.stride(0), products, outputs, in_order);
+}
+
+void streamed_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
+                          std::vector<std::optional<Tensor>> biases) {
+  multiply(results, x, weights, biases, true);
 }
 
 void streamed_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  streamed_linears_out({result}, x, {weight}, {bias});
+  multiply({result}, x, {weight}, {bias}, true);
+}
+
+void folded_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
+                        std::vector<std::optional<Tensor>> biases) {
+  multiply(results, x, weights, biases, false);
+}
+
+void folded_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  multiply({result}, x, {weight}, {bias}, false);
 }
 
 Tensor streamed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -365,6 +396,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("streamed_linear", TORCH_BOX(&streamed_linear));
   library.impl("streamed_linear_out", FASTGEN_PLANNED(streamed_linear_out));
   library.impl("streamed_linears_out", FASTGEN_PLANNED(streamed_linears_out));
+  library.impl("folded_linear_out", FASTGEN_PLANNED(folded_linear_out));
+  library.impl("folded_linears_out", FASTGEN_PLANNED(folded_linears_out));
 }
 
 #endif

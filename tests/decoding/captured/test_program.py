@@ -292,7 +292,7 @@ class TestProducts:
         recorded = Replayed()
         result = recorded.capture(function)
         own = {
-            torch.ops.fastgen.streamed_linear_out.default,
+            torch.ops.fastgen.folded_linear_out.default,
             torch.ops.fastgen.dot_linear_out.default,
             widened_linear.widened_linear_out,
         }
@@ -380,7 +380,7 @@ class TestProducts:
     @needs_kernel
     @pytest.mark.parametrize(
         ("rows", "dots", "wanted"),
-        [(1, 1.9, "dot"), (16, 1.9, "dot"), (16, 2.1, "streamed"), (24, 1.9, "dot"), (25, 0.1, "streamed")],
+        [(1, 1.9, "dot"), (16, 1.9, "dot"), (16, 2.1, "folded"), (24, 1.9, "dot"), (25, 0.1, "folded")],
     )
     def test_the_fastest_product(self, rows: int, dots: float, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """By its share of the time of torch's product. Dot products are for few rows."""
@@ -430,7 +430,7 @@ class TestProducts:
 
         recorded = Replayed()
         result = recorded.capture(layer)
-        operator = torch.ops.fastgen.dot_linears_out if rows <= 24 else torch.ops.fastgen.streamed_linears_out
+        operator = torch.ops.fastgen.dot_linears_out if rows <= 24 else torch.ops.fastgen.folded_linears_out
         together = [call for call in recorded._calls if call.func is operator.default]
         assert [len(call.args[0]) for call in together] == [3, 2]
         for _ in range(2):
@@ -440,18 +440,18 @@ class TestProducts:
             x.normal_(), weights[4].normal_(), bias.normal_()
 
     @needs_kernel
-    @pytest.mark.parametrize("many", ["dots", "streamed"])
+    @pytest.mark.parametrize("many", ["dots", "folded"])
     def test_products_with_one_input_are_chosen_together(self, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """As one with all of their outputs, although with few outputs another product is the fastest."""
 
         def costs(rows: int, inputs: int, outputs: int, **_: object) -> linear.Costs:
-            return linear.Costs(4.0, 1.0, 1.0, 2.0, 1.0 if (outputs < 50) == (many == "streamed") else 3.0)
+            return linear.Costs(4.0, 1.0, 1.0, 2.0, 1.0 if (outputs < 50) == (many == "folded") else 3.0)
 
         monkeypatch.setattr(linear, "costs", costs)
         x, weights = torch.randn(8, 24), [torch.randn(outputs, 24) for outputs in (70, 30, 31)]
         recorded = Replayed()
         result = recorded.capture(lambda: torch.cat([F.linear(x, weight) for weight in weights], dim=1))
-        operator = torch.ops.fastgen.dot_linears_out if many == "dots" else torch.ops.fastgen.streamed_linears_out
+        operator = torch.ops.fastgen.dot_linears_out if many == "dots" else torch.ops.fastgen.folded_linears_out
         (call,) = (call for call in recorded._calls if "linear" in str(call.func))
         assert call.func is operator.default and len(call.args[0]) == 3
         x.normal_()

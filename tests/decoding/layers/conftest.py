@@ -44,8 +44,8 @@ def rows_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights of products with a weight as it is, in order."""
     weights: list[torch.Tensor] = []
-    product = linear.streamed_linear
+    product = linear.folded_linear
     monkeypatch.setattr(
-        linear, "streamed_linear", lambda x, weight, bias: weights.append(weight) or product(x, weight, bias)
+        linear, "folded_linear", lambda x, weight, bias: weights.append(weight) or product(x, weight, bias)
     )
     return weights

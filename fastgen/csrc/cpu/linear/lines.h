@@ -1,40 +1,36 @@
 // Products with the lines of a weight as it is, for one instruction set. Included by linear/kernels.h.
 //   FASTGEN_OUTPUTS      outputs that are summed up at the same time; FASTGEN_WIDTH is a multiple of them
-//   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most
+//   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most: 3 or fewer
 //   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
+//   FASTGEN_REPEAT2, FASTGEN_REPEAT4  (from): so many floats over and over, as a vector
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
+//
+// The last rows may be fewer than a vector has places. If the order of sums does not matter, such a vector holds two or four
+// inputs of each row. They are multiplied with as many elements of a line, over and over, which takes no longer to load
+// than one of them; the places of a row are added up in the end. Otherwise these rows have half a vector, if it holds them.
 
 constexpr int64_t kWidth = FASTGEN_WIDTH;
 constexpr int64_t kOutputs = FASTGEN_OUTPUTS;
+constexpr int64_t kInputs = 4;  // of a block of x, which are multiplied at a time
 
-// For the last rows, where they fill no more than half a vector.
 typedef float HalfVector __attribute__((vector_size(FASTGEN_WIDTH / 2 * sizeof(float)), aligned(sizeof(float))));
 
-// Rows in tiles of nearly the same size; `rows` may end inside the last one, and that may end with half a vector. Tile i
-// lies at x + begin(i) * inputs, as [inputs, end(i) - begin(i)].
-struct RowTiles {
-  explicit RowTiles(int64_t rows)
-      : half(rows % kWidth > 0 && rows % kWidth <= FASTGEN_HALF ? FASTGEN_HALF : 0),
-        vectors((rows - half + kWidth - 1) / kWidth),
-        count((lanes() + kMostLanes - 1) / kMostLanes) {}
-  // Of whole vectors the first tiles have more: with half of one more, the last tile is not larger than any may be.
-  int64_t begin(int64_t tile) const { return (vectors * tile + count - 1) / count * kWidth; }
-  int64_t end(int64_t tile) const { return tile + 1 < count ? begin(tile + 1) : lanes(); }
-  int64_t lanes() const { return vectors * kWidth + half; }
-  static constexpr int64_t kMostLanes = FASTGEN_ROW_VECTORS * kWidth;
-  int64_t half, vectors, count;
+// The vectors of a tile of rows: whole ones with a row in each place, half of one, and such with two or four inputs of a row.
+struct Shape {
+  int whole, half, pairs, fours;
+  // Rows of one input that are next to each other.
+  constexpr int64_t line() const { return kWidth * whole + kWidth / 2 * half; }
+  constexpr int64_t block() const { return kInputs * line() + kWidth * (kInputs / 2 * pairs + fours); }
+  constexpr int64_t lanes() const { return line() + kWidth * (pairs + fours); }
+  constexpr int64_t rows() const { return line() + kWidth / 2 * pairs + kWidth / 4 * fours; }
 };
 
-inline int64_t floats_of_rows(int64_t rows, int64_t inputs) { return RowTiles(rows).lanes() * inputs; }
-
-inline void lay_out_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
-  const RowTiles tiles(rows);
-  for (int64_t tile = 0; tile < tiles.count; ++tile) {
-    const int64_t begin = tiles.begin(tile), width = tiles.end(tile) - begin;
-    lay_out({x + begin * stride, stride, 1}, std::min(width, rows - begin), inputs, width, to + begin * inputs);
-  }
-}
+// By the quarters of a vector that the rows fill. Where three are left over, there are not always registers for them.
+constexpr Shape kShapes[] = {{0, 0, 0, 1}, {0, 0, 1, 0}, {1, 0, 0, 0}, {1, 0, 0, 0}, {1, 0, 0, 1}, {1, 0, 1, 0},
+                             {1, 0, 1, 1}, {2, 0, 0, 0}, {2, 0, 0, 1}, {2, 0, 1, 0}, {3, 0, 0, 0}, {3, 0, 0, 0}};
+// By halves of a vector, with sums in order.
+constexpr Shape kShapesInOrder[] = {{0, 1, 0, 0}, {1, 0, 0, 0}, {1, 1, 0, 0}, {2, 0, 0, 0}, {2, 1, 0, 0}, {3, 0, 0, 0}};
 
 // What is asked for while input k is multiplied: the same place of the lines from `here`, of those from `there` once k
 // has come to `turn`; where it is null, nothing.
@@ -43,31 +39,34 @@ struct Ahead {
   int64_t turn;
 };
 
-// Some lines times a tile of rows: kVectors whole vectors of rows, and with kHalf half of one.
-template <int kVectors, int kHalf, int kLines>
+// Some lines times a tile of rows.
+template <int kWhole, int kHalf, int kPairs, int kFours, int kLines>
 struct LineTile {
-  Vector whole[kLines][kVectors] = {};
+  static constexpr Shape kShape = {kWhole, kHalf, kPairs, kFours};
+  Vector whole[kLines][kWhole] = {}, pairs[kLines][kPairs] = {}, fours[kLines][kFours] = {};
   HalfVector half[kLines][kHalf] = {};
 
-  static constexpr int64_t kLanes = kVectors * kWidth + kHalf * kWidth / 2;
+  // From every fourth line on, so that addresses take few registers.
+  static FASTGEN_TARGET inline __attribute__((always_inline)) const float* line(const float* lines, int64_t stride, int n) {
+    return lines + n / 4 * 4 * stride + n % 4 * stride;
+  }
 
-  // An input of all lines. Two inputs at a time for each output take 8 % longer on Zen 4.
-  FASTGEN_TARGET inline __attribute__((always_inline)) void add(const float* x, const float* lines, int64_t stride) {
-    Vector rows[kVectors];
+  // An input of all lines, where a row has one place.
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add_one(const float* x, const float* lines, int64_t stride) {
+    Vector rows[kWhole];
     HalfVector last[kHalf];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) rows[v] = reinterpret_cast<const Vector*>(x)[v];
-    if constexpr (kHalf != 0) last[0] = *reinterpret_cast<const HalfVector*>(x + kVectors * kWidth);
+    for (int v = 0; v < kWhole; ++v) rows[v] = reinterpret_cast<const Vector*>(x)[v];
+    if constexpr (kHalf != 0) last[0] = *reinterpret_cast<const HalfVector*>(x + kWhole * kWidth);
 #pragma GCC unroll 8
     for (int n = 0; n < kLines; ++n) {
-      // From every fourth line on, so that addresses take few registers.
-      const float weight = (lines + n / 4 * 4 * stride)[n % 4 * stride];
-      if constexpr (kVectors == 0) {
+      const float weight = *line(lines, stride, n);
+      if constexpr (kWhole == 0) {
         half[n][0] += weight * last[0];
       } else {
         const Vector weights = weight - Vector{};  // loaded once, for the half too
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) whole[n][v] += weights * rows[v];
+        for (int v = 0; v < kWhole; ++v) whole[n][v] += weights * rows[v];
         if constexpr (kHalf != 0) {
           HalfVector some;
           std::memcpy(&some, &weights, sizeof(some));
@@ -77,54 +76,196 @@ struct LineTile {
     }
   }
 
-  FASTGEN_TARGET inline __attribute__((always_inline)) void add_to(float* y) const {
-#pragma GCC unroll 8
-    for (int n = 0; n < kLines; ++n) {
+  // A block of x, of which `inputs` are there. The lines have kInputs, zeros behind those.
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add(const float* x, const float* lines, int64_t stride,
+                                                                int64_t inputs) {
+    if constexpr (kWhole + kHalf != 0) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Vector*>(y + n * kLanes)[v] += whole[n][v];
-      if constexpr (kHalf != 0) *reinterpret_cast<HalfVector*>(y + n * kLanes + kVectors * kWidth) += half[n][0];
+      for (int64_t j = 0; j < inputs; ++j) add_one(x + j * kShape.line(), lines + j, stride);
     }
+    x += kInputs * kShape.line();
+    if constexpr (kPairs != 0) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kInputs / 2; ++j) {
+        const Vector rows = *reinterpret_cast<const Vector*>(x + j * kWidth);
+#pragma GCC unroll 8
+        for (int n = 0; n < kLines; ++n) pairs[n][0] += FASTGEN_REPEAT2(line(lines, stride, n) + 2 * j) * rows;
+      }
+      x += kInputs / 2 * kWidth;
+    }
+    if constexpr (kFours != 0) {
+      const Vector rows = *reinterpret_cast<const Vector*>(x);
+#pragma GCC unroll 8
+      for (int n = 0; n < kLines; ++n) fours[n][0] += FASTGEN_REPEAT4(line(lines, stride, n)) * rows;
+    }
+  }
+
+  // To y[kLines, lanes], of which nothing is read where there is a `start` of each line: that counts once for each row.
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add_to(float* y, const float* start) const {
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n, y += kShape.lanes()) {
+      const float first = start != nullptr ? start[n] : 0.0f;
+#pragma GCC unroll 4
+      for (int v = 0; v < kWhole; ++v) add_to(reinterpret_cast<Vector*>(y) + v, whole[n][v], start != nullptr, first);
+      if constexpr (kHalf != 0) {
+        HalfVector* place = reinterpret_cast<HalfVector*>(y + kWhole * kWidth);
+        *place = (start != nullptr ? first - HalfVector{} : *place) + half[n][0];
+      }
+      float* folded = y + kShape.line();
+      if constexpr (kPairs != 0) add_to(reinterpret_cast<Vector*>(folded), pairs[n][0], start != nullptr, 0.0f);
+      folded += kPairs * kWidth;
+      if constexpr (kFours != 0) add_to(reinterpret_cast<Vector*>(folded), fours[n][0], start != nullptr, 0.0f);
+    }
+  }
+
+  static FASTGEN_TARGET inline __attribute__((always_inline)) void add_to(Vector* place, const Vector& sums, bool starts,
+                                                                          float first) {
+    *place = (starts ? first - Vector{} : *place) + sums;
   }
 };
 
-// y[kLines, lanes of the tile] += kLines lines of the weight times x[depth, lanes of the tile]. The products are summed among
-// themselves first, in the order in which `tile` sums them: the result has the same bits.
-template <int kVectors, int kHalf, int kLines>
-FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, float* y,
-                              const Ahead& ahead) {
-  LineTile<kVectors, kHalf, kLines> tile;
+// y[kLines, lanes of the tile] = start (y itself if null) + kLines lines of the weight times x[blocks of depth]. The products
+// are summed among themselves first, in the order in which `tile` sums them: with a place for each row, the result has the
+// same bits.
+template <int kWhole, int kHalf, int kPairs, int kFours, int kLines>
+FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, const float* start,
+                              float* y, const Ahead& ahead) {
+  LineTile<kWhole, kHalf, kPairs, kFours, kLines> tile;
   for (int64_t begin = 0; begin < depth; begin += kLine) {
     if (ahead.here != nullptr) {
       const float* next = (begin < ahead.turn ? ahead.here : ahead.there) + begin;
 #pragma GCC unroll 8
       for (int n = 0; n < kLines; ++n) __builtin_prefetch(next + n * stride, 0, 3);
     }
-    const int64_t end = std::min(begin + kLine, depth);
-    for (int64_t k = begin; k < end; ++k) tile.add(x + k * tile.kLanes, lines + k, stride);
+    const int64_t whole = std::min(begin + kLine, depth / kInputs * kInputs);
+    for (int64_t k = begin; k < whole; k += kInputs) {
+      tile.add(x + k / kInputs * tile.kShape.block(), lines + k, stride, kInputs);
+    }
   }
-  tile.add_to(y);
+  if (const int64_t rest = depth % kInputs; rest != 0) {
+    float last[kLines * kInputs] = {};
+    for (int n = 0; n < kLines; ++n) std::copy_n(lines + n * stride + depth - rest, rest, last + n * kInputs);
+    tile.add(x + depth / kInputs * tile.kShape.block(), last, kInputs, rest);
+  }
+  tile.add_to(y, start);
 }
 
-using AddLines = void (*)(const float*, const float*, int64_t, int64_t, float*, const Ahead&);
+using AddLines = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, const Ahead&);
 
-template <int kLines, size_t... kHalves>
-constexpr std::array<AddLines, sizeof...(kHalves)> make_add_lines(std::index_sequence<kHalves...>) {
-  return {&add_lines<static_cast<int>(kHalves + 1) / 2, static_cast<int>(kHalves + 1) % 2, kLines>...};
+template <const auto& kOf, int kLines, size_t... kNumbers>
+constexpr std::array<AddLines, sizeof...(kNumbers)> make_add_lines(std::index_sequence<kNumbers...>) {
+  return {&add_lines<kOf[kNumbers].whole, kOf[kNumbers].half, kOf[kNumbers].pairs, kOf[kNumbers].fours, kLines>...};
 }
 
-// By the number of half vectors, less one: for kOutputs lines, and for one.
-constexpr auto kAddLines = make_add_lines<FASTGEN_OUTPUTS>(std::make_index_sequence<2 * FASTGEN_ROW_VECTORS>());
-constexpr auto kAddLine = make_add_lines<1>(std::make_index_sequence<2 * FASTGEN_ROW_VECTORS>());
+// For the shapes that there are registers for: of kOutputs lines, and of one.
+constexpr size_t kQuarters = 4 * FASTGEN_ROW_VECTORS, kHalves = 2 * FASTGEN_ROW_VECTORS;
+constexpr auto kAddLines = make_add_lines<kShapes, kOutputs>(std::make_index_sequence<kQuarters>());
+constexpr auto kAddLine = make_add_lines<kShapes, 1>(std::make_index_sequence<kQuarters>());
+constexpr auto kAddLinesInOrder = make_add_lines<kShapesInOrder, kOutputs>(std::make_index_sequence<kHalves>());
+constexpr auto kAddLineInOrder = make_add_lines<kShapesInOrder, 1>(std::make_index_sequence<kHalves>());
 
-// What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, rows of the tile].
+// Rows from `begin` to `end`: `x` floats of other rows are laid out in front of them for each block of inputs, and their sums
+// lie behind `lanes` others of a line.
+struct RowTile {
+  int64_t begin, end;
+  Shape shape;
+  AddLines add_lines, add_line;
+  int64_t x, lanes;
+};
+
+// Rows in tiles of nearly the same size.
+inline std::vector<RowTile> tiles_of(int64_t rows, bool in_order) {
+  std::vector<RowTile> tiles;
+  const auto add = [&](int64_t begin, int64_t end, const Shape& shape, AddLines lines, AddLines line) {
+    const RowTile none = {0, 0, {}, nullptr, nullptr, 0, 0}, &last = tiles.empty() ? none : tiles.back();
+    tiles.push_back({begin, std::min(end, rows), shape, lines, line, last.x + last.shape.block(),
+                     last.lanes + last.shape.lanes()});
+  };
+  if (in_order) {
+    // Of whole vectors the first tiles have more: with half of one more, the last tile is not larger than any may be.
+    const int64_t rest = rows % kWidth, half = rest > 0 && rest <= FASTGEN_HALF ? 1 : 0;
+    const int64_t vectors = (rows + kWidth - 1) / kWidth - half;
+    const int64_t count = (2 * vectors + half + kHalves - 1) / kHalves;
+    const auto begin_of = [&](int64_t i) { return (vectors * i + count - 1) / count; };
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t begin = begin_of(i), halves = 2 * (begin_of(i + 1) - begin) + (i + 1 == count ? half : 0);
+      add(begin * kWidth, begin * kWidth + halves * kWidth / 2, kShapesInOrder[halves - 1], kAddLinesInOrder[halves - 1],
+          kAddLineInOrder[halves - 1]);
+    }
+  } else {
+    const int64_t quarter = kWidth / 4, quarters = (rows + quarter - 1) / quarter;
+    const int64_t count = (quarters + kQuarters - 1) / kQuarters;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t begin = quarters * i / count, end = quarters * (i + 1) / count, some = end - begin - 1;
+      add(begin * quarter, end * quarter, kShapes[some], kAddLines[some], kAddLine[some]);
+    }
+  }
+  return tiles;
+}
+
+inline int64_t blocks_of(int64_t inputs) { return (inputs + kInputs - 1) / kInputs; }
+
+inline int64_t floats_of_rows(int64_t rows, int64_t inputs, bool in_order) {
+  const RowTile last = tiles_of(rows, in_order).back();
+  return (last.x + last.shape.block()) * blocks_of(inputs);
+}
+
+// Rows of which each has one place of a vector: [inputs of a block, shape.line()] of each block.
+FASTGEN_TARGET inline void lay_out_lines(const RowTile& tile, const float* x, int64_t stride, int64_t inputs, float* to) {
+  const int64_t last = std::min(tile.begin + tile.shape.line(), tile.end);
+  float block[kWidth * kWidth];
+  for (int64_t row = tile.begin; row < last; row += kWidth) {
+    float* place = to + row - tile.begin;
+    const int64_t wide = std::min(kWidth, tile.begin + tile.shape.line() - row);
+    for (int64_t k = 0; k < inputs; k += kWidth) {
+      const int64_t some = std::min(kWidth, inputs - k);
+      transpose(x + row * stride + k, stride, std::min(kWidth, last - row), some, block, kWidth, kWidth);
+      for (int64_t i = 0; i < some; ++i) {
+        copy(block + i * kWidth, wide,
+             place + (k + i) / kInputs * tile.shape.block() + (k + i) % kInputs * tile.shape.line());
+      }
+    }
+  }
+}
+
+// Rows from `first` on that take so many vectors of a block: each row has its next inputs side by side in each of them.
+inline void lay_out_several(const RowTile& tile, const float* x, int64_t stride, int64_t first, int64_t rows,
+                            int64_t inputs, int64_t vectors, float* to) {
+  const int64_t together = kInputs / vectors;
+  for (int64_t row = first; row < std::min(first + rows, tile.end); ++row) {
+    for (int64_t k = 0; k < inputs; k += together) {
+      float* place = to + k / kInputs * tile.shape.block() + k % kInputs / together * kWidth + (row - first) * together;
+      std::copy_n(x + row * stride + k, std::min(together, inputs - k), place);
+    }
+  }
+}
+
+inline void lay_out_rows(const float* x, int64_t stride, int64_t rows, int64_t inputs, bool in_order, float* to) {
+  for (const RowTile& tile : tiles_of(rows, in_order)) {
+    const Shape& shape = tile.shape;
+    float* place = to + tile.x * blocks_of(inputs);
+    if (tile.end - tile.begin < shape.rows() || inputs % kInputs != 0) {
+      std::fill_n(place, shape.block() * blocks_of(inputs), 0.0f);
+    }
+    lay_out_lines(tile, x, stride, inputs, place);
+    const int64_t behind = tile.begin + shape.line(), pairs = kWidth / 2 * shape.pairs;
+    place += kInputs * shape.line();
+    if (shape.pairs != 0) lay_out_several(tile, x, stride, behind, pairs, inputs, 2, place);
+    place += kInputs / 2 * kWidth * shape.pairs;
+    if (shape.fours != 0) lay_out_several(tile, x, stride, behind + pairs, kWidth / 4, inputs, 1, place);
+  }
+}
+
+// What kWidth groups of kOutputs outputs of all rows add up to: of each tile, [kWidth, kOutputs, lanes of the tile].
 struct Sums {
-  explicit Sums(int64_t rows) : tiles(rows), numbers(tiles.lanes() * kOutputs * kWidth) {}
-  int64_t width(int64_t tile) const { return tiles.end(tile) - tiles.begin(tile); }
-  int64_t stride(int64_t tile) const { return kOutputs * width(tile); }  // from a group to the next one
-  float* of(int64_t tile, int64_t group) const {
-    return numbers.data() + tiles.begin(tile) * kOutputs * kWidth + group * stride(tile);
+  Sums(int64_t rows, bool in_order)
+      : tiles(tiles_of(rows, in_order)),
+        numbers((tiles.back().lanes + tiles.back().shape.lanes()) * kOutputs * kWidth) {}
+  int64_t stride(const RowTile& tile) const { return kOutputs * tile.shape.lanes(); }  // from a group to the next one
+  float* of(const RowTile& tile, int64_t group) const {
+    return numbers.data() + tile.lanes * kOutputs * kWidth + group * stride(tile);
   }
-  const RowTiles tiles;
+  const std::vector<RowTile> tiles;
   const Aligned numbers;
 };
 
@@ -138,46 +279,81 @@ struct Group {
 // for meanwhile, from the lines that follow in the end: so all of the weight is asked for once, whatever the number of
 // rows, in the order of its use.
 inline void add_group(const LineProduct& product, const Group& group, const Sums& sums, int64_t n) {
-  const auto& add = group.count == kOutputs ? kAddLines : kAddLine;
   const int64_t inputs = product.inputs, distance = std::min(kDepth, inputs), to_next = product.stride - inputs;
-  for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
-    const int64_t width = sums.width(tile);
-    for (int64_t i = 0; i < group.count; ++i) {
-      const float start = product.bias == nullptr ? 0.0f : product.bias[group.first + i * group.apart];
-      std::fill_n(sums.of(tile, n) + i * width, width, start);
-    }
+  float start[kOutputs] = {};
+  for (int64_t i = 0; i < group.count && product.bias != nullptr; ++i) {
+    start[i] = product.bias[group.first + i * group.apart];
   }
   for (int64_t k = 0; k < inputs; k += kDepth) {
     const float* weight = product.weight + group.first * product.stride + k;
     Ahead ahead{weight + distance, weight + distance + to_next, inputs - distance - k};
-    for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
-      const int64_t width = sums.width(tile);
-      const float* x = product.x + sums.tiles.begin(tile) * inputs + k * width;
-      const int64_t depth = std::min(kDepth, inputs - k);
-      add[2 * width / kWidth - 1](x, weight, group.apart * product.stride, depth, sums.of(tile, n), ahead);
+    for (const RowTile& tile : sums.tiles) {
+      const float* x = product.x + tile.x * blocks_of(inputs) + k / kInputs * tile.shape.block();
+      const auto add = group.count == kOutputs ? tile.add_lines : tile.add_line;
+      add(x, weight, group.apart * product.stride, std::min(kDepth, inputs - k), k == 0 ? start : nullptr,
+          sums.of(tile, n), ahead);
       ahead.here = nullptr;
     }
   }
 }
 
+// What is to be done with the sums of one output of each of `some` groups, for rows from `row` on, whose lanes begin at
+// `from`, those of the next group `stride` behind.
+struct ToPut {
+  int64_t output, some, row, rows;
+  const float* from;
+  int64_t stride;
+};
+
+inline void put_rows(const LineProduct& product, const ToPut& put) {
+  for (int64_t r = 0; r < put.rows; r += kWidth) {
+    transpose(put.from + r, put.stride, put.some, std::min(kWidth, put.rows - r),
+              product.y + (put.row + r) * product.y_stride + put.output, product.y_stride, put.some);
+  }
+}
+
+// The same where a row has kTogether lanes, which are added up.
+template <int64_t kTogether>
+FASTGEN_TARGET inline void put_folded_rows(const LineProduct& product, const ToPut& put) {
+  float lanes[kWidth * kWidth];
+  Vector bias = {};
+  if (product.bias != nullptr) copy(product.bias + put.output, put.some, reinterpret_cast<float*>(&bias));
+  transpose(put.from, put.stride, put.some, kWidth, lanes, kWidth, kWidth);
+  const Vector* sums = reinterpret_cast<const Vector*>(lanes);
+  for (int64_t r = 0; r < put.rows; ++r, sums += kTogether) {
+    Vector sum = sums[0] + sums[1];
+    if constexpr (kTogether == 4) sum += sums[2] + sums[3];
+    sum += bias;
+    copy(reinterpret_cast<const float*>(&sum), put.some, product.y + (put.row + r) * product.y_stride + put.output);
+  }
+}
+
 // The sums of `some` groups, of which the first is this, to where they belong.
 inline void put_sums(const LineProduct& product, const Group& group, int64_t some, const Sums& sums) {
-  for (int64_t tile = 0; tile < sums.tiles.count; ++tile) {
-    const int64_t begin = sums.tiles.begin(tile), last = std::min(sums.tiles.end(tile), product.rows);
+  for (const RowTile& tile : sums.tiles) {
+    const Shape& shape = tile.shape;
+    const int64_t stride = sums.stride(tile);
     for (int64_t i = 0; i < group.count; ++i) {
-      for (int64_t row = begin; row < last; row += kWidth) {
-        transpose(sums.of(tile, 0) + i * sums.width(tile) + row - begin, sums.stride(tile), some,
-                  std::min(kWidth, last - row), product.y + row * product.y_stride + group.first + i * group.apart,
-                  product.y_stride, some);
+      ToPut put{group.first + i * group.apart, some, tile.begin, 0, sums.of(tile, 0) + i * shape.lanes(), stride};
+      const auto of_rows = [&](int64_t most) {
+        put.rows = std::min(most, tile.end - put.row);
+        return put;
+      };
+      put_rows(product, of_rows(shape.line()));
+      put.row += shape.line(), put.from += shape.line();
+      if (shape.pairs != 0) {
+        put_folded_rows<2>(product, of_rows(kWidth / 2));
+        put.row += kWidth / 2, put.from += kWidth;
       }
+      if (shape.fours != 0) put_folded_rows<4>(product, of_rows(kWidth / 4));
     }
   }
 }
 
 // All rows times the outputs from `begin` to `end`. Those that are summed up at the same time are far from each other, so
 // that the lines of each are a stream that the machine reads ahead by itself: lines side by side are read more slowly.
-FASTGEN_TARGET inline void multiply_lines(const LineProduct& product, int64_t begin, int64_t end) {
-  const Sums sums(product.rows);
+FASTGEN_TARGET inline void multiply_lines(const LineProduct& product, bool in_order, int64_t begin, int64_t end) {
+  const Sums sums(product.rows, in_order);
   const int64_t apart = (end - begin) / kOutputs;
   const auto multiply = [&](int64_t first, int64_t count, int64_t groups) {
     for (int64_t done = 0; done < groups; done += kWidth) {
