@@ -48,6 +48,7 @@ class Parts:
     # Gives what is called when something else than the attention operator needs the suffix, row by row.
     materialize_suffix: weakref.WeakMethod | None = None
     reader: Any = None  # the `StaticKV` of a captured step, which knows how much of prefix and suffix counts
+    queries: int | None = None  # rows that read, where the reader knows which row of the store each of them reads
     group: int = 1  # every kv head is repeated this many times (grouped-query attention)
     ungrouped: bool = False  # [rows, kv heads, group, length, dim], half-way through such a repetition
     folded: bool = False  # heads are folded into rows: [rows * heads, length, dim]
@@ -57,7 +58,7 @@ class Parts:
 
     @property
     def rows(self) -> int:
-        return self.prefix.shape[0] * self.per_input
+        return self.prefix.shape[0] * self.per_input if self.queries is None else self.queries
 
     def own(self) -> Tensor | None:
         """The suffix with the positions of row r in row r."""
@@ -258,7 +259,8 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     """Further positions behind all that a captured step has stored: kept apart, or all would be copied."""
     _require(len(tensors) == 2 and dim == 2 and type(tensors[1]) is Tensor)
     parts = _parts_of(tensors[0])
-    _require(parts.reader is not None and not (parts.transposed or parts.folded or parts.ungrouped))
+    _require(parts.reader is not None and parts.queries is None)
+    _require(not (parts.transposed or parts.folded or parts.ungrouped))
     return parts.reader.with_own(tensors[0], tensors[1])
 
 
@@ -268,6 +270,7 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
 def _product(left: Any, right: Any) -> Tensor:
     """`left @ right`, where right is K transposed (giving scores) or V (giving the context)."""
     parts = _parts_of(right)
+    _require(parts.queries is None)  # these products would read other rows
     _require(type(left) is Tensor and left.dtype == parts.prefix.dtype and not parts.ungrouped)
     rank = 3 if parts.folded else 4
     _require(left.dim() == rank)

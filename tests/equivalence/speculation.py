@@ -17,7 +17,8 @@ from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
-from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.pace import Pace
+from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.others import OTHERS

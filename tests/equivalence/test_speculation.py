@@ -8,6 +8,7 @@ import itertools
 import random
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
 from fastgen.optimizer.transformers.captured import decoding, graph_cache
-from fastgen.optimizer.transformers.speculation.pace import LENGTHS, Pace
+from fastgen.optimizer.transformers.speculation.pace import Pace
+from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
@@ -416,9 +418,10 @@ def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPat
 def test_drafts_no_longer_than_the_limit() -> None:
     """A number that is available is rounded up to a length that is recorded, but not behind the limit."""
     pace = Pace.__new__(Pace)
+    step: Any = SimpleNamespace(key=SimpleNamespace(rows=1, draft=SimpleNamespace(is_ragged=False)))
     pace._chooser, pace._lengths = Schedule(5), list(LENGTHS)
-    assert [pace.choose(None, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 0, 2, 4, 4, 8]
-    assert pace.choose(None, [0], 8, [3]) == 4 and pace.choose(None, [0], 8, [5]) == 8
+    assert [pace.choose(step, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 0, 2, 4, 4, 8]
+    assert pace.choose(step, [0], 8, [3]) == 4 and pace.choose(step, [0], 8, [5]) == 8
 
 
 def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

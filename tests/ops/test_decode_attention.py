@@ -84,7 +84,7 @@ def arguments_of(case):
 
 
 NAMES = ("query", "prefix_keys", "prefix_values", "suffix_keys", "suffix_values", "starts", "ends", "suffix_length",
-         "ancestry", "bias", "scale", "window")  # fmt: skip
+         "ancestry", "bias", "scale", "window", "queries", "owners")  # fmt: skip
 
 
 def kernel(out=None, **arguments):
@@ -92,7 +92,9 @@ def kernel(out=None, **arguments):
     if out is None:
         query, values = arguments["query"], arguments["prefix_values"]
         out = query.new_full((*query.shape[:2], values.shape[3]), math.nan)
-    torch.ops.fastgen.decode_attention_out(out, *[arguments.get(name) for name in NAMES])
+    torch.ops.fastgen.decode_attention_out(
+        out, *[arguments.get(name, 1 if name == "queries" else None) for name in NAMES]
+    )
     return out
 
 
@@ -260,6 +262,11 @@ RIGHT = {
         {"ancestry": torch.zeros(ROWS - 1, CAPACITY).int()},
         {"ancestry": torch.full((ROWS, CAPACITY), ROWS).int()},
         {"ancestry": torch.full((ROWS, CAPACITY), -1).int()},
+        {"owners": torch.full((ROWS,), ROWS)},
+        {"owners": torch.full((ROWS,), -1)},
+        {"owners": torch.zeros(ROWS - 1, dtype=torch.int64)},
+        {"owners": torch.zeros(ROWS, dtype=torch.int32)},
+        {"owners": torch.zeros(ROWS, dtype=torch.int64), "ancestry": torch.zeros(ROWS, CAPACITY).int()},
         {"bias": torch.zeros(ROWS, HEADS, 10)},
         {"bias": torch.zeros(2, HEADS, 11)},
         {"bias": torch.zeros(1, ROWS, HEADS, 11)},
@@ -276,6 +283,27 @@ def test_the_kernel_reads_nothing_else(changes):
     kernel(**RIGHT)
     with pytest.raises(RuntimeError, match="decode_attention: |shared_prefix_attention: "):
         kernel(**(RIGHT | changes))
+
+
+@needs_kernel
+@instruction_sets
+@pytest.mark.parametrize(("per_input", "suffix"), [(1, 20), (3, 20), (1, 0)])
+def test_rows_that_read_any_row_of_the_store(name, per_input, suffix):
+    """The same bits as with a store of what each of them reads; rows may be more than those of the store, or fewer."""
+    case = SIMPLE | {"per_input": per_input, "suffix": suffix, "ancestry": False, "padding": "both", "group": 2}
+    stored = arguments_of(case)
+    for count in (1, 4, 11):
+        owners = torch.randint(0, len(stored["query"]), (count,))
+        given = stored | {"query": torch.randn(count, *stored["query"].shape[1:]), "owners": owners}
+        each = {part: tensor[owners // per_input] for part, tensor in given.items() if part.startswith("prefix")}
+        each |= {bound: given[bound][owners // per_input] for bound in ("starts", "ends")}
+        if suffix:
+            given["suffix_length"] = torch.randint(0, suffix + 1, (count,))
+            each |= {part: given[part][owners] for part in ("suffix_keys", "suffix_values")}
+        with instruction_set(name):
+            found = decode_attention(**given)
+            assert torch.equal(found, kernel(**(given | each | {"owners": None})))
+        torch.testing.assert_close(found, reference(**given), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -228,19 +228,32 @@ struct OfRows {
   int64_t operator[](int64_t row) const { return data[row * stride]; }
 };
 
+const int64_t* owners_of(const Tensor& owners, int64_t rows, int64_t stored) {
+  STD_TORCH_CHECK(owners.is_cpu() && owners.scalar_type() == ScalarType::Long && owners.dim() == 1 &&
+                      owners.size(0) == rows && owners.is_contiguous(),
+                  "decode_attention: owners must be int64, [", rows, "], on the CPU");
+  const auto* found = static_cast<const int64_t*>(owners.const_data_ptr());
+  for (int64_t row = 0; row < rows; ++row) {
+    STD_TORCH_CHECK(found[row] >= 0 && found[row] < stored, "decode_attention: owner ", found[row], " of ", stored);
+  }
+  return found;
+}
+
 // The schema is defined in fastgen/ops/triton/decode_attention.py.
 void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tensor prefix_values,
                           std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
                           std::optional<Tensor> starts, std::optional<Tensor> ends, std::optional<Tensor> suffix_length,
                           std::optional<Tensor> ancestry, std::optional<Tensor> bias, std::optional<double> scale,
-                          std::optional<int64_t> window, int64_t queries) {
+                          std::optional<int64_t> window, int64_t queries, std::optional<Tensor> owners) {
   const ScalarType type = query.scalar_type();
   STD_TORCH_CHECK(query.is_cpu() && query.dim() == 3 && prefix_keys.dim() == 4 && prefix_values.dim() == 4 &&
                       (type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16),
                   "decode_attention: query must be [rows, heads, dim] and the prefix [batch, kv heads, N, dim]");
   const int64_t rows = query.size(0), heads = query.size(1), dim = query.size(2);
   const int64_t batch = prefix_keys.size(0), kv_heads = prefix_keys.size(1), value_dim = prefix_values.size(3);
-  STD_TORCH_CHECK(batch > 0 && rows % batch == 0 && kv_heads > 0 && heads % kv_heads == 0,
+  // Rows of the store: those of the query, where it has no owners.
+  const int64_t stored = owners && suffix_keys ? suffix_keys->size(0) : owners ? batch : rows;
+  STD_TORCH_CHECK(batch > 0 && stored % batch == 0 && kv_heads > 0 && heads % kv_heads == 0,
                   "decode_attention: rows and heads must be multiples of those of the prefix");
   STD_TORCH_CHECK(queries > 0 && heads % (kv_heads * queries) == 0 && (queries == 1 || (suffix_keys && !window)),
                   "decode_attention: several queries need a suffix and no window, and heads that are a multiple of them");
@@ -265,8 +278,8 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   if (suffix_keys) {
     STD_TORCH_CHECK(suffix_values && suffix_length && OfRows::fits(*suffix_length, rows),
                     "decode_attention: a suffix needs keys, values, and a length of int64, or one for each row");
-    check_part("suffix_keys", *suffix_keys, query, rows, kv_heads);
-    check_part("suffix_values", *suffix_values, query, rows, kv_heads);
+    check_part("suffix_keys", *suffix_keys, query, stored, kv_heads);
+    check_part("suffix_values", *suffix_values, query, stored, kv_heads);
     check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
     capacity = suffix_keys->size(2);
     const OfRows filled(*suffix_length);
@@ -301,7 +314,14 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
     problem.mask_type = element_type(bias->scalar_type());
   }
   if (output.numel() == 0) return;
-  problem.per_input = rows / batch;
+  problem.per_input = stored / batch;
+  if (owners) {
+    problem.owners = owners_of(*owners, rows, stored);
+    STD_TORCH_CHECK(!ancestry && queries == 1, "decode_attention: owners go with one query, and without an ancestry");
+    problem.copies = problem.per_input;
+    problem.batch = rows;
+    problem.per_input = 1;
+  }
   problem.group = heads / queries / kv_heads;
   problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
   problem.query = strided(query);

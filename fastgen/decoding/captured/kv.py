@@ -121,6 +121,7 @@ class StaticKV:
         window: int | None = None,
     ) -> None:
         self._state, self._window = state, window
+        self._owners: Tensor | None = None  # the row that each one reads, where it is not its own
         self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
         self.width = state.width if has_suffix else 1
@@ -237,6 +238,7 @@ class StaticKV:
             scale=scale,
             window=self._window,
             queries=self.width,
+            owners=self._owners,
         )
         return context.view(rows, heads, queries, -1)
 

@@ -6,6 +6,7 @@ All of this is arithmetic on the host, of a few microseconds a step.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 
 # Of what is known about a row, this much is left after each step that drafts: about ten steps count.
@@ -21,7 +22,9 @@ _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128
 _PLAIN_INTERVAL = 64
 # Of what rows gain more than the one with fewest tokens, this part counts where drafts are found in a text.
 _LEAD_COUNTS = 0.5
-# That may cost no more than this part of the time without drafts, besides the tolerance.
+# Where rows share places, a row counts by this to the power of the tokens that it has more than the one with fewest.
+_AHEAD_COUNTS = 0.8
+# What rows gain may cost no more than this part of the time without drafts, besides the tolerance.
 _MOST_LEAD = 0.08
 # What may be lost grows by this part of the time that the tokens so far, up to the horizon, would take without drafts.
 _RECOVERY = 0.008
@@ -45,12 +48,16 @@ class Costs:
     Args:
         verify: seconds of a pass by its number of tokens, rows * (k + 1). A plain step is one of `rows` tokens.
         draft: seconds of drafting one token of each row, by the number of rows; none for a draft without a model.
+        is_ragged: k is how many tokens are drafted of all rows together, and not of each.
 
     Raises:
         ValueError: a table is empty, or has a number that is not positive (`draft` may be 0).
     """
 
-    def __init__(self, verify: Mapping[int, float], draft: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, verify: Mapping[int, float], draft: Mapping[int, float] | None = None, is_ragged: bool = False
+    ) -> None:
+        self.is_ragged = is_ragged
         self._verify, self._draft = sorted(verify.items()), sorted((draft or {1: 0.0}).items())
         if not verify or self._verify[0][0] < 1 or min(verify.values()) <= 0 or min(v for _, v in self._draft) < 0:
             raise ValueError(f"seconds of a pass by its number of tokens are needed, all positive: {dict(verify)}")
@@ -81,7 +88,8 @@ class Costs:
     def _table(self, rows: int, most: int) -> list[float]:
         table = self._tables.setdefault(rows, [])
         for k in range(len(table), most + 1):
-            table.append(k * _interpolated(self._draft, rows) + _interpolated(self._verify, rows * (k + 1)))
+            tokens = rows + k if self.is_ragged else rows * (k + 1)
+            table.append(k * _interpolated(self._draft, rows) + _interpolated(self._verify, tokens))
         return table
 
     def _correction(self, k: int) -> float:
@@ -116,7 +124,8 @@ class DraftLength:
     Args:
         costs: of this machine, model and draft; may be kept for the next call.
         rows: of the batch.
-        lengths: what k may be, in order, the first of them 0.
+        lengths: what k may be, in order, the first of them 0. With ragged costs, k is of all rows together, and the
+            most probable tokens are drafted, whatever rows they are of (`shares`).
         acceptance: what is expected at first: `acceptance` of an earlier call, or a guess.
         horizon: how many tokens each row will have, as far as is known.
         tolerance: the part of the time without drafts that may be lost.
@@ -149,47 +158,45 @@ class DraftLength:
     @property
     def most_gain(self) -> float:
         """What `gain` would be if all tokens were accepted."""
-        costs = self._costs.steps(len(self._rows), self._lengths[-1])
-        return 1 - min(costs[k] / (k + 1) for k in self._lengths) / costs[0]
+        rows = len(self._rows)
+        costs, each = self._costs.steps(rows, self._lengths[-1]), rows if self._costs.is_ragged else 1
+        return 1 - min(costs[k] / (k / each + 1) for k in self._lengths) / costs[0]
 
     @property
     def gain(self) -> float:
         """The seconds that drafts have gained so far, as a part of what the tokens would have taken without them."""
         return self._ahead / self._without if self._without else 0.0
 
-    def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
-        """How many tokens to draft for each of these rows, the unfinished ones.
+    def choose(
+        self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None, idle: int = 0
+    ) -> int:
+        """How many tokens to draft for each of these rows, the unfinished ones; or for all together.
 
         Args:
             most: no more than this, because the sequences may not become longer.
             available: how many tokens there are for each row, where drafts are made before. Then the next larger length
                 serves, and the places that are left over are not looked at.
+            idle: rows that need no token: as many more are drafted for all together.
         """
-        there = self._lengths[-1] if available is None else max(available, default=0)
+        gains = self._gains(rows, available, idle)
         lengths = [k for k in self._lengths if most is None or k <= most]
         # Of lengths that are more than enough the first one is.
-        lengths = [k for number, k in enumerate(lengths) if number == 0 or lengths[number - 1] < there]
+        lengths = [k for number, k in enumerate(lengths) if number == 0 or lengths[number - 1] < len(gains)]
         if len(lengths) < 2 or not rows or self._costs.plain_is_old:
             return 0
         costs = self._costs.steps(len(rows), lengths[-1])
-        rates = [self._rate(row) for row in rows]
         spare = self._spare(costs[0], are_found=available is not None)
-        expected = float(len(rows))
+        expected = sum(self._weights(rows))
         best, fastest = 0, expected / costs[0]
         shortest = costs[lengths[1]] - costs[0]
-        powers = list(rates)
-        for k in range(1, lengths[-1] + 1):
-            if available is not None:
-                powers = [power if count >= k else 0.0 for power, count in zip(powers, available, strict=True)]
-            expected += sum(powers)
-            if k in lengths:
-                # A longer draft leaves enough for the shortest: else a single unlucky one might be the call's last.
-                reserve = shortest if k > lengths[1] and available is None else 0.0
-                if costs[k] - costs[0] + reserve > spare:
-                    break
-                if expected > fastest * costs[k]:
-                    best, fastest = k, expected / costs[k]
-            powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
+        for before, k in itertools.pairwise(lengths):
+            expected += sum(gains[before:k])
+            # A longer draft leaves enough for the shortest: else a single unlucky one might be the call's last.
+            reserve = shortest if k > lengths[1] and available is None else 0.0
+            if costs[k] - costs[0] + reserve > spare:
+                break
+            if expected > fastest * costs[k]:
+                best, fastest = k, expected / costs[k]
         return best or self._probe(lengths[1], costs, spare)
 
     def observe(
@@ -227,22 +234,43 @@ class DraftLength:
             if count:
                 self._rows[row].add(count, kept)
 
-    def keep(self, rows: Sequence[int], costs: Costs | None = None) -> None:
+    def keep(self, rows: Sequence[int], costs: Costs | None = None, lengths: Sequence[int] | None = None) -> None:
         """Leaves these rows, in this order; the others are forgotten.
 
         Args:
             costs: of steps from here on, where they are others. Without drafts, steps would have gone on as before.
+            lengths: what k may be from here on.
         """
+        self._lengths = lengths or self._lengths
         if costs is not None:
             self._plain = self._plain or self._costs.steps(len(self._rows), 0)[0]
             self._costs = costs
         self._rows = [self._rows[row] for row in rows]
         self._tokens = [self._tokens[row] for row in rows]
 
+    def shares(self, rows: Sequence[int], available: Sequence[int], places: int) -> list[int]:
+        """How many tokens each of these rows drafts of those that are available, if they share so many places."""
+        return shares([self._rate(row) for row in rows], available, places, self._weights(rows))
+
     def _rate(self, row: int) -> float:
         known = self._rows[row]
         rate = (known.kept + _SHARED_WEIGHT * self._all.rate) / (known.trials + _SHARED_WEIGHT)
         return min(rate, _MOST_ACCEPTANCE)
+
+    def _weights(self, rows: Sequence[int]) -> list[float]:
+        """What a token of each row counts. The call ends with the row that has fewest: others can wait for it."""
+        fewest = min((self._tokens[row] for row in rows), default=0)
+        return [_AHEAD_COUNTS ** (self._tokens[row] - fewest) if self._costs.is_ragged else 1.0 for row in rows]
+
+    def _gains(self, rows: Sequence[int], available: Sequence[int] | None, idle: int) -> list[float]:
+        """What each k adds to the tokens that are expected of a step, from 1 on."""
+        rates, most = [self._rate(row) for row in rows], self._lengths[-1]
+        if self._costs.is_ragged and available is not None:
+            chances = [chance for chance, _ in _chances(rates, available, self._weights(rows))]
+            return [sum(chances[: idle + 1]), *chances[idle + 1 :]] if chances else []
+        there = [most] * len(rows) if available is None else available
+        by_row = list(zip(rates, there, strict=True))
+        return [sum(rate**k for rate, count in by_row if count >= k) for k in range(1, max(there, default=0) + 1)]
 
     def _spare(self, plain: float, are_found: bool) -> float:
         """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
@@ -282,6 +310,32 @@ class _Acceptance:
             self.kept, self.trials = self.kept / self.trials, 1.0
 
 
+def shares(
+    rates: Sequence[float], available: Sequence[int], places: int, weights: Sequence[float] | None = None
+) -> list[int]:
+    """How many tokens each row drafts, so that most are expected: `places` at the most of all rows together.
+
+    Args:
+        rates: of each row: the probability that a drafted token is accepted if those before are.
+        available: how many tokens there are for each row.
+        weights: what a token of each row counts; 1 by default.
+    """
+    counts = [0] * len(rates)
+    for _, row in _chances(rates, available, weights or [1.0] * len(rates))[:places]:
+        counts[row] += 1
+    return counts
+
+
+def _chances(rates: Sequence[float], available: Sequence[int], weights: Sequence[float]) -> list[tuple[float, int]]:
+    """That each token is accepted, times what it counts, and whose it is: best first, and those of a row in order."""
+    found = [
+        (weight * rate ** (place + 1), row)
+        for row, (rate, count, weight) in enumerate(zip(rates, available, weights, strict=True))
+        for place in range(count)
+    ]
+    return sorted(found, key=lambda chance: -chance[0])
+
+
 class Schedule:
     """Transformers' `num_assistant_tokens_schedule`; has the methods of `DraftLength`.
 
@@ -296,7 +350,9 @@ class Schedule:
     def __init__(self, length: int = 20, name: str = "constant") -> None:
         self.length, self._adapts = length, name in ("heuristic", "heuristic_transient")
 
-    def choose(self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None) -> int:
+    def choose(
+        self, rows: Sequence[int], most: int | None = None, available: Sequence[int] | None = None, idle: int = 0
+    ) -> int:
         """As `DraftLength.choose`."""
         limit = self.length if most is None else min(self.length, most)
         if available is not None:

@@ -104,6 +104,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     queries: int = 1,
+    owners: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of one query per row, or a few, over what its input and its own history have.
@@ -126,6 +127,10 @@ def decode_attention(
         window: the query sees so many positions, its own the last of them; padding counts, and a prefix ends at N.
         queries: how many of each head there are. They belong to the last positions of the suffix, in their order, and
             do not see the positions behind their own. More than one need a suffix and no window.
+        owners: [rows], int64: the row of the store that each row of the query reads. Then the suffix may have another
+            number of rows, and `batch`, `starts` and `ends` are those of the store. A row of the store may be read by
+            several rows, each as far as its own `suffix_length`. With one query, and without an ancestry. On a GPU,
+            what is read is copied. Without a suffix, a row of the store is an input. By default each row reads its own.
         splits: in how many parts to work on a sequence; chosen by default.
 
     Returns:
@@ -134,20 +139,21 @@ def decode_attention(
     Raises:
         ValueError: shapes or types are not as above.
     """
-    _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias)
-    _check_queries(query, prefix_keys, suffix_keys, window, queries)
+    _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias, owners)
+    _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
-    if query.dtype not in package.KERNEL_TYPES or not package.available(*given):
+    if owners is not None or query.dtype not in package.KERNEL_TYPES or not package.available(*given):
         if _suits_cpu(query, starts, ends, suffix_length, bias):
             out = query.new_empty(*query.shape[:2], prefix_values.shape[3])
             torch.ops.fastgen.decode_attention_out(
                 out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
-                ancestry, bias, scale, window, queries,
+                ancestry, bias, scale, window, queries, owners,
             )  # fmt: skip
             return out
         return reference(
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
             suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window, queries=queries,
+            owners=owners,
         )  # fmt: skip
     from fastgen.ops.triton import _kernels as kernels
 
@@ -249,8 +255,14 @@ def reference(
     scale: float | None = None,
     window: int | None = None,
     queries: int = 1,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """The operator in plain torch, for any device and type. Arguments as above."""
+    if owners is not None:
+        inputs = owners // (1 if suffix_keys is None else len(suffix_keys) // len(prefix_keys))
+        prefix_keys, prefix_values = prefix_keys[inputs], prefix_values[inputs]
+        starts, ends = (None if bound is None else bound[inputs] for bound in (starts, ends))
+        suffix_keys, suffix_values = (None if part is None else part[owners] for part in (suffix_keys, suffix_values))
     batch, _, length, _ = prefix_keys.shape
     position = torch.arange(length, device=query.device).expand(batch, -1)
     first = 0 if starts is None else starts.unsqueeze(1)
@@ -288,11 +300,17 @@ def reference(
 
 
 def _check_queries(
-    query: Tensor, prefix_keys: Tensor, suffix_keys: Tensor | None, window: int | None, queries: int
+    query: Tensor,
+    prefix_keys: Tensor,
+    suffix_keys: Tensor | None,
+    window: int | None,
+    queries: int,
+    owners: Tensor | None,
 ) -> None:
     require = _library.checks("decode_attention", ValueError)
     require(queries > 0 and query.shape[1] % (queries * prefix_keys.shape[1]) == 0, f"{queries} queries do not fit")
-    require(queries == 1 or (suffix_keys is not None and window is None), "several queries need a suffix, no window")
+    is_served = queries == 1 or (suffix_keys is not None and window is None and owners is None)
+    require(is_served, "several queries need a suffix, no window and no owners")
 
 
 def _check(
@@ -302,13 +320,19 @@ def _check(
     suffix_length: Tensor | None,
     ancestry: Tensor | None,
     bias: Tensor | None,
+    owners: Tensor | None,
 ) -> None:
     require = _library.checks("decode_attention", ValueError)
     (prefix_keys, prefix_values), (suffix_keys, suffix_values) = prefix, suffix
     require(query.dim() == 3 and prefix_keys.dim() == 4 and prefix_values.dim() == 4, "not the dimensions it takes")
     rows, heads, dim = query.shape
     batch, kv_heads, _, width = prefix_keys.shape
-    require(batch > 0 and rows % batch == 0, f"{rows} rows are no multiple of {batch} inputs")
+    stored = rows
+    if owners is not None:
+        stored = batch if suffix_keys is None else len(suffix_keys)
+        fits = owners.shape == (rows,) and owners.dtype == torch.int64 and ancestry is None
+        require(fits, "owners must be [rows], int64, and without an ancestry")
+    require(batch > 0 and stored % batch == 0, f"{stored} rows are no multiple of {batch} inputs")
     require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} heads are no multiple of {kv_heads} kv heads")
     require(width == dim, f"keys of {width} for a query of {dim}")
     require(prefix_values.shape[:3] == prefix_keys.shape[:3], "keys and values of different shapes")
@@ -317,7 +341,7 @@ def _check(
     if suffix_keys is not None and suffix_values is not None:
         parts += [suffix_keys, suffix_values]
         capacity = suffix_keys.shape[2]
-        require(suffix_keys.shape == (rows, kv_heads, capacity, dim), "the suffix keys do not fit the query")
+        require(suffix_keys.shape == (stored, kv_heads, capacity, dim), "the suffix keys do not fit the query")
         require(suffix_values.shape == (*suffix_keys.shape[:3], prefix_values.shape[3]), "the suffix values do not fit")
         fits = suffix_length is not None and (suffix_length.numel() == 1 or suffix_length.shape == query.shape[:1])
         require(fits, "a suffix needs its length, one number, or one for each row")
@@ -333,5 +357,5 @@ def _check(
 _library.define(
     "decode_attention_out(Tensor(a!) out, Tensor query, Tensor prefix_keys, Tensor prefix_values, Tensor? suffix_keys, "
     "Tensor? suffix_values, Tensor? starts, Tensor? ends, Tensor? suffix_length, Tensor? ancestry, Tensor? bias, "
-    "float? scale, int? window, int queries=1) -> ()"
+    "float? scale, int? window, int queries=1, Tensor? owners=None) -> ()"
 )

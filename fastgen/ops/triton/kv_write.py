@@ -67,7 +67,7 @@ def undo(key_cache: Tensor, value_cache: Tensor, position: Tensor) -> Callable[[
     if not key_cache.shape[2]:
         return lambda: None
     keys, values = (cache[rows.to(at.device), :, at] for cache in (key_cache, value_cache))
-    return lambda: reference(keys, values, key_cache, value_cache, position)
+    return lambda: kv_write(keys, values, key_cache, value_cache, position)
 
 
 def reference(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Costs, DraftLength, Pauses, Schedule
+from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Costs, DraftLength, Pauses, Schedule, shares
 
 # What FastGen takes for SmolLM2 on a CPU, relative to a plain step: the rows of a product, and a step in 8 bits.
 VERIFY = {1: 1.0, 2: 1.08, 5: 1.2, 8: 1.45, 16: 1.9, 32: 3.2, 64: 6.0}
@@ -444,3 +444,56 @@ def test_schedules_are_the_librarys(steps, name):
         generator.update_candidate_strategy(None, [range(drafted + 1)], accepted)
         ours.observe([0], drafted, [drafted], [accepted])
         assert ours.length == generator.num_assistant_tokens
+
+
+# ---- tokens that rows share
+
+
+def test_the_most_probable_tokens_are_drafted():
+    assert shares([0.9, 0.5, 0.8], [8, 8, 8], 5) == [4, 0, 1]
+    assert shares([0.9, 0.5, 0.8], [1, 8, 0], 5) == [1, 4, 0]
+    assert shares([0.9, 0.9], [8, 8], 4, weights=[1.0, 0.1]) == [4, 0]
+    assert shares([0.9], [2], 9) == [2]
+
+
+def test_rows_that_have_fewest_tokens_come_first():
+    chooser = DraftLength(Costs({4: 1.0, 8: 1.1}, is_ragged=True), 4, (0, 4))
+    assert chooser.shares([0, 1, 2, 3], [8] * 4, 4) == [1, 1, 1, 1]
+    for _ in range(5):
+        chooser.observe([0, 1, 2], 0, [0] * 3, [0] * 3)
+    assert chooser.shares([0, 1, 2, 3], [8] * 4, 4) == [0, 0, 0, 4]
+
+
+def test_what_finished_rows_leave_over_is_drafted():
+    """Four tokens that are likely enough do not pay the longer check, six do."""
+    chooser = DraftLength(Costs({2: 1.0, 6: 1.8}, is_ragged=True), 4, (0, 4), acceptance=0.5)
+    assert chooser.choose([0, 1], available=[8, 8], idle=0) == 0
+    assert chooser.choose([0, 1], available=[8, 8], idle=2) == 4
+    assert chooser.choose([0, 1], available=[0, 0], idle=2) == 0
+
+
+def shared_call(rate: Callable[[int], float], seed: int = 0, rows: int = 8, tokens: int = 128) -> float:
+    """How many times as fast as without drafts a call is whose rows share tokens; drafts are found at random."""
+    costs = {8: 1.25, 12: 1.55, 16: 1.75, 24: 2.5}
+    chooser = DraftLength(Costs(costs, is_ragged=True), rows, (0, 4, 8, 16), horizon=tokens)
+    generated, time, draw = [0] * rows, 0.0, random.Random(seed)
+    while left := [row for row in range(rows) if generated[row] < tokens]:
+        available = [8 * (draw.random() < 0.8) for _ in left]
+        k = chooser.choose(left, available=available, idle=rows - len(left))
+        drafted = chooser.shares(left, available, rows + k - len(left)) if k else [0] * len(left)
+        accepted = [
+            next((n for n in range(count) if draw.random() > rate(row)), count)
+            for row, count in zip(left, drafted, strict=True)
+        ]
+        chooser.observe(left, k, drafted, accepted)
+        time += costs[rows + k]
+        for row, count in zip(left, accepted, strict=True):
+            generated[row] += 1 + count
+    return tokens * costs[rows] / time
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_whose_rows_share_tokens(seed):
+    assert shared_call(lambda _: 0.9, seed) > 1.2
+    assert shared_call(lambda _: 0.0, seed) > PLAIN
+    assert shared_call(lambda row: 0.9 if row else 0.0, seed) > 0.9, "all wait for a row of which nothing is accepted"

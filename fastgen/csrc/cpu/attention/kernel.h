@@ -322,7 +322,7 @@ template <typename scalar_t>
 void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv_head, int64_t copy,
                       const Scratch& scratch, const State& state, const scalar_t* after) {
   const int64_t first_row = copy * problem.group * problem.queries;
-  const int64_t row = input * problem.per_input + copy;
+  const int64_t row = input * problem.per_input + copy, stored = problem.suffix_of(row);
   Block<scalar_t> block;
   const int64_t begin = larger(problem.first_of(row) - problem.prefix_length, 0), length = problem.length_of(row);
   for (int64_t start = begin; start < length; start += kBlock) {
@@ -331,14 +331,14 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
     if (!last_block) {
       block.next_keys = kBlock * problem.suffix_keys.strides[2];
     } else if (last_copy) {
-      block.next_keys = distance(at<scalar_t>(problem.suffix_keys, row, kv_head, start), after);
+      block.next_keys = distance(at<scalar_t>(problem.suffix_keys, stored, kv_head, start), after);
     } else {
       block.next_keys = start == begin ? problem.suffix_keys.strides[0] : 0;
     }
     const int64_t position = problem.prefix_length + start;
     if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
-      const int64_t owner = problem.ancestry.data == nullptr ? row : *at<int32_t>(problem.ancestry, row, start + j);
+      const int64_t owner = problem.ancestry.data == nullptr ? stored : *at<int32_t>(problem.ancestry, row, start + j);
       block.keys[j] = at<scalar_t>(problem.suffix_keys, owner, kv_head, start + j);
       block.values[j] = at<scalar_t>(problem.suffix_values, owner, kv_head, start + j);
     }
@@ -355,18 +355,19 @@ void attend_chunk_of(const AttentionProblem& problem, int64_t input, int64_t kv_
   const State state = all.from_row(first_row, (end_copy - copy) * rows_per_copy);
   int64_t begin = larger(chunk * problem.chunk_length, problem.first_of(input * problem.per_input + copy));
   int64_t stop = smaller(problem.prefix_length, (chunk + 1) * problem.chunk_length);
-  if (problem.starts != nullptr) begin = larger(begin, problem.starts[input]);
-  if (problem.ends != nullptr) stop = smaller(stop, problem.ends[input]);
+  const int64_t stored = problem.prefix_of(input);
+  if (problem.starts != nullptr) begin = larger(begin, problem.starts[stored]);
+  if (problem.ends != nullptr) stop = smaller(stop, problem.ends[stored]);
   Block<scalar_t> block;
   for (int64_t start = begin; start < stop; start += kBlock) {
     block.length = smaller(kBlock, stop - start);
     block.next_keys = start + kBlock < stop
                           ? kBlock * problem.prefix_keys.strides[2]
-                          : distance(at<scalar_t>(problem.prefix_keys, input, kv_head, start), after);
+                          : distance(at<scalar_t>(problem.prefix_keys, stored, kv_head, start), after);
     if (!is_visible(problem, input, kv_head, first_row, state.rows, start, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
-      block.keys[j] = at<scalar_t>(problem.prefix_keys, input, kv_head, start + j);
-      block.values[j] = at<scalar_t>(problem.prefix_values, input, kv_head, start + j);
+      block.keys[j] = at<scalar_t>(problem.prefix_keys, stored, kv_head, start + j);
+      block.values[j] = at<scalar_t>(problem.prefix_values, stored, kv_head, start + j);
     }
     attend(problem, input, kv_head, first_row, start, block, scratch, state);
   }
@@ -417,8 +418,9 @@ template <typename scalar_t>
 inline const scalar_t* first_keys(const AttentionProblem& problem, int64_t task) {
   const int64_t kv_head = task / problem.chunks % problem.kv_heads, input = task / problem.chunks / problem.kv_heads;
   int64_t begin = larger(task % problem.chunks * problem.chunk_length, problem.first_of(input * problem.per_input));
-  if (problem.starts != nullptr) begin = larger(begin, problem.starts[input]);
-  return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, input, kv_head, begin) : nullptr;
+  const int64_t stored = problem.prefix_of(input);
+  if (problem.starts != nullptr) begin = larger(begin, problem.starts[stored]);
+  return begin < problem.prefix_length ? at<scalar_t>(problem.prefix_keys, stored, kv_head, begin) : nullptr;
 }
 
 template <typename scalar_t>
@@ -437,7 +439,7 @@ void attend_prefix(const AttentionProblem& problem, int64_t begin, int64_t end) 
     const int64_t row = input * problem.per_input;
     const scalar_t* next = task + 1 < end ? first_keys<scalar_t>(problem, task + 1) : nullptr;
     const bool has_suffix = problem.fused && problem.length_of(row) > 0;
-    const scalar_t* suffix = has_suffix ? at<scalar_t>(problem.suffix_keys, row, kv_head) : next;
+    const scalar_t* suffix = has_suffix ? at<scalar_t>(problem.suffix_keys, problem.suffix_of(row), kv_head) : next;
     for (int64_t copy = 0, end_copy; copy < problem.per_input; copy = end_copy) {
       for (end_copy = copy + 1; end_copy < problem.per_input; ++end_copy) {
         if (problem.first_of(row + end_copy) != problem.first_of(row + copy)) break;

@@ -31,6 +31,10 @@ struct AttentionProblem {
   // With a window, the last so many positions of prefix and suffix together count.
   bool has_window;
   int64_t window;
+  // Row r reads the suffix of row owners[r] of the store, and the prefix of its input, of which `copies` rows are; null:
+  // its own. With owners, each row counts as an input, and `starts` and `ends` are those of the inputs of the store.
+  const int64_t* owners;
+  int64_t copies;
   // The queries of a row belong to its last positions, one to each: none of them sees the positions behind its own.
   bool causal;
   void* output;  // [rows, heads, queries, value_dim], contiguous
@@ -42,6 +46,8 @@ struct AttentionProblem {
   bool fused;
   float* states;
 
+  int64_t suffix_of(int64_t row) const { return owners == nullptr ? row : owners[row]; }
+  int64_t prefix_of(int64_t input) const { return owners == nullptr ? input : owners[input] / copies; }
   int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }
   // Positions of prefix and suffix together before this one do not count for a row.
   int64_t first_of(int64_t row) const {

@@ -25,10 +25,11 @@ from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, LENGTHS, Pace, most_gain
+from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, Pace, most_gain
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.preparation import Preparation
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep, serves
+from fastgen.optimizer.transformers.speculation.step import LENGTHS, SpeculativeStep
 
 ENTRY_POINT = counters.DRAFTS
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
@@ -106,7 +107,8 @@ class SpeculativeDecoding(Decoding):
         return steps if at_once_from is not None else -(-steps // _PARTS)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
-        return SpeculativeStep(self._key, self._prompt, made)
+        kind = RaggedStep if self._key.draft.is_ragged else SpeculativeStep
+        return kind(self._key, self._prompt, made)
 
     def _make_key(self) -> Key:
         self._plain_key = key = super()._make_key()
@@ -118,7 +120,9 @@ class SpeculativeDecoding(Decoding):
         if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
             # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
             return replace(key, draft=draft._replace(together=True))
-        return key
+        ragged = replace(key, draft=draft._replace(is_ragged=True))
+        is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self._model.device)
+        return ragged if is_served and not graph_cache.is_refused(self._model, ragged) else key
 
     def _records(self) -> tuple[bool, bool]:
         """Whether the scores, and whether the logits of every position are returned."""
@@ -280,11 +284,13 @@ class SpeculativeDecoding(Decoding):
         # Of what a row may still get, one token is not drafted: that behind the draft.
         decisive = max if step.has_own_lengths else min
         most = self._prompt.new_tokens + search.prompt_capacity - decisive(lengths[row] for row in rows) - 1
-        available = self._draft.available(step, rows, most)
+        available = self._draft.available(step, rows, min(most, step.key.width - 1))
         self._length = drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
         before = time.perf_counter()
         if drafted:
+            if step.key.draft.is_ragged:
+                self._draft.cut(pace.shares(step, rows, available, drafted))
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
         begun += time.perf_counter() - before

@@ -29,6 +29,7 @@ class DraftKey(NamedTuple):
     together: bool  # all rows take as many tokens as each other
     records: bool = False  # scores and logits are kept for who returns them
     is_rated: bool = False  # how probable each drafted token is, is kept
+    is_ragged: bool = False  # rows have different numbers of tokens in a check
 
 
 class Draft:
@@ -75,6 +76,10 @@ class Draft:
     def available(self, step: SpeculativeStep, rows: Sequence[int], most: int) -> list[int] | None:
         """How many tokens there are for each of these rows, `most` at the most; None for as many as wanted."""
         return None
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Of what is available, no more than so many tokens of each of these rows are to be proposed."""
+        raise NotImplementedError
 
     def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
         """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
@@ -190,7 +195,12 @@ class LookupDraft(Draft):
         self._proposed = {row: self._index.propose(row, most) for row in rows}
         return [len(self._proposed[row]) for row in rows]
 
+    def cut(self, counts: Sequence[int]) -> None:
+        pairs = zip(self._proposed.items(), counts, strict=True)
+        self._proposed = {row: tokens[:count] for (row, tokens), count in pairs}
+
     def propose(self, step: SpeculativeStep, model: Any, count: int) -> None:
+        count = min(count, max(map(len, self._proposed.values())))
         drafted, counts = torch.zeros(step.key.rows, count, dtype=torch.int64), [0] * step.key.rows
         for row, tokens in self._proposed.items():
             counts[row] = min(len(tokens), count)

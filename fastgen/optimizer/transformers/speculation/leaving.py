@@ -32,7 +32,10 @@ def smaller_key(step: SpeculativeStep) -> Key | None:
     """
     key, count = step.key, int(step.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
-    return replace(key, batch=size) if 2 * size <= key.batch and not _reads_sources(key) else None
+    if 2 * size > key.batch or _reads_sources(key):
+        return None
+    smaller = replace(key, batch=size)
+    return replace(smaller, draft=key.draft._replace(is_ragged=key.draft.is_ragged and smaller.rows > 1))
 
 
 def staying(step: SpeculativeStep, size: int) -> Tensor:
@@ -60,7 +63,7 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     measured = None if kept is None else kept.seconds_of_round(length)
     saved = now - (costs.steps(key.rows, length)[length] if measured is None else measured)
     if kept is not None:
-        rounds = min(tokens, settings.STEPS_OF_A_CALL) / (length + 1)
+        rounds = min(tokens, settings.STEPS_OF_A_CALL) * step.key.rows / step.tokens_of(length)
         return saved * rounds > kept.seconds_of_move
     missed = _missed.setdefault(model, Counter())
     caches.limit(missed)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule
+from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule, shares
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
-# Tokens drafted in a round. Each number is a program of its own, so there are only a few.
-LENGTHS = (0, 2, 4, 8)
-# What is drafted as long as it is not known what a round takes.
-AT_FIRST = 4
+# Which of a step's lengths is drafted as long as it is not known what a round takes.
+AT_FIRST = 2
 # Accepted at first, of a draft that nothing is known about.
 _ACCEPTANCE = 0.7
 # A call gains something if it takes less than rounds without drafts by this part: these take a little longer than the
@@ -21,7 +19,8 @@ LEAST_GAIN = 0.07
 
 def costs_of(*steps: SpeculativeStep) -> Costs | None:
     """What rounds take, by what is known of these steps; None if that is nothing."""
-    return Costs(*known) if (known := _tables(*steps))[0] else None
+    known = _tables(*steps)
+    return Costs(*known, is_ragged=steps[0].key.draft.is_ragged) if known[0] else None
 
 
 def most_gain(step: SpeculativeStep, plain: float) -> float:
@@ -32,8 +31,8 @@ def most_gain(step: SpeculativeStep, plain: float) -> float:
     """
     verify, draft = _tables(step)
     rows = step.key.rows
-    costs = _StepCosts(rows, {**verify, rows: plain}, draft, plain_is_given=True)
-    return DraftLength(costs, rows, LENGTHS).most_gain
+    costs = _StepCosts(step, {**verify, rows: plain}, draft, plain_is_given=True)
+    return DraftLength(costs, rows, step.lengths).most_gain
 
 
 def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:
@@ -45,7 +44,7 @@ def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]
     for step in steps:
         for part in step.times:
             if (found := step.seconds(part)) is not None and not step.is_old(part):
-                (verify if part else draft)[step.key.rows * (part or 1)] = found
+                (verify if part else draft)[step.tokens_of(part - 1) if part else step.key.rows] = found
     return verify, draft
 
 
@@ -61,14 +60,15 @@ class _StepCosts(Costs):
     """A step works on all of its rows, those that are finished too.
 
     Args:
-        rows: of the step.
         verify, draft: as of `Costs`.
         plain_is_given: by plain calls. A round without a draft would not say more about it.
     """
 
-    def __init__(self, rows: int, verify: dict[int, float], draft: dict[int, float], plain_is_given: bool) -> None:
-        super().__init__(verify, draft)
-        self._all_rows, self._plain_is_given = rows, plain_is_given
+    def __init__(
+        self, step: SpeculativeStep, verify: dict[int, float], draft: dict[int, float], plain_is_given: bool
+    ) -> None:
+        super().__init__(verify, draft, is_ragged=step.key.draft.is_ragged)
+        self._all_rows, self._plain_is_given = step.key.rows, plain_is_given
 
     @property
     def plain_is_old(self) -> bool:
@@ -110,7 +110,7 @@ class Pace:
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._has_measured = self._was_hopeless = False
         self._steps = [step]  # of the call so far
-        self._lengths = [length for length in LENGTHS if not length or step.serves(length)]
+        self._lengths = [length for length in step.lengths if not length or step.serves(length)]
         self._set_up(step)
 
     def choose(
@@ -126,15 +126,25 @@ class Pace:
         if self._chooser is None:
             self._set_up(step)
         if self._chooser is None:
-            chosen = 0 if self._is_known(step) else AT_FIRST
+            chosen = 0 if self._is_known(step) else step.lengths[AT_FIRST]
         else:
-            chosen = self._chooser.choose(rows, most, available)
+            at_most = None if step.key.draft.is_ragged else most
+            chosen = self._chooser.choose(rows, at_most, available, idle=step.key.rows - len(rows))
+        if step.key.draft.is_ragged:
+            return chosen if any(available or ()) else 0
         lengths = [length for length in self._lengths if length <= most]
         if available is None:
             found = max((length for length in lengths if length <= chosen), default=0)
             return found or max(lengths[:2], default=0) * (chosen > 0)  # a schedule may say one
         chosen = min(chosen, max(available, default=0))
         return min((length for length in lengths if length >= chosen), default=max(lengths, default=0))
+
+    def shares(self, step: SpeculativeStep, rows: Sequence[int], available: Sequence[int], length: int) -> list[int]:
+        """How many tokens of each row are drafted in a ragged check of `length` drafted tokens."""
+        places = step.tokens_of(length) - len(rows)
+        if isinstance(self._chooser, DraftLength):
+            return self._chooser.shares(rows, available, places)
+        return shares([_ACCEPTANCE] * len(rows), available, places)
 
     def observe(
         self, step: SpeculativeStep, rows: Sequence[int], length: int, drafted: Sequence[int], accepted: Sequence[int]
@@ -160,7 +170,7 @@ class Pace:
         self._rows, self._plain, self._early, self._costs = len(rows), None, [], None
         self._steps.append(step)
         if isinstance(self._chooser, DraftLength):
-            self._chooser.keep(rows, _StepCosts(step.key.rows, *_tables(*self._steps), plain_is_given=False))
+            self._chooser.keep(rows, _StepCosts(step, *_tables(*self._steps), plain_is_given=False), step.lengths)
 
     @property
     def is_hopeless(self) -> bool:
@@ -168,7 +178,9 @@ class Pace:
         if len(self._steps) > 1:
             return self._was_hopeless
         # With all lengths: those that cannot be drafted yet will be in later calls.
-        return self._costs is not None and DraftLength(self._costs, self._rows, LENGTHS).most_gain < LEAST_GAIN
+        if self._costs is None:
+            return False
+        return DraftLength(self._costs, self._rows, self._steps[0].lengths).most_gain < LEAST_GAIN
 
     def gains(self) -> bool | None:
         """Whether the call has taken less time than a plain one; None if nobody knows, as in one that has measured."""
@@ -177,7 +189,8 @@ class Pace:
 
     def _is_known(self, step: SpeculativeStep) -> bool:
         """Whether it is known what a round of the first kind takes."""
-        parts = (AT_FIRST + 1, 0) if self._has_model else (AT_FIRST + 1,)
+        check = step.lengths[AT_FIRST] + 1
+        parts = (check, 0) if self._has_model else (check,)
         return all(step.seconds(part) is not None for part in parts)
 
     def _seconds(self, step: SpeculativeStep, length: int) -> float | None:
@@ -198,7 +211,7 @@ class Pace:
         verify, draft = _tables(step)
         verify[step.key.rows] = plain
         acceptance = _ACCEPTANCE if step.acceptance is None else step.acceptance
-        self._costs = _StepCosts(step.key.rows, verify, draft, self._plain is not None)
+        self._costs = _StepCosts(step, verify, draft, self._plain is not None)
         self._chooser = DraftLength(self._costs, self._rows, self._lengths, acceptance, horizon=self._tokens)
         for early in self._early:
             self._chooser.observe(*early)

@@ -16,15 +16,15 @@ from typing import Any
 from fastgen import caches
 from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.drafts import Draft
-from fastgen.optimizer.transformers.speculation.pace import AT_FIRST, LENGTHS
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.pace import AT_FIRST
+from fastgen.optimizer.transformers.speculation.step import LENGTHS, SpeculativeStep
 
 # This part of the time of plain calls goes into what drafts need.
 SHARE = 0.1
 # What one thing takes as long as nobody knows, in plain steps.
 _STEPS_OF_ONE = 20
 # Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones.
-_NEEDED, _MORE = (AT_FIRST + 1, 0, 1), (LENGTHS[-1] + 1, LENGTHS[1] + 1)
+_NEEDED, _MORE = (LENGTHS[AT_FIRST] + 1, 0, 1), (LENGTHS[-1] + 1, LENGTHS[1] + 1)
 
 
 class Preparation:

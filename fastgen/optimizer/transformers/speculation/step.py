@@ -34,6 +34,9 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
+# Tokens drafted in a round, of each row. Each number is a program of its own, so there are only a few.
+LENGTHS = (0, 2, 4, 8)
+
 # Processors that look at nothing but scores, row by row.
 _SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
 
@@ -168,6 +171,15 @@ class SpeculativeStep(CapturedStep):
         if self.key.rows == other.key.rows:
             self.times, self.host_times = other.times, other.host_times
         self.seconds_of_move = self._now(waits=True) - start
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens a round may draft, 0 first."""
+        return LENGTHS
+
+    def tokens_of(self, length: int) -> int:
+        """How many tokens a check has where so many are drafted."""
+        return self.key.rows * (length + 1)
 
     def times_of(self, positions: int) -> Times:
         return self.times.setdefault(positions, Times())
@@ -353,11 +365,15 @@ class SpeculativeStep(CapturedStep):
         for name in ("token_type_ids",):
             if name in inputs:
                 inputs[name] = inputs[name].expand(-1, width)
+        return self._run_model(model, cache, self.search.following(ahead, width), inputs, width)
+
+    def _run_model(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
+        """Logits of tokens, [any, width]."""
         constants = dict(self._constants)
         if "logits_to_keep" in constants:
             constants["logits_to_keep"] = width
         inputs = model.prepare_inputs_for_generation(
-            self.search.following(ahead, width),
+            tokens,
             next_sequence_length=width,
             past_key_values=cache,
             **inputs,

@@ -1,0 +1,92 @@
+"""A check that shares a number of tokens out among the rows, as far as each of them has drafts that are worth it.
+
+A row without a draft has one token, and one that is finished has none. For greedy search on a CPU, with drafts that are
+found in a text: rows have them at different times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.captured.symbolic_length import SymbolicLength
+from fastgen.decoding.speculation.near_ties import best_tokens
+from fastgen.decoding.speculation.ragged import RaggedKV, RaggedState
+from fastgen.optimizer.transformers.cache import cache_of
+from fastgen.optimizer.transformers.captured.step import POSITIONS, Key
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+
+
+def serves(key: Key, device: torch.device) -> bool:
+    """Whether there is such a check for steps of this key."""
+    is_plain = not (key.samples or key.processors or key.encoder or any(key.windows) or key.draft.records)
+    return device.type == "cpu" and key.rows > 1 and is_plain and not {*POSITIONS}.isdisjoint(key.tensors)
+
+
+class RaggedStep(SpeculativeStep):
+    """`SpeculativeStep` with rounds of so many drafted tokens of all rows together."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tokens: dict[int, tuple[RaggedState, Any]] = {}
+        self._seen_by_tokens = torch.zeros_like(self._seen)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """With few rows as many as any round drafts of one; with more, from half a token of each row on."""
+        least = max(2, self.key.rows // 2)
+        return 0, least, 2 * least, 4 * least
+
+    def tokens_of(self, length: int) -> int:
+        return self.key.rows + length
+
+    def check(self, model: Any, drafted: int) -> None:
+        if not drafted:
+            super().check(model, 0)
+            return
+        state, cache = self._with_tokens(self.tokens_of(drafted))
+        unfinished = self.search.unfinished.flatten().tolist()
+        state.spread(
+            [count + 1 if goes_on else 0 for count, goes_on in zip(self.counts.tolist(), unfinished, strict=True)]
+        )
+        self._run_part(drafted + 1, cache, lambda: self._check_tokens(model, state, cache))
+
+    def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
+        if tokens not in self._tokens:
+            state, key = RaggedState(tokens, self._state), self.key
+            own = [RaggedKV(kv, state) for kv in self._own]
+            positions = key.stored_capacity, key.stored_capacity + self._state.capacity
+            self._tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *positions))
+        return self._tokens[tokens]
+
+    def _check_tokens(self, model: Any, state: RaggedState, cache: Any) -> None:
+        state.locate()
+        # Masks of models are for the longest row: they hide nothing that attention would not leave out by itself.
+        self._seen_by_tokens.copy_(self._seen + self.key.width - 1)
+        logits = self._run_model(model, cache, self._ids_of(state), self._inputs_of(state), 1)
+        chosen, near = (self._by_row(found, state) for found in best_tokens(logits.float(), self._products))
+        self.search.take_run(chosen, self.counts, self.accepted, near, self.near_ties)
+        self._advance_run()
+        self._send()
+
+    def _ids_of(self, state: RaggedState) -> Tensor:
+        at = self.search.length.view(-1) - 1
+        return self.search.running_tokens[state.owners, at[state.owners] + state.offsets].unsqueeze(1)
+
+    def _inputs_of(self, state: RaggedState) -> dict[str, Tensor]:
+        found = {name: buffer.index_select(0, state.owners) for name, buffer in self._inputs.items()}
+        left = (self.search.limit - self.search.length - 1).view(-1)[state.owners]
+        for name, given in found.items():
+            if name in POSITIONS:
+                found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
+            elif self._grows(name):
+                own = self.key.stored_capacity + state.position.unsqueeze(1)
+                found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
+        return found
+
+    def _by_row(self, found: Tensor, state: RaggedState) -> Tensor:
+        """[rows, width] of [tokens, 1]; nothing of what no token is of."""
+        none = found.new_zeros(self.key.rows, self.key.width)
+        return none.index_put((state.owners, state.offsets), found.squeeze(1))

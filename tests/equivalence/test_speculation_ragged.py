@@ -1,0 +1,79 @@
+"""Checks in which each row has its own number of tokens: the tokens stay those of the original code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep
+from tests.equivalence.models import LONG, SHORT
+from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
+
+pytestmark = pytest.mark.usefixtures("speculates_at_once")
+MODELS = ["llama", "gpt2", "qwen2", "gemma", "gpt-neox", "mixtral"]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """How many tokens each row has had in each ragged check."""
+    found: list[list[int]] = []
+    check = RaggedStep.check
+
+    def counted(self: RaggedStep, model: object, drafted: int) -> None:
+        if drafted:
+            found.append((self.counts + self.search.unfinished.view(-1)).tolist())
+        check(self, model, drafted)
+
+    monkeypatch.setattr(RaggedStep, "check", counted)
+    yield found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padding", ["left", None])
+def test_rows_share_the_tokens_of_a_check(
+    name: str, padding: str | None, any_lengths: None, checks: list[list[int]]
+) -> None:
+    """Drafts of the library may be longer than what a round drafts of a row."""
+    family = KNOWN[name]
+    for batch, length, tokens in ((5, LONG, 20), (5, LONG, 8), (3, SHORT, 3)):
+        inputs = family.make_inputs(batch, length, padding)
+        same(family.build(), inputs, {**GREEDY, "max_new_tokens": 48}, prompt_lookup_num_tokens=tokens)
+    assert_speculates(3)
+    assert counts()["accepted"] > 0 or name == "qwen2"
+    assert any(len(set(rows)) > 1 for rows in checks), "rows have different numbers of tokens"
+
+
+def test_chosen_by_what_it_gains(checks: list[list[int]]) -> None:
+    family = KNOWN["llama"]
+    for _ in range(3):
+        same(family.build(), family.make_inputs(8), {**GREEDY, "max_new_tokens": 48}, prompt_lookup_num_tokens=8)
+    assert_speculates(3)
+    assert checks
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"do_sample": True}])
+def test_what_has_as_many_tokens_of_each_row(options: dict, any_lengths: None, checks: list[list[int]]) -> None:
+    """Processors look at one row after the other, and so does sampling."""
+    family, model = KNOWN["llama"], KNOWN["llama"].build()
+    call = {**GREEDY, **options, "prompt_lookup_num_tokens": 4}
+    for _ in range(2):
+        if "do_sample" in options:
+            torch.manual_seed(0)
+            model.generate(**family.make_inputs(3), **call)
+        else:
+            same(model, family.make_inputs(3), {**GREEDY, **options}, prompt_lookup_num_tokens=4)
+    assert_speculates(2)
+    assert not checks
+
+
+def test_attention_that_is_not_one_operator(any_lengths: None, checks: list[list[int]]) -> None:
+    """It is found out in the first call. The next ones have as many tokens of each row."""
+    family = KNOWN["llama"]
+    model = family.build("eager")
+    for _ in range(3):
+        same(model, family.make_inputs(3), GREEDY, prompt_lookup_num_tokens=4)
+    assert [key.draft.is_ragged for key in graph_cache._models[model].refused] == [True]
+    assert counts()["accelerated"] == 2
