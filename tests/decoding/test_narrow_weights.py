@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastgen
 from fastgen import memory, settings
-from fastgen.decoding import narrow_weights, weight_copies
+from fastgen.decoding import narrow_weights, products, weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
 from fastgen.ops import fingerprint, linear, narrow, narrow_linear
@@ -29,6 +29,8 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed products are the fastest with the weight as it is; those with 16 bits are faster, up to 8 rows."""
     fastgen.reset_stats()
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
+    # With sums in order, so that products without copies have the same bits.
+    monkeypatch.setattr(products, "_FOLDED", products._STREAMED)
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.9))
     costs = lambda rows, *more: narrow_linear.Costs(2.0, 0.5 if rows <= 8 else 2.0)  # noqa: E731
     monkeypatch.setattr(narrow_linear, "costs", costs)

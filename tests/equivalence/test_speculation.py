@@ -402,7 +402,7 @@ def test_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_lookup_up_to_the_last_position_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places of a check that are left over are behind the limit, too."""
-    monkeypatch.setattr(Pace, "choose", lambda self, step, rows, most, available: 8 if max(available) else 0)
+    monkeypatch.setattr(Pace, "choose", lambda self, step, rows, most, available: 7 if max(available) else 0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=None
     )
@@ -420,8 +420,8 @@ def test_drafts_no_longer_than_the_limit() -> None:
     pace = Pace.__new__(Pace)
     step: Any = SimpleNamespace(key=SimpleNamespace(rows=1, draft=SimpleNamespace(is_ragged=False)))
     pace._chooser, pace._lengths = Schedule(5), list(LENGTHS)
-    assert [pace.choose(step, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 0, 2, 4, 4, 8]
-    assert pace.choose(step, [0], 8, [3]) == 4 and pace.choose(step, [0], 8, [5]) == 8
+    assert [pace.choose(step, [0], most, [most]) for most in (0, 1, 3, 5, 7, 8)] == [0, 1, 3, 3, 7, 7]
+    assert pace.choose(step, [0], 8, [2]) == 3 and pace.choose(step, [0], 8, [5]) == 7
 
 
 def test_an_assistant_that_has_not_drafted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

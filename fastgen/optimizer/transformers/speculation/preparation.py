@@ -17,14 +17,12 @@ from fastgen import caches
 from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.drafts import Draft
 from fastgen.optimizer.transformers.speculation.pace import AT_FIRST
-from fastgen.optimizer.transformers.speculation.step import LENGTHS, SpeculativeStep
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
 # This part of the time of plain calls goes into what drafts need.
 SHARE = 0.1
 # What one thing takes as long as nobody knows, in plain steps.
 _STEPS_OF_ONE = 20
-# Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones.
-_NEEDED, _MORE = (LENGTHS[AT_FIRST] + 1, 0, 1), (LENGTHS[-1] + 1, LENGTHS[1] + 1)
 
 
 class Preparation:
@@ -62,7 +60,8 @@ class Preparation:
             plain: seconds of a plain step.
             begin: begins a call in the step, of which nothing is kept.
         """
-        missing = [part for part in (*_NEEDED, *_MORE) if step.seconds(part) is None]
+        needed, more = _parts_of(step)
+        missing = [part for part in (*needed, *more) if step.seconds(part) is None]
         expected = self._last or _STEPS_OF_ONE * plain
         if missing and self.seconds + expected <= SHARE * self.steps * plain:
             start = time.perf_counter()
@@ -75,7 +74,13 @@ class Preparation:
             took = time.perf_counter() - start
             self.seconds += took
             self._last = took if is_recorded else self._last
-        return all(step.seconds(part) is not None for part in _NEEDED)
+        return all(step.seconds(part) is not None for part in needed)
+
+
+def _parts_of(step: SpeculativeStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parts by the positions that they check; 0 is a step of the draft. Calls draft once they have the first ones."""
+    lengths = step.lengths
+    return (lengths[AT_FIRST] + 1, 0, 1), (lengths[-1] + 1, lengths[1] + 1)
 
 
 def _measure(step: SpeculativeStep, model: Any, draft: Draft, part: int) -> None:

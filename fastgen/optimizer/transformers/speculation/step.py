@@ -34,8 +34,9 @@ from fastgen.optimizer.transformers.captured.rewritten_processors import Capture
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
-# Tokens drafted in a round, of each row. Each number is a program of its own, so there are only a few.
-LENGTHS = (0, 2, 4, 8)
+# Tokens drafted in a round, of each row. Each number is a program of its own, so there are only a few. With the token
+# behind the draft, some sequences have as many rows in a check as fill vectors without a rest.
+LENGTHS = (0, 1, 3, 7)
 
 # Processors that look at nothing but scores, row by row.
 _SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)

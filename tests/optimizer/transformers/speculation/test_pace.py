@@ -21,13 +21,14 @@ class Step:
     """What is measured of a step of so many rows; its parts take `factor` times as long as `TIMES` says."""
 
     def __init__(self, rows: int = 1, factor: float = 1.0, parts: tuple[int, ...] = (0, 1, 3, 5, 9)) -> None:
-        self.key = SimpleNamespace(rows=rows)
+        self.key = SimpleNamespace(rows=rows, draft=SimpleNamespace(is_ragged=False))
         self.times = {part: factor * TIMES[part] for part in parts}
         self.seconds = self.times.get
         self.host_times: list[float] = []
         self.acceptance = 0.9
 
-    seconds_of_round = SpeculativeStep.seconds_of_round
+    lengths = (0, 2, 4, 8)
+    seconds_of_round, tokens_of = SpeculativeStep.seconds_of_round, SpeculativeStep.tokens_of
 
     def serves(self, length: int) -> bool:
         return length + 1 in self.times

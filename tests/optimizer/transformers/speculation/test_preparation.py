@@ -17,6 +17,8 @@ PLAIN, RECORDING, COPYING = 0.02, 0.5, 1.2
 class Made:
     """What calls have made of a step and a draft, on a clock of its own."""
 
+    lengths = (0, 2, 4, 8)
+
     def __init__(self) -> None:
         self.now = 0.0
         self.parts: list[int] = []
