@@ -226,12 +226,12 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
 def _every_length() -> Iterator[None]:
     """Rounds draft each number of tokens in turn, whether or not that gains: so all parts of a step are recorded."""
     decoding._pauses.clear()
-    lengths, choose = itertools.cycle(reversed(LENGTHS)), Pace.choose
+    places, choose = itertools.cycle(reversed(range(len(LENGTHS)))), Pace.choose
 
     def next_length(pace: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
         choose(pace, step, rows, most, available)
-        wanted = next(lengths)
-        return wanted if wanted <= most else 0
+        wanted = step.lengths[next(places)] if available is None or any(available) else 0
+        return wanted if wanted <= most or step.key.draft.is_ragged else 0
 
     Pace.choose = next_length  # type: ignore[method-assign]
     try:

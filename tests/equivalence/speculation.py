@@ -47,7 +47,10 @@ def draft_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = itertools.cycle([4, 0, 8, 2, 4, 4, 0, 0, 2, 8, 0, 0, 0, 4])
 
     def choose(self: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
-        chosen = min(next(lengths), most, max(available, default=0) if available is not None else most)
+        wanted = next(lengths)
+        if step.key.draft.is_ragged:
+            return step.lengths[wanted.bit_length() - (wanted > 0)] if any(available or ()) else 0
+        chosen = min(wanted, most, max(available, default=0) if available is not None else most)
         if available is not None:
             return min(length for length in LENGTHS if length >= chosen)
         return max(length for length in LENGTHS if length <= chosen and (not length or step.serves(length)))

@@ -28,7 +28,6 @@
 #include <cstring>
 #include <new>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +48,10 @@ def seconds_of_step(model: Any, key: Key) -> float | None:
     """What a plain step of this key was measured to take in the last calls; None if no such step is kept."""
     step = graph_cache.kept(model, key)
     return min(step.seconds_of_calls) if step is not None and step.seconds_of_calls else None
+
+
+# Models whose rows cannot share the tokens of a check: their attention is not one operator, for example.
+_not_ragged: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class SpeculativeDecoding(Decoding):
@@ -122,7 +127,15 @@ class SpeculativeDecoding(Decoding):
             return replace(key, draft=draft._replace(together=True))
         ragged = replace(key, draft=draft._replace(is_ragged=True))
         is_served = not self._draft.is_model and self._draft.schedule is None and serves(ragged, self._model.device)
-        return ragged if is_served and not graph_cache.is_refused(self._model, ragged) else key
+        return ragged if is_served and self._model not in _not_ragged else key
+
+    def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
+        try:
+            return super()._start(step, run)
+        except Exception:
+            if self._key.draft.is_ragged and graph_cache.is_refused(self._model, self._key):
+                _not_ragged.add(self._model)  # whatever the shapes of a call are
+            raise
 
     def _records(self) -> tuple[bool, bool]:
         """Whether the scores, and whether the logits of every position are returned."""
@@ -283,8 +296,11 @@ class SpeculativeDecoding(Decoding):
         lengths = search.length.flatten().tolist()
         # Of what a row may still get, one token is not drafted: that behind the draft.
         decisive = max if step.has_own_lengths else min
-        most = self._prompt.new_tokens + search.prompt_capacity - decisive(lengths[row] for row in rows) - 1
+        limit = self._prompt.new_tokens + search.prompt_capacity - 1
+        most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(step, rows, min(most, step.key.width - 1))
+        if step.key.draft.is_ragged:  # what a row cannot use is for others
+            available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
         self._length = drafted = pace.choose(step, rows, most, available)
         step.counts.zero_()
         before = time.perf_counter()

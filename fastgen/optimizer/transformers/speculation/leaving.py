@@ -20,7 +20,7 @@ from fastgen.optimizer.transformers.captured import graph_cache, rewritten_proce
 from fastgen.optimizer.transformers.captured.decoding import BATCHES
 from fastgen.optimizer.transformers.captured.step import Key
 from fastgen.optimizer.transformers.speculation.pace import costs_of
-from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep, lengths_of
 
 _missed: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionary()
 
@@ -48,20 +48,23 @@ def pays(model: Any, step: SpeculativeStep, key: Key, length: int, tokens: int) 
     """Whether the inputs that go on are to leave for a step of this smaller key, now. To be asked in each round.
 
     Args:
-        length: tokens drafted in a round.
+        length: tokens drafted in the last round.
         tokens: that the rows may still get, at the most.
     """
     if settings.current().captured_step == "always":
         return not graph_cache.is_refused(model, key)
     kept = graph_cache.kept(model, key)
+    # Rounds of the smaller step draft about as many of each row.
+    place = min(sum(each < length for each in step.lengths), len(step.lengths) - 1)
+    length, smaller = step.lengths[place], lengths_of(key)[place]
     costs, now = costs_of(step), step.seconds_of_round(length)
     if costs is None or now is None or graph_cache.is_refused(model, key):
         return False
     assert kept is None or isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
-    if kept is not None and not kept.serves(length):
+    if kept is not None and not kept.serves(smaller):
         kept = None  # calls with so few rows are about to prepare it
-    measured = None if kept is None else kept.seconds_of_round(length)
-    saved = now - (costs.steps(key.rows, length)[length] if measured is None else measured)
+    measured = None if kept is None else kept.seconds_of_round(smaller)
+    saved = now - (costs.steps(key.rows, smaller)[smaller] if measured is None else measured)
     if kept is not None:
         rounds = min(tokens, settings.STEPS_OF_A_CALL) * step.key.rows / step.tokens_of(length)
         return saved * rounds > kept.seconds_of_move

@@ -82,6 +82,11 @@ class _StepCosts(Costs):
         return 1.0 if k == 0 and self._plain_is_given else super()._correction(k)
 
 
+def _lengths_of(step: SpeculativeStep) -> list[int]:
+    """Those that rounds of a step may draft now."""
+    return [length for length in step.lengths if not length or step.serves(length)]
+
+
 class Pace:
     """Chooses how many tokens to draft.
 
@@ -110,13 +115,13 @@ class Pace:
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._has_measured = self._was_hopeless = False
         self._steps = [step]  # of the call so far
-        self._lengths = [length for length in step.lengths if not length or step.serves(length)]
+        self._lengths = _lengths_of(step)
         self._set_up(step)
 
     def choose(
         self, step: SpeculativeStep, rows: Sequence[int], most: int, available: Sequence[int] | None = None
     ) -> int:
-        """Tokens to draft for the rows that are not finished: one of `LENGTHS`.
+        """Tokens to draft for the rows that are not finished: one of the step's lengths.
 
         Args:
             most: no more than this.
@@ -135,7 +140,7 @@ class Pace:
         lengths = [length for length in self._lengths if length <= most]
         if available is None:
             found = max((length for length in lengths if length <= chosen), default=0)
-            return found or max(lengths[:2], default=0) * (chosen > 0)  # a schedule may say one
+            return found or max(lengths[:2], default=0) * (chosen > 0)  # a schedule may say fewer
         chosen = min(chosen, max(available, default=0))
         return min((length for length in lengths if length >= chosen), default=max(lengths, default=0))
 
@@ -169,8 +174,9 @@ class Pace:
         self._was_hopeless = self.is_hopeless  # of the whole batch, which calls are paused for
         self._rows, self._plain, self._early, self._costs = len(rows), None, [], None
         self._steps.append(step)
+        self._lengths = _lengths_of(step)
         if isinstance(self._chooser, DraftLength):
-            self._chooser.keep(rows, _StepCosts(step, *_tables(*self._steps), plain_is_given=False), step.lengths)
+            self._chooser.keep(rows, _StepCosts(step, *_tables(*self._steps), plain_is_given=False), self._lengths)
 
     @property
     def is_hopeless(self) -> bool:

@@ -33,12 +33,6 @@ class RaggedStep(SpeculativeStep):
         self._tokens: dict[int, tuple[RaggedState, Any]] = {}
         self._seen_by_tokens = torch.zeros_like(self._seen)
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """With few rows as many as any round drafts of one; with more, from half a token of each row on."""
-        least = max(2, self.key.rows // 2)
-        return 0, least, 2 * least, 4 * least
-
     def tokens_of(self, length: int) -> int:
         return self.key.rows + length
 

@@ -38,6 +38,15 @@ from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_
 # behind the draft, some sequences have as many rows in a check as fill vectors without a rest.
 LENGTHS = (0, 1, 3, 7)
 
+
+def lengths_of(key: Key) -> tuple[int, ...]:
+    """How many tokens a round of a step of this key may draft, 0 first: of each row, or of all together."""
+    if not key.draft.is_ragged:
+        return LENGTHS
+    least = max(2, key.rows // 2)  # half a token of each row; few rows have some tokens all the same
+    return 0, least, 2 * least, 4 * least
+
+
 # Processors that look at nothing but scores, row by row.
 _SCORES_ALONE = (rewritten_processors.Library, rewritten_processors.Eta)
 
@@ -176,7 +185,7 @@ class SpeculativeStep(CapturedStep):
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens a round may draft, 0 first."""
-        return LENGTHS
+        return lengths_of(self.key)
 
     def tokens_of(self, length: int) -> int:
         """How many tokens a check has where so many are drafted."""

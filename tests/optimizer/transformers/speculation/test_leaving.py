@@ -126,6 +126,20 @@ def test_the_pace_of_those_who_stay(positions: tuple[int, ...]) -> None:
     assert pace.gains() is True
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("available", range(1, 8))
+def test_the_lengths_of_those_who_stay(known: bool, available: int) -> None:
+    """Rows that shared the tokens of a check leave for a step of one row, whose lengths are others."""
+    large, small = step(8, {1: 0.02, 5: 0.021, 9: 0.022, 17: 0.03} if known else {}), step(1, {})
+    large.key, large.tokens_of = SmallKey(8, SmallDraft(True)), lambda length: 8 + length
+    pace = Pace(large, 8, 4096, has_model=False, plain=0.02 if known else None)
+    pace.keep(small, [5])
+    for _ in range(6):
+        length = pace.choose(small, [0], 100, [available])
+        assert length in small.lengths
+        pace.observe(small, [0], length, [min(length, available)], [min(length, available)])
+
+
 # ---- which inputs
 
 
