@@ -105,16 +105,11 @@ def work_of(operator: str, shapes: Sequence[Any]) -> Rates | None:
         return _product(rows, (inputs, outputs))
     if operator in _SEVERAL:
         _, rows, weights = shapes[:3]
-        works = [_product(rows, (inputs, outputs)) for outputs, inputs in weights]
-        read_once = 4 * math.prod(rows) * (len(works) - 1)
-        return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once)
+        return _products(rows, [outputs for outputs, _ in weights])
     if operator == "fastgen::narrow_linears_out":
         results, rows = shapes[:2]
-        works = [_product(rows, (rows[-1], outputs)) for _, outputs in results]
-        read_once = 4 * math.prod(rows) * (len(works) - 1)
-        # Of the weights, numbers of 16 bits instead of 32.
-        saved = sum(2 * rows[-1] * outputs for _, outputs in results)
-        return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once - saved)
+        works, outputs = _products(rows, [outputs for _, outputs in results]), sum(outputs for _, outputs in results)
+        return works._replace(bytes=works.bytes - 2 * rows[-1] * outputs)  # of the weights, 16 bits instead of 32
     if operator in ("aten::_scaled_dot_product_flash_attention_for_cpu", "fastgen::shared_prefix_attention"):
         # A suffix of its own does not count: its shape is that of what is allocated, and it is short.
         return _attention(*shapes[:3])
@@ -125,6 +120,13 @@ def _product(a: Shape, b: Shape) -> Rates:
     """[..., M, K] times [..., K, N]"""
     result = (*a[:-1], b[-1])
     return Rates(2 * math.prod(result) * a[-1], 4 * (math.prod(a) + math.prod(b) + math.prod(result)))
+
+
+def _products(rows: Shape, outputs: Sequence[int]) -> Rates:
+    """[M, K] times several [K, N], with N of each: the rows are read once."""
+    works = [_product(rows, (rows[-1], each)) for each in outputs]
+    read_once = 4 * math.prod(rows) * (len(works) - 1)
+    return Rates(sum(work.operations for work in works), sum(work.bytes for work in works) - read_once)
 
 
 def _attention(query: Shape, keys: Shape, values: Shape) -> Rates:

@@ -147,7 +147,7 @@ inline void copy(const void* from, int64_t count, void* to) {
   }
 }
 
-// A tile of rows, from `row` on, times kPanels or fewer panels that are `apart`, from `first` on.
+// A tile of rows times `count` panels that are `apart`, from `first` on: one, or as many as it multiplies at the same time.
 template <class Type>
 void multiply_tile(const PanelProduct& product, const RowTiles& tiles, int64_t tile, int64_t first, int64_t count,
                    int64_t apart) {
