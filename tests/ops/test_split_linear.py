@@ -38,6 +38,7 @@ def _error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: tor
 )
 @example(rows=2100, inputs=70, outputs=40, biased=True, seed=0)  # more rows than are split at once
 @example(rows=33, inputs=1700, outputs=290, biased=True, seed=0)  # and more inputs and outputs
+@example(rows=600, inputs=800, outputs=1100, biased=True, seed=0)  # and more outputs than sums are kept of
 def test_is_a_linear_layer_in_float32(rows: int, inputs: int, outputs: int, biased: bool, seed: int) -> None:
     """With rows and lines of a weight that are not next to each other. Nothing else is written."""
     x, weight = _numbers(seed, rows, inputs + 3)[:, :inputs], _numbers(seed + 1, outputs, inputs + 2)[:, :inputs]

@@ -7,9 +7,9 @@
 // arXiv 1904.06376). The instruction takes parts, and makes sums, that are too small to be normal as zero: numbers below
 // about 2**-102 lose bits, and those below 2**-126 count as zero.
 //
-// Some thousand rows are split at a time, into tiles. A thread splits a block of its part of the weight into its cache,
-// takes these rows through that, and goes on to the next block. So a weight needs no copy. The rows are what the
-// instruction takes line by line, and the weight what it takes in pairs of inputs, so that sums come out as rows.
+// A thread splits a block of rows into its second-level cache. It takes the weight through that, some outputs at a time,
+// which it splits, too. So nothing is copied, and no thread reads what another one has split. The weight is what the
+// instruction takes line by line: it is split once for each block of rows, and the rows, in pairs of inputs, once.
 //
 // What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
 // that are not finite are computed again, one by one.
@@ -45,18 +45,14 @@ constexpr int64_t kParts = 3;
 constexpr int64_t kInputs = 32;  // of a tile, in bfloat16
 constexpr int64_t kStepBytes = kParts * kTileBytes;  // the parts of 16 rows, or outputs, and 32 inputs
 constexpr int64_t kPair = 2 * kTileRows;  // rows, and outputs, that are multiplied in one go
-// What a thread keeps in its second-level cache: of the weight, so many pairs of tiles and steps of inputs; and, where
-// there are more steps, the sums of so many rows with these.
-constexpr int64_t kOutputPairs = 6;
+// What a thread keeps in its second-level cache: so many pairs of tiles of rows, groups of outputs and steps of inputs.
+constexpr int64_t kPairs = 8;
+constexpr int64_t kGroup = 4;
 constexpr int64_t kSteps = 24;
-constexpr int64_t kRows = 1280;
-// Rows whose parts are in memory at a time.
-constexpr int64_t kRowsAtOnce = 2048;
+// Where there are more steps, the sums of these rows with so many pairs of outputs are kept, too.
+constexpr int64_t kOutputPairs = 32;
 // How far ahead of the split a weight is asked for.
 constexpr int64_t kStepsAhead = 4;
-// Numbers that are split before it pays to wake another thread.
-constexpr int64_t kGrain = 1 << 15;
-
 #define FASTGEN_SPLIT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), always_inline)) inline
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
 
@@ -73,6 +69,18 @@ class Aligned {
  private:
   char* first_;
 };
+
+// Memory of this thread, kept for its next product: the system would clear new memory page by page.
+char* scratch(int64_t bytes) {
+  static thread_local std::optional<Aligned> kept;
+  static thread_local int64_t size = 0;
+  if (size < bytes) {
+    size = 0;
+    kept.emplace(bytes);
+    size = bytes;
+  }
+  return kept->data();
+}
 
 FASTGEN_SPLIT __mmask16 first_of(int64_t count) {
   return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
@@ -94,6 +102,7 @@ FASTGEN_SPLIT void split(const float* from, int64_t count, char* to, int64_t str
     const __m512i first = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(low), half), upper);
     const __m512i second = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(high), half), upper);
     _mm512_store_si512(to + part * stride, _mm512_or_si512(_mm512_srli_epi32(first, 16), second));
+    if (part == kParts - 1) break;
     low = _mm512_sub_ps(low, _mm512_castsi512_ps(first));
     high = _mm512_sub_ps(high, _mm512_castsi512_ps(second));
   }
@@ -106,25 +115,31 @@ struct Problem {
   int64_t steps() const { return quotient(inputs, kInputs); }
 };
 
-// Where the parts of rows are: [pairs of tiles][steps][parts][2][16 rows][32 inputs], in the order in which `multiply`
-// reads them. A last tile that is alone is one of one.
-struct Rows {
-  int64_t tiles, steps;
+// Where the parts of a block of rows are: [pairs of tiles][steps][parts][2][16 pairs of inputs][16 rows]. A last tile that
+// is alone is one of one.
+struct Block {
+  int64_t row, tiles, step, steps;
+  int64_t pairs() const { return quotient(tiles, 2); }
   bool has_both(int64_t pair) const { return 2 * pair + 1 < tiles; }
   // Bytes from one part to the next, and from one step to the next.
   int64_t part(int64_t pair) const { return has_both(pair) ? 2 * kTileBytes : kTileBytes; }
   int64_t stride(int64_t pair) const { return kParts * part(pair); }
-  int64_t begin(int64_t tile) const { return tile / 2 * 2 * steps * kStepBytes + tile % 2 * kTileBytes; }
+  int64_t begin(int64_t pair) const { return 2 * pair * steps * kStepBytes; }
 };
 
 // A tile of rows of x. What is behind the last row or input is zero.
-FASTGEN_TARGET void split_rows(const Problem& p, const Rows& rows, int64_t tile, char* parts) {
-  const int64_t part = rows.part(tile / 2), stride = rows.stride(tile / 2);
-  char* line = parts + rows.begin(tile) + (kParts - 1) * part;  // the smallest part comes first
-  for (int64_t row = tile * kTileRows; row < (tile + 1) * kTileRows; ++row, line += kTileLine) {
-    const float* from = row < p.rows ? p.x + row * p.x_stride : nullptr;
-    for (int64_t step = 0; step < rows.steps; ++step) {
-      split(from ? from + step * kInputs : p.x, from ? p.inputs - step * kInputs : 0, line + step * stride, -part);
+FASTGEN_TARGET void split_rows(const Problem& p, const Block& block, int64_t tile, char* parts) {
+  const int64_t pair = tile / 2, part = block.part(pair), row = block.row + tile * kTileRows;
+  char* to = parts + block.begin(pair) + tile % 2 * kTileBytes;
+  alignas(64) char lines[kStepBytes];
+  for (int64_t s = block.step; s < block.step + block.steps; ++s, to += block.stride(pair)) {
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      const bool is_there = row + i < p.rows;
+      const float* from = is_there ? p.x + (row + i) * p.x_stride + s * kInputs : p.x;
+      split(from, is_there ? p.inputs - s * kInputs : 0, lines + i * kTileLine, kTileBytes);
+    }
+    for (int64_t n = 0; n < kParts; ++n) {
+      fastgen::transpose16(lines + n * kTileBytes, kTileLine / 4, to + n * part, kTileLine / 4);
     }
   }
 }
@@ -135,26 +150,20 @@ FASTGEN_SPLIT void fetch(const float* from) {
   _mm_prefetch(from + kInputs / 2, _MM_HINT_T0);
 }
 
-// Some steps of 32 outputs of the weight: [steps][parts][2][16 pairs of inputs][16 outputs].
+// Some steps of 32 outputs of the weight: [steps][parts, the smallest first][2][16 outputs][32 inputs].
 FASTGEN_TARGET void split_weight(const Problem& p, int64_t output, int64_t step, int64_t steps, char* to) {
-  alignas(64) char lines[kStepBytes];
+  constexpr int64_t kPart = 2 * kTileBytes;
   for (int64_t s = step; s < step + steps; ++s, to += 2 * kStepBytes) {
-    for (int64_t tile = 0; tile < 2; ++tile) {
-      for (int64_t i = 0; i < kTileRows; ++i) {
-        const int64_t n = output + tile * kTileRows + i;
-        const float* from = n < p.outputs ? p.weight + n * p.weight_stride + s * kInputs : p.weight;
-        fetch(from + kStepsAhead * kInputs);
-        split(from, n < p.outputs ? p.inputs - s * kInputs : 0, lines + i * kTileLine, kTileBytes);
-      }
-      for (int64_t part = 0; part < kParts; ++part) {
-        fastgen::transpose16(lines + part * kTileBytes, kTileLine / 4, to + (2 * part + tile) * kTileBytes,
-                             kTileLine / 4);
-      }
+    for (int64_t i = 0; i < kPair; ++i) {
+      const int64_t n = output + i;
+      const float* from = n < p.outputs ? p.weight + n * p.weight_stride + s * kInputs : p.weight;
+      fetch(from + kStepsAhead * kInputs);
+      split(from, n < p.outputs ? p.inputs - s * kInputs : 0, to + (kParts - 1) * kPart + i * kTileLine, -kPart);
     }
   }
 }
 
-// Adds to sums[32 rows][32 outputs] the products of 32 rows, or of 16, with 32 outputs of the weight.
+// Adds to sums[32 outputs][32 rows] the products of 32 outputs of the weight with 32 rows, or with 16.
 template <bool is_first, bool has_both>
 FASTGEN_TARGET void multiply(const char* x, const char* weight, int64_t steps, float* sums) {
   constexpr int64_t kStride = kPair * sizeof(float);
@@ -167,37 +176,38 @@ FASTGEN_TARGET void multiply(const char* x, const char* weight, int64_t steps, f
     _tile_zero(3);
   } else {
     _tile_loadd(0, sums, kStride);
-    _tile_loadd(1, sums + kTileRows, kStride);
-    if (has_both) _tile_loadd(2, lower, kStride);
+    if (has_both) _tile_loadd(1, sums + kTileRows, kStride);
+    _tile_loadd(2, lower, kStride);
     if (has_both) _tile_loadd(3, lower + kTileRows, kStride);
   }
-#define FASTGEN_WEIGHTS(part)                                    \
-  _tile_loadd(6, weight + 2 * (part) * kTileBytes, kTileLine);   \
-  _tile_loadd(7, weight + (2 * (part) + 1) * kTileBytes, kTileLine);
-#define FASTGEN_ROWS                                              \
-  _tile_loadd(4, x, kTileLine);                                   \
-  if (has_both) _tile_loadd(5, x + kTileBytes, kTileLine);        \
-  x += has_both ? 2 * kTileBytes : kTileBytes;
-#define FASTGEN_ADD                       \
-  _tile_dpbf16ps(0, 4, 6);                \
-  _tile_dpbf16ps(1, 4, 7);                \
-  if (has_both) _tile_dpbf16ps(2, 5, 6);  \
+  constexpr int64_t kTiles = has_both ? 2 : 1;
+#define FASTGEN_ROWS(part)                                     \
+  _tile_loadd(6, x + kTiles * (part) * kTileBytes, kTileLine); \
+  if (has_both) _tile_loadd(7, x + (kTiles * (part) + 1) * kTileBytes, kTileLine);
+#define FASTGEN_WEIGHTS                           \
+  _tile_loadd(4, weight, kTileLine);              \
+  _tile_loadd(5, weight + kTileBytes, kTileLine); \
+  weight += 2 * kTileBytes;
+#define FASTGEN_ADD                      \
+  _tile_dpbf16ps(0, 4, 6);               \
+  _tile_dpbf16ps(2, 5, 6);               \
+  if (has_both) _tile_dpbf16ps(1, 4, 7); \
   if (has_both) _tile_dpbf16ps(3, 5, 7);
-  for (int64_t step = 0; step < steps; ++step, weight += 2 * kStepBytes) {
-    // Each tile is read once, but the largest part of the weight.
-    FASTGEN_WEIGHTS(0) FASTGEN_ROWS FASTGEN_ADD
-    FASTGEN_ROWS FASTGEN_ADD
-    FASTGEN_WEIGHTS(1) FASTGEN_ADD
-    FASTGEN_ROWS FASTGEN_ADD
-    FASTGEN_WEIGHTS(2) FASTGEN_ADD
-    FASTGEN_WEIGHTS(0) FASTGEN_ADD
+  for (int64_t step = 0; step < steps; ++step, x += kTiles * kStepBytes) {
+    // Each tile is read once, but the largest part of the rows.
+    FASTGEN_ROWS(0) FASTGEN_WEIGHTS FASTGEN_ADD
+    FASTGEN_WEIGHTS FASTGEN_ADD
+    FASTGEN_ROWS(1) FASTGEN_ADD
+    FASTGEN_WEIGHTS FASTGEN_ADD
+    FASTGEN_ROWS(2) FASTGEN_ADD
+    FASTGEN_ROWS(0) FASTGEN_ADD
   }
 #undef FASTGEN_WEIGHTS
 #undef FASTGEN_ROWS
 #undef FASTGEN_ADD
   _tile_stored(0, sums, kStride);
-  _tile_stored(1, sums + kTileRows, kStride);
-  if (has_both) _tile_stored(2, lower, kStride);
+  if (has_both) _tile_stored(1, sums + kTileRows, kStride);
+  _tile_stored(2, lower, kStride);
   if (has_both) _tile_stored(3, lower + kTileRows, kStride);
 }
 
@@ -228,70 +238,77 @@ FASTGEN_TARGET void repeat(const Problem& p, int64_t row, int64_t output, __mmas
   }
 }
 
-// Sums of 32 rows and outputs, to the result.
-FASTGEN_TARGET void finish(const Problem& p, const float* sums, int64_t row, int64_t output) {
+// Sums of 32 rows and of some pairs of outputs, to the result: row by row, since rows lie far from each other.
+FASTGEN_TARGET void finish(const Problem& p, const float* sums, int64_t row, int64_t output, int64_t outputs) {
   const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
-  for (int64_t n = output; n < std::min(output + kPair, p.outputs); n += kTileRows, sums += kTileRows) {
-    const __mmask16 some = first_of(p.outputs - n);
-    const __m512 start = p.bias ? _mm512_maskz_loadu_ps(some, p.bias + n) : _mm512_setzero_ps();
-    for (int64_t r = row; r < std::min(row + kPair, p.rows); ++r) {
-      const __m512 sum = _mm512_add_ps(_mm512_load_ps(sums + (r - row) * kPair), start);
-      _mm512_mask_storeu_ps(p.y + r * p.outputs + n, some, sum);
-      const __mmask16 odd = _mm512_mask_cmp_ps_mask(some, _mm512_abs_ps(sum), largest, _CMP_NLE_UQ);
-      if (odd != 0) repeat(p, r, n, odd);
+  const int64_t end = std::min(output + outputs, p.outputs);
+  alignas(64) float lines[kGroup * kPair * kTileRows];
+  for (int64_t half = row; half < std::min(row + kPair, p.rows); half += kTileRows, sums += kTileRows) {
+    for (int64_t n = 0; n < outputs; n += kTileRows) {
+      fastgen::transpose16(sums + n * kPair, kPair, lines + n * kTileRows, kTileRows);
     }
-  }
-}
-
-// Pairs of outputs from `begin` to `end`, with all rows.
-FASTGEN_TARGET void multiply_outputs(const Problem& p, const char* x, int64_t begin, int64_t end) {
-  const Rows rows{quotient(p.rows, kTileRows), p.steps()};
-  const int64_t pairs = quotient(rows.tiles, 2), most = std::min(kOutputPairs, end - begin);
-  const bool is_in_one_go = rows.steps <= kSteps;
-  const int64_t blocks = is_in_one_go ? 1 : quotient(p.rows, kRows), longest = quotient(pairs, blocks);
-  const Aligned weight(most * std::min(kSteps, rows.steps) * 2 * kStepBytes);
-  constexpr int64_t kSums = kPair * kPair;
-  const Aligned sums((is_in_one_go ? 1 : longest * most) * kSums * sizeof(float));
-  fastgen::set_up_matrices({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
-                           {kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine});
-  for (int64_t output = begin; output < end; output += most) {
-    const int64_t group = std::min(most, end - output);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = pairs * block / blocks, last = pairs * (block + 1) / blocks;
-      for (int64_t step = 0; step < rows.steps; step += kSteps) {
-        const int64_t some = std::min(kSteps, rows.steps - step), of_pair = some * 2 * kStepBytes;
-        const bool is_last = step + some == rows.steps;
-        for (int64_t n = 0; n < group; ++n) {
-          split_weight(p, (output + n) * kPair, step, some, weight.data() + n * of_pair);
-        }
-        float* target = reinterpret_cast<float*>(sums.data());
-        for (int64_t pair = first; pair < last; ++pair) {
-          const char* from = x + rows.begin(2 * pair) + step * rows.stride(pair);
-          const auto both = step == 0 ? &multiply<true, true> : &multiply<false, true>;
-          const auto one = step == 0 ? &multiply<true, false> : &multiply<false, false>;
-          const auto function = rows.has_both(pair) ? both : one;
-          for (int64_t n = 0; n < group; ++n, target += is_in_one_go ? 0 : kSums) {
-            function(from, weight.data() + n * of_pair, some, target);
-            if (is_last) finish(p, target, pair * kPair, (output + n) * kPair);
-          }
-        }
+    const float* from = lines;
+    for (int64_t r = half; r < std::min(half + kTileRows, p.rows); ++r, from += kTileRows) {
+      for (int64_t n = output; n < end; n += kTileRows) {
+        const __mmask16 some = first_of(end - n);
+        const __m512 start = p.bias ? _mm512_maskz_loadu_ps(some, p.bias + n) : _mm512_setzero_ps();
+        const __m512 sum = _mm512_add_ps(_mm512_load_ps(from + (n - output) * kTileRows), start);
+        _mm512_mask_storeu_ps(p.y + r * p.outputs + n, some, sum);
+        const __mmask16 odd = _mm512_mask_cmp_ps_mask(some, _mm512_abs_ps(sum), largest, _CMP_NLE_UQ);
+        if (odd != 0) repeat(p, r, n, odd);
       }
     }
   }
-  fastgen::release_matrices();
 }
 
-// All of it, with memory for the parts of the rows.
-void multiply_rows(const Problem& p, char* parts) {
-  const Rows rows{quotient(p.rows, kTileRows), p.steps()};
-  fastgen::parallel_for(
-      0, rows.tiles, std::max<int64_t>(kGrain / (kTileRows * p.inputs), 1), [&](int64_t begin, int64_t end) {
-        for (int64_t tile = begin; tile < end; ++tile) {
-          split_rows(p, rows, tile, parts);
+// All steps of a block of rows with pairs of outputs from `begin` to `end`.
+FASTGEN_TARGET void multiply_block(const Problem& p, int64_t row, int64_t pairs, int64_t begin, int64_t end) {
+  const int64_t tiles = std::min(2 * pairs, quotient(p.rows - row, kTileRows)), most = std::min(kSteps, p.steps());
+  const bool is_in_one_go = most == p.steps();
+  const int64_t x_bytes = tiles * most * kStepBytes, weight_bytes = 2 * most * kStepBytes;
+  constexpr int64_t kSums = kPair * kPair;
+  const int64_t sums_count = is_in_one_go ? kGroup : pairs * (end - begin);
+  char* x = scratch(x_bytes + kGroup * weight_bytes + sums_count * kSums * static_cast<int64_t>(sizeof(float)));
+  char* weight = x + x_bytes;
+  float* sums = reinterpret_cast<float*>(weight + kGroup * weight_bytes);
+  for (int64_t step = 0; step < p.steps(); step += kSteps) {
+    const Block block{row, tiles, step, std::min(kSteps, p.steps() - step)};
+    for (int64_t tile = 0; tile < tiles; ++tile) split_rows(p, block, tile, x);
+    const bool is_last = step + block.steps == p.steps();
+    const auto both = step == 0 ? &multiply<true, true> : &multiply<false, true>;
+    const auto one = step == 0 ? &multiply<true, false> : &multiply<false, false>;
+    float* target = sums;
+    for (int64_t output = begin; output < end; output += kGroup) {
+      const int64_t group = std::min(kGroup, end - output);
+      for (int64_t n = 0; n < group; ++n) {
+        split_weight(p, (output + n) * kPair, step, block.steps, weight + n * weight_bytes);
+      }
+      for (int64_t pair = 0; pair < pairs; ++pair, target += is_in_one_go ? 0 : group * kSums) {
+        const auto function = block.has_both(pair) ? both : one;
+        for (int64_t n = 0; n < group; ++n) {
+          function(x + block.begin(pair), weight + n * weight_bytes, block.steps, target + n * kSums);
         }
-      });
-  fastgen::parallel_for(0, quotient(p.outputs, kPair), 1, [&](int64_t begin, int64_t end) {
-    multiply_outputs(p, parts, begin, end);
+        if (is_last) finish(p, target, row + pair * kPair, output * kPair, group * kPair);
+      }
+    }
+  }
+}
+
+// All of it: threads share out blocks of rows with pairs of outputs, one block after the other.
+void multiply_all(const Problem& p) {
+  const int64_t pairs = quotient(p.rows, kPair), blocks = quotient(pairs, kPairs), outputs = quotient(p.outputs, kPair);
+  const int64_t at_once = p.steps() <= kSteps ? outputs : kOutputPairs;
+  fastgen::parallel_for(0, blocks * outputs, 1, [&](int64_t begin, int64_t end) {
+    fastgen::set_up_matrices({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
+                             {kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine});
+    for (int64_t next = begin; next < end;) {
+      const int64_t block = next / outputs, output = next % outputs;
+      const int64_t some = std::min({end - next, outputs - output, at_once});
+      const int64_t first = pairs * block / blocks, last = pairs * (block + 1) / blocks;
+      multiply_block(p, first * kPair, last - first, output, output + some);
+      next += some;
+    }
+    fastgen::release_matrices();
   });
 }
 
@@ -322,14 +339,7 @@ void split_linear_out(Tensor result, Tensor x, Tensor weight, std::optional<Tens
                   static_cast<float*>(result.mutable_data_ptr()), x.size(0), x.size(1), weight.size(0), x.stride(0),
                   weight.stride(0)};
   if (p.rows == 0 || p.outputs == 0) return;
-  const Aligned parts(quotient(std::min(p.rows, kRowsAtOnce), kTileRows) * p.steps() * kStepBytes);
-  for (int64_t row = 0; row < p.rows; row += kRowsAtOnce) {
-    Problem part = p;
-    part.x += row * p.x_stride;
-    part.y += row * p.outputs;
-    part.rows = std::min(p.rows - row, kRowsAtOnce);
-    multiply_rows(part, parts.data());
-  }
+  multiply_all(p);
 }
 
 }  // namespace
