@@ -235,7 +235,9 @@ def _every_length() -> Iterator[None]:
 
     def next_length(pace: Pace, step: Any, rows: Any, most: int, available: Any = None) -> int:
         choose(pace, step, rows, most, available)
-        wanted = step.lengths[next(places)] if available is None or any(available) else 0
+        missing = [length for length in reversed(step.lengths) if length <= most and step.seconds(length + 1) is None]
+        wanted = missing[0] if missing else step.lengths[next(places)]
+        wanted = wanted if available is None or any(available) else 0
         return wanted if wanted <= most or step.key.draft.is_ragged else 0
 
     Pace.choose = next_length  # type: ignore[method-assign]

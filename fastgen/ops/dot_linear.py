@@ -21,7 +21,7 @@ from fastgen.ops import _library, _timings
 from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, rows_measured, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "dot linear 11"
+_KERNEL = "dot linear 12"
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Rows of 16 bits are widened if there are more (fastgen/ops/widened_linear.py).
 MAX_ROWS = {torch.float32: MAX_DOT_ROWS, torch.bfloat16: 16, torch.float16: 16}

@@ -5,15 +5,17 @@
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
 // cache until all rows have been multiplied with them. What comes next is asked for meanwhile, a share of it with every
 // few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
-// the number of rows.
+// the number of rows, but that more rows in bfloat16 are multiplied in the matrix registers where there are some.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
 #include "dot_linear/lines.h"
 #include "float16.h"
 #include "instruction_set.h"
+#include "matrix_registers.h"
 #include "parallel.h"
 #include "plan.h"
+#include "transpose.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -100,6 +102,11 @@ namespace avx512bf16 {
 #endif
 #endif
 
+#if defined(FASTGEN_MATRICES) && defined(FASTGEN_BF16_PAIRS)
+#include "dot_linear/matrices.h"
+#define FASTGEN_DOT_MATRICES 1
+#endif
+
 using Multiply = void (*)(const Arguments&, int64_t, int64_t);
 using Prepare = void (*)(const uint16_t*, int64_t, float*);
 
@@ -109,8 +116,8 @@ struct Kernel {
   Prepare prepare;
 };
 
-// For rows and a weight of these types. Of the weight the inputs are next to each other, or the outputs, in float32.
-Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs) {
+// For so many rows and a weight of these types. Of the weight the inputs are next to each other, or the outputs, in float32.
+Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs, int64_t rows) {
   const bool is_float = type == ScalarType::Float, is_bfloat16 = of_weight == ScalarType::BFloat16;
 #define FASTGEN_KERNEL(SET)                                                                                \
   by_outputs                          ? Kernel{&SET::add_lines, nullptr}                                   \
@@ -119,6 +126,12 @@ Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs) {
   : is_float                          ? Kernel{&SET::multiply<SET::Float32OfFloat16>, nullptr}             \
   : is_bfloat16                       ? Kernel{&SET::multiply<SET::BFloat16>, &SET::prepare<SET::BFloat16>} \
                                       : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
+#ifdef FASTGEN_DOT_MATRICES
+  if (type == ScalarType::BFloat16 && rows >= matrices::kMinRows && rows <= matrices::kMaxRows &&
+      fastgen::has_matrix_registers() && __builtin_cpu_supports("avx512bf16")) {
+    return {&matrices::multiply, nullptr};
+  }
+#endif
 #ifdef FASTGEN_BF16_PAIRS
   // ATEN_CPU_CAPABILITY names vectors without this.
   if (type == ScalarType::BFloat16 && fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 &&
@@ -201,7 +214,7 @@ void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> 
     const std::optional<Tensor>& bias = biases[i];
     check(y, x, weight, bias);
     STD_TORCH_CHECK(is_by_outputs(weight) == by_outputs, "dot_linear: all weights must be laid out in one way");
-    products.push_back({kernel(x.scalar_type(), weight.scalar_type(), by_outputs),
+    products.push_back({kernel(x.scalar_type(), weight.scalar_type(), by_outputs, x.size(0)),
                         {x.const_data_ptr(), weight.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr,
                          y.mutable_data_ptr(), x.stride(0), weight.stride(by_outputs ? 1 : 0), x.size(0), x.size(1),
                          weight.size(0)}});
@@ -227,7 +240,7 @@ void fastgen::dot_lines(const Tensor& x, int64_t row, const Tensor& weight, cons
   const float* from = static_cast<const float*>(x.const_data_ptr()) + row * x.stride(0);
   const float* first = static_cast<const float*>(weight.const_data_ptr());
   const float* biases = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-  const Kernel found = kernel(ScalarType::Float, ScalarType::Float, false);
+  const Kernel found = kernel(ScalarType::Float, ScalarType::Float, false, 1);
   for (int64_t i = 0; i < count; ++i) {
     if (i + 1 < count) ask_for(first + lines[i + 1] * stride, inputs);
     const float* of_line = biases == nullptr ? nullptr : biases + lines[i];

@@ -1,0 +1,104 @@
+// Rows and a weight in bfloat16, in the matrix registers of AMX. A register takes 16 lines of the weight from where they
+// are, 32 inputs at a time, and another one the same inputs of all rows, in pairs. Included by dot_linear.cpp.
+
+namespace matrices {
+
+constexpr int64_t kInputs = 32;  // of a register
+constexpr int64_t kTileBytes = fastgen::kMatrixRows * fastgen::kMatrixBytes;
+// With fewer rows, dot products take less.
+constexpr int64_t kMinRows = 8, kMaxRows = fastgen::kMatrixRows;
+
+#define FASTGEN_TARGET \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+
+FASTGEN_TARGET inline __mmask32 first_of(int64_t count) {
+  return count >= kInputs ? 0xffffffffu : (uint32_t{1} << count) - 1;
+}
+
+// Some inputs of lines that are `stride` apart, as a register takes them; zero behind the last line and the last input.
+FASTGEN_TARGET inline void copy(const uint16_t* from, int64_t stride, int64_t lines, int64_t inputs, char* to) {
+  for (int64_t i = 0; i < fastgen::kMatrixRows; ++i) {
+    const __m512i line =
+        i < lines ? _mm512_maskz_loadu_epi16(first_of(inputs), from + i * stride) : _mm512_setzero_si512();
+    _mm512_store_si512(to + i * fastgen::kMatrixBytes, line);
+  }
+}
+
+// The rows, [steps][16 pairs of inputs][16 rows], in memory that the thread keeps.
+FASTGEN_TARGET inline const char* transposed(const Arguments& a) {
+  static thread_local std::vector<char> kept;
+  const int64_t steps = (a.inputs + kInputs - 1) / kInputs;
+  kept.resize(std::max<size_t>(kept.size(), steps * kTileBytes + fastgen::kMatrixBytes));
+  char* rows = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) & ~uintptr_t{63});
+  alignas(64) char tile[kTileBytes];
+  for (int64_t s = 0; s < steps; ++s) {
+    copy(static_cast<const uint16_t*>(a.x) + s * kInputs, a.x_stride, a.rows, a.inputs - s * kInputs, tile);
+    fastgen::transpose16(tile, fastgen::kMatrixRows, rows + s * kTileBytes, fastgen::kMatrixRows);
+  }
+  return rows;
+}
+
+// The sums of 16 outputs with all rows, to the results of those that there are.
+FASTGEN_TARGET inline void finish(const Arguments& a, const float* sums, int64_t output, int64_t outputs) {
+  alignas(64) float lines[kTileBytes / sizeof(float)];
+  fastgen::transpose16(sums, fastgen::kMatrixRows, lines, fastgen::kMatrixRows);
+  const __mmask16 some = static_cast<__mmask16>(first_of(outputs));
+  __m512 start = _mm512_setzero_ps();
+  if (a.bias != nullptr) {
+    const __m256i bias = _mm256_maskz_loadu_epi16(some, static_cast<const uint16_t*>(a.bias) + output);
+    start = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16));
+  }
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const __m512 sum = _mm512_add_ps(_mm512_load_ps(lines + row * fastgen::kMatrixRows), start);
+    const __m256i result = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sum));
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(a.y) + row * a.outputs + output, some, result);
+  }
+}
+
+// Outputs from `first` on, of all rows. What the memory has next, the lines of the next 16 outputs, is asked for meanwhile.
+FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t count) {
+  constexpr int64_t kRows = fastgen::kMatrixRows, kBytes = fastgen::kMatrixBytes;
+  const char* rows = transposed(a);
+  const int64_t whole = a.inputs / kInputs, rest = a.inputs % kInputs, stride = a.weight_stride * 2;
+  alignas(64) char tile[kTileBytes];
+  alignas(64) float sums[kTileBytes / sizeof(float)];
+  fastgen::set_up_matrices({kRows, kRows, kRows, kRows, kRows, kRows, kRows, kRows},
+                           {kBytes, kBytes, kBytes, kBytes, kBytes, kBytes, kBytes, kBytes});
+  for (int64_t output = first; output < first + count; output += kRows) {
+    const int64_t lines = std::min(kRows, first + count - output);
+    const char* weight = static_cast<const char*>(a.weight) + output * stride;
+    const char* next = weight + kRows * stride;
+    const bool has_next = output + 2 * kRows <= a.outputs;
+    __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
+    _tile_zero(0);
+    for (int64_t s = 0; s < whole; ++s) {
+      if (lines == kRows) {
+        _tile_loadd(1, weight + s * kBytes, stride);
+      } else {
+        copy(reinterpret_cast<const uint16_t*>(weight) + s * kInputs, a.weight_stride, lines, kInputs, tile);
+        __asm__ volatile("" : : "r"(tile) : "memory");
+        _tile_loadd(1, tile, kBytes);
+      }
+      _tile_loadd(2, rows + s * kTileBytes, kBytes);
+      _tile_dpbf16ps(0, 1, 2);
+      if (has_next) {
+        for (int64_t i = 0; i < kRows; ++i) _mm_prefetch(next + (s * kRows + i) * kBytes, _MM_HINT_T0);
+      }
+    }
+    if (rest > 0) {
+      copy(reinterpret_cast<const uint16_t*>(weight) + whole * kInputs, a.weight_stride, lines, rest, tile);
+      __asm__ volatile("" : : "r"(tile) : "memory");
+      _tile_loadd(1, tile, kBytes);
+      _tile_loadd(2, rows + whole * kTileBytes, kBytes);
+      _tile_dpbf16ps(0, 1, 2);
+    }
+    _tile_stored(0, sums, kBytes);
+    __asm__ volatile("" : : "r"(sums) : "memory");
+    finish(a, sums, output, lines);
+  }
+  fastgen::release_matrices();
+}
+
+#undef FASTGEN_TARGET
+
+}  // namespace matrices
