@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -174,6 +175,8 @@ ASSISTANT_LAYERS = 8
 DRAFTS = {"own weights": "int8", "prompt lookup": "off", "an assistant": "off"}
 
 
+# The steps of all prompts are kept, or each measured call would record its own.
+@mock.patch.object(graph_cache, "MOST", 8 * len(GRID))
 def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     """How many times as fast as plain ones the calls of each prompt of `GRID` are: the least, the median, and all.
 
@@ -182,7 +185,6 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     """
     model, _ = _load(Case("", "smollm2", QUESTIONS[:1], {}), options)
     fastgen.reset_stats()
-    graph_cache.MOST = 8 * len(GRID)  # the steps of all prompts are kept, or each measured call would record its own
     extra = {"own weights": {}, "prompt lookup": LOOKUP, "an assistant": {"assistant_model": _first_layers(model)}}[
         draft
     ]
@@ -229,7 +231,7 @@ def unsuited(draft: str, options: argparse.Namespace) -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def _every_length() -> Iterator[None]:
-    """Rounds draft each number of tokens in turn, whether or not that gains: so all parts of a step are recorded."""
+    """Rounds draft the most tokens for which nothing is recorded, then each number in turn, whatever that gains."""
     decoding._pauses.clear()
     places, choose = itertools.cycle(reversed(range(len(LENGTHS)))), Pace.choose
 

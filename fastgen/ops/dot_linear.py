@@ -1,8 +1,11 @@
 """Linear layers for the few rows of a decoding step, as dot products with the lines of a weight as it is, on the CPU.
 
 The weight is neither packed nor laid out: it is read once, in float32, bfloat16 or float16, and sums are in
-float32 (see csrc/cpu/dot_linear.cpp). Which product is faster is measured, once per machine and shape: in float32 with
-all other products (`fastgen.ops.linear.costs`), with numbers of 16 bits here (`costs`).
+float32 (see csrc/cpu/dot_linear.cpp). With AMX, 8 to 16 rows of bfloat16 are multiplied in its registers, where numbers
+and sums that are too small to be normal are zero.
+
+Which product is faster is measured, once per machine and shape: in float32 with all other products
+(`fastgen.ops.linear.costs`), with numbers of 16 bits here (`costs`).
 
 With x, bias and result in float32 the weight may be in bfloat16 or float16. The result has the bits of that with the
 widened weight. Where that need not be, a weight in panels is faster (`fastgen.ops.narrow_linear`).

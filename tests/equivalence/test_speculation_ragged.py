@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -61,33 +60,6 @@ def test_one_row_is_left_of_a_batch(checks: list[list[int]]) -> None:
         same(model, inputs, {**GREEDY, "max_new_tokens": 64, "eos_token_id": ends}, prompt_lookup_num_tokens=8)
     assert_speculates(3)
     assert checks and counts().get("rows_left", 0) > 0
-
-
-def test_rows_end_inside_what_is_accepted(
-    any_lengths: None, checks: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts that have the last tokens in them already, which are drafted then, with others behind them."""
-    family, model = KNOWN["llama"], KNOWN["llama"].build()
-    inputs = family.make_inputs(4)
-    options = {**GREEDY, "max_new_tokens": 40}
-    with fastgen.disabled():
-        said = model.generate(**inputs, **options, min_new_tokens=40)
-        inputs = {"input_ids": said, "attention_mask": F.pad(inputs["attention_mask"], (0, 40), value=1)}
-        goes_on = model.generate(**inputs, **options, min_new_tokens=40)[:, said.shape[1] :]
-    ends = [int(row[7 + 3 * number]) for number, row in enumerate(goes_on)]
-    ended_inside = []
-    check = RaggedStep.check
-
-    def watched(self: RaggedStep, model: object, drafted: int) -> None:
-        before, asked = self.search.unfinished.view(-1).clone(), self.counts.clone()
-        check(self, model, drafted)
-        ended = before & ~self.search.unfinished.view(-1)
-        ended_inside.append(bool((ended & (self.accepted < asked)).any()))
-
-    monkeypatch.setattr(RaggedStep, "check", watched)
-    same(model, inputs, {**options, "eos_token_id": ends}, prompt_lookup_num_tokens=8)
-    assert_speculates(1)
-    assert any(ended_inside), "no row ended before the last of its drafted tokens"
 
 
 def test_chosen_by_what_it_gains(checks: list[list[int]]) -> None:

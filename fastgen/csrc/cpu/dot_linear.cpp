@@ -5,7 +5,7 @@
 // weight: each thread reads its part as a few streams far from each other, and the lines of a few outputs stay in the
 // cache until all rows have been multiplied with them. What comes next is asked for meanwhile, a share of it with every
 // few rows, so that memory and the multiplications are busy at the same time. Sums are in float32, in one order whatever
-// the number of rows, but that more rows in bfloat16 are multiplied in the matrix registers where there are some.
+// the number of rows; but 8 to 16 rows of bfloat16 are multiplied in the matrix registers of AMX, in another order.
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
@@ -128,7 +128,8 @@ Kernel kernel(ScalarType type, ScalarType of_weight, bool by_outputs, int64_t ro
                                       : Kernel{&SET::multiply<SET::Float16>, &SET::prepare<SET::Float16>}
 #ifdef FASTGEN_DOT_MATRICES
   if (type == ScalarType::BFloat16 && rows >= matrices::kMinRows && rows <= matrices::kMaxRows &&
-      fastgen::has_matrix_registers() && __builtin_cpu_supports("avx512bf16")) {
+      fastgen::instruction_set() == fastgen::InstructionSet::kAvx512 && fastgen::has_matrix_registers() &&
+      __builtin_cpu_supports("avx512bf16")) {
     return {&matrices::multiply, nullptr};
   }
 #endif

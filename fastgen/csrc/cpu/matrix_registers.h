@@ -39,6 +39,11 @@ __attribute__((target("amx-tile"))) inline void set_up_matrices(const int64_t (&
 
 __attribute__((target("amx-tile"))) inline void release_matrices() { _tile_release(); }
 
+// Releases them at the end of a block, by an exception, too.
+struct MatricesUntilEnd {
+  ~MatricesUntilEnd() { release_matrices(); }
+};
+
 #endif
 
 }  // namespace fastgen

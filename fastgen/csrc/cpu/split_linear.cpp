@@ -8,8 +8,8 @@
 // about 2**-102 lose bits, and those below 2**-126 count as zero.
 //
 // A thread splits a block of rows into its second-level cache. It takes the weight through that, some outputs at a time,
-// which it splits, too. So nothing is copied, and no thread reads what another one has split. The weight is what the
-// instruction takes line by line: it is split once for each block of rows, and the rows, in pairs of inputs, once.
+// which it splits, too. So nothing is copied, and no thread reads what another one has split. The instruction takes the
+// weight line by line. It takes the rows in pairs of inputs, so they are transposed when they are split, and sums at the end.
 //
 // What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
 // that are not finite are computed again, one by one.
@@ -49,7 +49,8 @@ constexpr int64_t kPair = 2 * kTileRows;  // rows, and outputs, that are multipl
 constexpr int64_t kPairs = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kSteps = 24;
-// Where there are more steps, the sums of these rows with so many pairs of outputs are kept, too.
+// Where there are more steps, the sums of these rows with so many pairs of outputs are kept, too: 1 MiB, which then comes
+// from behind this cache once for all steps.
 constexpr int64_t kOutputPairs = 32;
 // How far ahead of the split a weight is asked for.
 constexpr int64_t kStepsAhead = 4;
@@ -301,6 +302,7 @@ void multiply_all(const Problem& p) {
   fastgen::parallel_for(0, blocks * outputs, 1, [&](int64_t begin, int64_t end) {
     fastgen::set_up_matrices({kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows, kTileRows},
                              {kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine, kTileLine});
+    const fastgen::MatricesUntilEnd until_end;
     for (int64_t next = begin; next < end;) {
       const int64_t block = next / outputs, output = next % outputs;
       const int64_t some = std::min({end - next, outputs - output, at_once});
@@ -308,7 +310,6 @@ void multiply_all(const Problem& p) {
       multiply_block(p, first * kPair, last - first, output, output + some);
       next += some;
     }
-    fastgen::release_matrices();
   });
 }
 

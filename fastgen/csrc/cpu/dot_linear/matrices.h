@@ -38,7 +38,8 @@ FASTGEN_TARGET inline const char* transposed(const Arguments& a) {
   return rows;
 }
 
-// The sums of 16 outputs with all rows, to the results of those that there are.
+// The sums of 16 outputs with all rows, to the results of those that there are. Like the sums themselves, results that are
+// too small to be normal are zero.
 FASTGEN_TARGET inline void finish(const Arguments& a, const float* sums, int64_t output, int64_t outputs) {
   alignas(64) float lines[kTileBytes / sizeof(float)];
   fastgen::transpose16(sums, fastgen::kMatrixRows, lines, fastgen::kMatrixRows);
@@ -55,7 +56,8 @@ FASTGEN_TARGET inline void finish(const Arguments& a, const float* sums, int64_t
   }
 }
 
-// Outputs from `first` on, of all rows. What the memory has next, the lines of the next 16 outputs, is asked for meanwhile.
+// Outputs from `first` on, of all rows. The lines of the next 16 outputs are asked for meanwhile, if they are what the
+// memory has next.
 FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t count) {
   constexpr int64_t kRows = fastgen::kMatrixRows, kBytes = fastgen::kMatrixBytes;
   const char* rows = transposed(a);
@@ -68,7 +70,7 @@ FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t c
     const int64_t lines = std::min(kRows, first + count - output);
     const char* weight = static_cast<const char*>(a.weight) + output * stride;
     const char* next = weight + kRows * stride;
-    const bool has_next = output + 2 * kRows <= a.outputs;
+    const bool has_next = output + 2 * kRows <= a.outputs && a.weight_stride == a.inputs;
     __asm__ volatile("" : : : "memory");  // the intrinsics do not tell the compiler of all that they read
     _tile_zero(0);
     for (int64_t s = 0; s < whole; ++s) {
@@ -78,6 +80,7 @@ FASTGEN_TARGET inline void multiply(const Arguments& a, int64_t first, int64_t c
         copy(reinterpret_cast<const uint16_t*>(weight) + s * kInputs, a.weight_stride, lines, kInputs, tile);
         __asm__ volatile("" : : "r"(tile) : "memory");
         _tile_loadd(1, tile, kBytes);
+        __asm__ volatile("" : : : "memory");
       }
       _tile_loadd(2, rows + s * kTileBytes, kBytes);
       _tile_dpbf16ps(0, 1, 2);
