@@ -75,10 +75,33 @@ class Packing:
 
     def _is_one_operator(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Whether attention of all texts is one call, which is measured to be faster."""
-        if settings.current().linear_products == "fixed" or not packed_attention.serves(query, keys, values):
-            return False
-        heads, dim = query.shape[1], query.shape[3]
-        return packed_attention.is_faster(max(self.lengths), heads, keys.shape[1], dim)
+        return packed_attention.serves(query, keys, values) and _is_faster(max(self.lengths), query, keys)
+
+
+def attend_texts(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor | None:
+    """Attention within each of several texts that are as long as each other, where FastGen's operator serves.
+
+    Args:
+        query, keys, values: [texts, heads, length, dim]; a head of keys may serve several of query.
+
+    Returns:
+        [texts, length, heads, dim of the values]; None where torch's attention is to run.
+    """
+    if not packed_attention.serves(query, keys, values) or not query.numel():
+        return None
+    texts, _, length, _ = query.shape
+    rows = [row for x in (query, keys, values) if (row := packed_attention.as_row(x)) is not None]
+    if len(rows) < 3 or not _is_faster(length, query, keys):
+        return None
+    lengths = torch.full((texts,), length, dtype=torch.int64, device="cpu")
+    return packed_attention.packed_attention(rows[0], rows[1], rows[2], lengths, scale).unflatten(0, (texts, length))
+
+
+def _is_faster(length: int, query: Tensor, keys: Tensor) -> bool:
+    """Whether FastGen's operator is measured to be faster with [..., heads, tokens, dim] of texts of this length."""
+    if settings.current().linear_products == "fixed":  # the choice depends on a measurement
+        return False
+    return packed_attention.is_faster(length, query.shape[-3], keys.shape[-3], query.shape[-1])
 
 
 def _of_texts(x: Tensor, begin: int, texts: int, length: int) -> Tensor:

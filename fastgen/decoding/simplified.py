@@ -143,11 +143,9 @@ def _own_attention(operation: Operation, used: frozenset[int], recording: Record
 def _as_row(place: Place, recording: Recording) -> torch.Tensor | None:
     """[texts, heads, length, dim] as [heads, tokens, dim] in the same memory; None where it does not lie so."""
     storage = recording.storages[place.storage]
-    texts = torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
-    try:
-        return texts.transpose(0, 1).view(place.size[1], place.size[0] * place.size[2], place.size[3])
-    except RuntimeError:
-        return None
+    return packed_attention.as_row(
+        torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+    )
 
 
 def _with_biases(operations: list[Operation]) -> list[Operation]:

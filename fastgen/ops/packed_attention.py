@@ -47,6 +47,15 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
+def as_row(texts: Tensor) -> Tensor | None:
+    """[texts, heads, length, dim] as [heads, texts * length, dim] in the same memory; None where it does not lie so."""
+    count, heads, length, dim = texts.shape
+    try:
+        return texts.transpose(0, 1).view(heads, count * length, dim)
+    except RuntimeError:
+        return None
+
+
 def packed_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
     """`scaled_dot_product_attention` of each text over its own tokens; not differentiable.
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import settings
-from fastgen.decoding.packing import Packing
+from fastgen.decoding.packing import Packing, attend_texts
 from fastgen.ops import packed_attention
 
 LENGTHS = [7, 30, 7, 1, 130]
@@ -61,3 +61,32 @@ def test_what_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: bool(asked.append(shape)))
     check(2)
     assert calls == [] and asked == [(max(LENGTHS), HEADS, 2, DIM)]
+
+
+def texts(length: int = 40, kv_heads: int = HEADS) -> list[Tensor]:
+    """Queries, keys and values of three texts, as linear layers give them."""
+    return [torch.randn(3, length, heads, DIM).transpose(1, 2) for heads in (HEADS, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("length", [1, 40, 300])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_texts_of_one_length(calls: list[int], kv_heads: int, scale: float | None, length: int) -> None:
+    some = texts(length, kv_heads)
+    found = attend_texts(*some, scale)
+    assert calls == [3] and found is not None
+    wanted = F.scaled_dot_product_attention(*(x.double() for x in some), scale=scale, enable_gqa=True)
+    torch.testing.assert_close(found.double(), wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_texts_that_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    query, keys, values = texts()
+    assert attend_texts(query.double(), keys.double(), values.double(), None) is None
+    assert attend_texts(query, keys[:, :, 1:], values[:, :, 1:], None) is None  # over others than themselves
+    assert attend_texts(query.contiguous(), keys, values, None) is None  # no text behind the other
+    assert attend_texts(query[:0], keys[:0], values[:0], None) is None
+    with settings.changed(linear_products="fixed"):
+        assert attend_texts(query, keys, values, None) is None
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: False)
+    assert attend_texts(query, keys, values, None) is None
+    assert calls == []

@@ -79,7 +79,7 @@ def strict(counted: None) -> None:
 
 @pytest.fixture
 def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps are recorded in the first call, and layers of any size draft in few bits."""
+    """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
     speculation.record_at_once(monkeypatch)
     yield
     fastgen.enable(self_speculation="off")

@@ -15,6 +15,7 @@ from fastgen.decoding.speculation import draft_length
 from fastgen.ops import linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
 from fastgen.optimizer.transformers.speculation.pace import Pace
@@ -28,8 +29,9 @@ GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
 
 
 def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are recorded in the first call, and layers of any size draft in few bits."""
+    """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
     monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
     monkeypatch.setattr(OwnWeightsDraft, "is_prepared", False)

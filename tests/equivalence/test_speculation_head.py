@@ -10,9 +10,11 @@ import torch
 
 import fastgen
 from fastgen import settings
+from fastgen.decoding import output_layer
 from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights
 from fastgen.ops import largest_output
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
+from fastgen.optimizer.transformers.speculation.pace import Pace
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
 
 pytestmark = [
@@ -85,3 +87,24 @@ def test_the_copy_of_the_output_layer() -> None:
     assert head in weights._products and weights._rough is None
     logits = torch.randn(3, 7)
     assert torch.equal(weights.largest(logits), logits.argmax(dim=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"min_new_tokens": 12}, {"no_repeat_ngram_size": 3}])
+def test_a_check_of_one_position_estimates_the_outputs(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """As a step of a plain call does, whatever processors ban."""
+    found: list[int] = []
+    find_two = output_layer.Step.find_two
+
+    def counted(step: output_layer.Step, out: torch.Tensor, *more: Any) -> None:
+        found.append(len(out))
+        find_two(step, out, *more)
+
+    monkeypatch.setattr(output_layer.Step, "find_two", counted)
+    monkeypatch.setattr(Pace, "choose", lambda *_, **__: 0)
+    family = KNOWN["llama"]
+    model = copy.deepcopy(family.build())
+    same(model, family.make_inputs(1), {**GREEDY, **options}, prompt_lookup_num_tokens=4)
+    assert_speculates(1)
+    assert found and set(found) == {1}

@@ -13,6 +13,8 @@ from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
+from fastgen.optimizer.transformers.speculation.pace import can_begin
+from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
 pytestmark = pytest.mark.usefixtures("speculates_at_once")
@@ -35,6 +37,50 @@ def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: f
     assert counts()["accelerated"] == speculates
     if speculates < 4:
         assert not_used() == {"drafts have gained nothing in the calls before": 4 - speculates}
+
+
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "own weights"])
+def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: dict[str, int]) -> None:
+    """Where a draft that is not accepted would take too much of it; one of many calls tries whether it still is so."""
+    monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
+    asked = []
+
+    def can_begin(step: SpeculativeStep, plain: float, tokens: int) -> bool:
+        asked.append((step.key.rows, plain, tokens))
+        return tokens > 8
+
+    monkeypatch.setattr(decoding, "can_begin", can_begin)
+    monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    if not draft:
+        fastgen.enable(self_speculation="int8")
+    drafted = []
+    for _ in range(6):
+        same(model, inputs, {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}, **draft)
+        drafted.append(counts()["accelerated"])
+    assert drafted == [1, 1, 1, 2, 2, 2]  # of the first call, nothing was known
+    assert not_used() == {"a call of so few tokens that drafts might lose time": 4}
+    assert asked == [(2, 1.0, 8)] * 5
+    for _ in range(2):
+        same(model, inputs, {**GREEDY, "max_new_tokens": 9, "eos_token_id": None}, **draft)
+    assert counts()["accelerated"] == 4
+
+
+def test_what_is_known_of_a_step_decides_whether_a_call_is_short() -> None:
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
+    lookup = {"prompt_lookup_num_tokens": 4}
+    for _ in range(3):
+        same(model, inputs, {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}, **lookup)
+    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
+    check = max(part for part in step.times if step.seconds(part) is not None)
+    assert check > 1
+    seconds = step.seconds(check)
+    assert seconds is not None
+    assert not can_begin(step, seconds / 10, 4) and can_begin(step, seconds / 10, 10_000)
+    step.times.clear()
+    assert can_begin(step, seconds / 10, 4)  # nobody knows
 
 
 def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,12 @@ class DraftLength:
         return 1 - min(costs[k] / (k / each + 1) for k in self._lengths) / costs[0]
 
     @property
+    def can_begin(self) -> bool:
+        """Whether the shortest draft may be the first round: with few tokens to come, it might lose too much."""
+        costs = self._costs.steps(len(self._rows), self._lengths[1])
+        return costs[self._lengths[1]] - costs[0] <= self._spare(costs[0], are_found=False)
+
+    @property
     def gain(self) -> float:
         """The seconds that drafts have gained so far, as a part of what the tokens would have taken without them."""
         return self._ahead / self._without if self._without else 0.0

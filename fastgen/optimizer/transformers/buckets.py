@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen import patching
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.encoders import attention
 
 
 def _modules(*names: str) -> frozenset[str]:
@@ -45,7 +46,8 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = Call.current(model)
     if call is None or not patching.is_active():
         return wrapped(*args, **kwargs)
-    return _encode(call, wrapped, *args, **kwargs)
+    with attention.own():
+        return _encode(call, wrapped, *args, **kwargs)
 
 
 def _encode(

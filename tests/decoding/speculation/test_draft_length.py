@@ -300,6 +300,14 @@ def test_most_gain():
     assert DraftLength(Costs({1: 0.37, 5: 0.8, 9: 0.9}, {1: 0.33}), 1, (0, 2, 4, 8)).most_gain < 0.07
 
 
+@pytest.mark.parametrize("tokens, can", [(8, False), (24, False), (25, True), (200, True)])
+def test_the_first_round_may_lose_two_per_cent_of_the_call(tokens, can):
+    """The shortest draft takes half a plain step more than one."""
+    chooser = DraftLength(Costs({1: 1.0, 2: 1.1, 4: 1.2}, {1: 0.4}), 1, (0, 1, 3), horizon=tokens)
+    assert chooser.can_begin is can
+    assert (chooser.choose([0]) > 0) is can
+
+
 def test_pauses_where_nothing_can_be_gained():
     """The first such call is the last for long."""
     pauses = Pauses()

@@ -26,7 +26,7 @@ from fastgen.decoding.products import HALF
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
-from fastgen.optimizer.transformers.encoders import programs
+from fastgen.optimizer.transformers.encoders import attention, programs
 from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
@@ -174,8 +174,9 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]:
-    """The faster form of layers in float32, where there are so many rows that looking at the layers takes little time.
+@contextlib.contextmanager
+def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
+    """The faster form of layers and attention in float32, where there are so many rows that it takes little time.
 
     What is left to the original code runs outside of it.
     """
@@ -184,7 +185,11 @@ def _many_rows(model: Any, given: dict[str, Any]) -> AbstractContextManager[Any]
     may_choose = now.linear_products == "measured" and now.packed_weights != "never"
     is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
     is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
-    return fast_layers(model) if is_wanted and linear.is_available() else contextlib.nullcontext()
+    if not is_wanted or not linear.is_available():
+        yield
+        return
+    with fast_layers(model), attention.own():
+        yield
 
 
 def _positions(given: dict[str, Any]) -> int:

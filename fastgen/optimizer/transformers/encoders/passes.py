@@ -18,13 +18,12 @@ from torch import Tensor
 
 from fastgen.decoding import length_buckets
 from fastgen.decoding.packing import Packing
+from fastgen.optimizer.transformers.encoders import attention
 from fastgen.optimizer.transformers.encoders.stacks import COUNTING, PACKED
 
 # What a further pass costs, in positions: a small one multiplies slowly, and takes the time of the model's Python code.
 PASS = 32
 _NOT_PER_TOKEN = "results of the layers that are not one for each token"
-# Arguments of attention functions that change what one token sees of the others of its text.
-_OF_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal")
 # Arguments of a stack with a row for each text and a column for each position.
 _PER_POSITION = ("hidden_states", "input_ids", "inputs_embeds", "position_ids", "token_type_ids", "bbox")
 
@@ -185,9 +184,9 @@ class Passes:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """In the place of an attention function of the library, while the layers run on one row."""
-        for name in _OF_ATTENTION:
-            if kwargs.get(name) not in (None, False):
-                raise Declined(f"an argument of attention ({name})")
+        name = attention.changing_argument(kwargs)
+        if name is not None:
+            raise Declined(f"an argument of attention ({name})")
         if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
             raise Declined("attention that is more than over all tokens of a text")
         if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == self.packing.total:
@@ -280,6 +279,6 @@ def stack(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `AttentionInterface.get_interface`."""
     passes = Passes.current.get()
-    if passes is None or passes.packing is None:
-        return wrapped(*args, **kwargs)
-    return passes.attend
+    if passes is not None and passes.packing is not None:
+        return passes.attend
+    return attention.of_whole_texts(wrapped(*args, **kwargs))

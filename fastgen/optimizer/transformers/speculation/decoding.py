@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from fastgen import counters, settings
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.decoding.speculation.draft_length import Pauses
+from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import MASKS, Decoding
@@ -26,7 +26,7 @@ from fastgen.optimizer.transformers.models import positions_of_step
 from fastgen.optimizer.transformers.speculation import leaving
 from fastgen.optimizer.transformers.speculation.assistant_step import AssistantStep
 from fastgen.optimizer.transformers.speculation.drafts import Draft, DraftKey
-from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, Pace, most_gain
+from fastgen.optimizer.transformers.speculation.pace import LEAST_GAIN, Pace, can_begin, most_gain
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from fastgen.optimizer.transformers.speculation.preparation import Preparation
 from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep, serves
@@ -80,6 +80,24 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a model that stores several positions in a step")
         if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
+        if draft.schedule is None and self._is_too_short():
+            raise CannotBeCaptured("a call of so few tokens that drafts might lose time")
+
+    def _is_too_short(self) -> bool:
+        """Whether the call can lose too little time for a draft, by what is known before it has its step.
+
+        What is known may be wrong: so one of many such calls tries it.
+        """
+        kept = graph_cache.kept(self._model, self._key)
+        if kept is None:
+            return False
+        assert isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
+        # Plain calls of a few tokens do not say what a step takes: a check without a draft takes about as long.
+        plain = seconds_of_step(self._model, self._plain_key) or kept.seconds(1)
+        if plain is None or can_begin(kept, plain, self._prompt.new_tokens):
+            return False
+        kept.short_calls += 1
+        return kept.short_calls % (MOST_PAUSES + 1) != 0
 
     def run(self) -> Any:
         if self._draft.is_prepared:

@@ -30,7 +30,10 @@ def smaller_key(step: SpeculativeStep) -> Key | None:
 
     The larger steps stay until the call ends: so together, they have less than twice the memory of the first one.
     """
-    key, count = step.key, int(step.search.unfinished.any(dim=1).sum())
+    key = step.key
+    if key.batch == 1:
+        return None
+    count = int(step.search.unfinished.any(dim=1).sum())
     size = next((size for size in BATCHES if size >= count), key.batch)
     if 2 * size > key.batch or _reads_sources(key):
         return None

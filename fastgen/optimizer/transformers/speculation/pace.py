@@ -29,10 +29,21 @@ def most_gain(step: SpeculativeStep, plain: float) -> float:
     Args:
         plain: seconds of a step of a plain call.
     """
+    return _beside_plain(step, plain).most_gain
+
+
+def can_begin(step: SpeculativeStep, plain: float, tokens: int) -> bool:
+    """`DraftLength.can_begin` in a call of at most so many tokens; where no check of a draft is known, it can."""
+    is_known = any(count > step.key.rows for count in _tables(step)[0])
+    return not is_known or _beside_plain(step, plain, tokens).can_begin
+
+
+def _beside_plain(step: SpeculativeStep, plain: float, tokens: int = 1) -> DraftLength:
+    """Of a call with all rows of the step that begins, by what is known of the step and of those of plain calls."""
     verify, draft = _tables(step)
     rows = step.key.rows
     costs = _StepCosts(step, {**verify, rows: plain}, draft, plain_is_given=True)
-    return DraftLength(costs, rows, step.lengths).most_gain
+    return DraftLength(costs, rows, step.lengths, horizon=tokens)
 
 
 def _tables(*steps: SpeculativeStep) -> tuple[dict[int, float], dict[int, float]]:

@@ -97,6 +97,7 @@ class SpeculativeStep(CapturedStep):
         seconds_of_first_runs: of all parts until they had been captured.
         records_at_once: parts are recorded when a round asks for them, and not only where they are `measured`.
         seconds_of_move: what it took to take over rows of a larger step.
+        short_calls: that had too few tokens for a draft.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
             and the logits that these were made of; nothing unless `key.draft.records`.
@@ -126,6 +127,7 @@ class SpeculativeStep(CapturedStep):
         self.host_times: deque[float] = deque(maxlen=KEPT)
         self.seconds_of_first_runs = self.seconds_of_move = 0.0
         self.records_at_once = True
+        self.short_calls = 0
         self.acceptance: float | None = None  # what the last call has found
         self.assistant: Any = None  # what another model drafts with on these sequences
         self._is_first = True
@@ -410,10 +412,9 @@ class SpeculativeStep(CapturedStep):
         scores, processors = logits.float(), list(self.processors or ())
         number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)
         if number:
-            positions = range(logits.shape[1])
-            scores = torch.stack(
-                [self._processed_at(logits[:, at], at, processors[:number]) for at in positions], dim=1
-            )
+            positions = [self._processed_at(logits[:, at], at, processors[:number]) for at in range(logits.shape[1])]
+            # One position is not copied: it may be recognised as that of the output layer (`largest_outputs`).
+            scores = torch.stack(positions, dim=1) if len(positions) > 1 else positions[0].unsqueeze(1)
         found = scores.flatten(0, 1)
         for processor in processors[number:]:
             found = processor(found, self._tokens_at(0))
