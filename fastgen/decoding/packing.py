@@ -87,14 +87,15 @@ def attend_texts(query: Tensor, keys: Tensor, values: Tensor, scale: float | Non
     Returns:
         [texts, length, heads, dim of the values]; None where torch's attention is to run.
     """
-    if not packed_attention.serves(query, keys, values) or not query.numel():
+    are_texts = query.dim() == keys.dim() == values.dim() == 4 and len(query) == len(keys) == len(values)
+    if not are_texts or not query.numel() or not packed_attention.serves(query, keys, values):
         return None
     texts, _, length, _ = query.shape
-    rows = [row for x in (query, keys, values) if (row := packed_attention.as_row(x)) is not None]
-    if len(rows) < 3 or not _is_faster(length, query, keys):
+    q, k, v = (packed_attention.as_row(x) for x in (query, keys, values))
+    if q is None or k is None or v is None or not _is_faster(length, query, keys):
         return None
     lengths = torch.full((texts,), length, dtype=torch.int64, device="cpu")
-    return packed_attention.packed_attention(rows[0], rows[1], rows[2], lengths, scale).unflatten(0, (texts, length))
+    return packed_attention.packed_attention(q, k, v, lengths, scale).unflatten(0, (texts, length))
 
 
 def _is_faster(length: int, query: Tensor, keys: Tensor) -> bool:

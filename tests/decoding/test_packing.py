@@ -85,6 +85,8 @@ def test_texts_that_torch_computes(calls: list[int], monkeypatch: pytest.MonkeyP
     assert attend_texts(query, keys[:, :, 1:], values[:, :, 1:], None) is None  # over others than themselves
     assert attend_texts(query.contiguous(), keys, values, None) is None  # no text behind the other
     assert attend_texts(query[:0], keys[:0], values[:0], None) is None
+    assert attend_texts(query[:1], keys, values, None) is None  # one for all texts
+    assert attend_texts(query[0], keys[0], values[0], None) is None
     with settings.changed(linear_products="fixed"):
         assert attend_texts(query, keys, values, None) is None
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 import transformers
 
 import fastgen
-from fastgen import settings
 from fastgen.decoding import length_buckets
-from fastgen.ops import packed_attention
 from fastgen.optimizer.transformers import buckets
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, check
@@ -132,57 +129,3 @@ def test_a_failure_in_a_group(monkeypatch: pytest.MonkeyPatch, passes: list[tupl
     monkeypatch.setattr(buckets, "_check_nothing_else", failing)
     with pytest.warns(RuntimeWarning, match="planted"):
         check(BY_NAME["bart"].build(), _inputs([7, LONG, 20]), BEAM)
-
-
-@pytest.fixture
-def own_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the queries in each call of FastGen's attention over texts, which is the faster one."""
-    if not packed_attention.is_available():
-        pytest.skip("there are no kernels with vectors in this process")
-    found: list[tuple[int, ...]] = []
-    operator = packed_attention.OPERATOR
-
-    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        found.append(tuple(query.shape))
-        return operator(query, *others)
-
-    monkeypatch.setattr(packed_attention, "OPERATOR", counted)
-    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
-    return found
-
-
-@pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
-@pytest.mark.parametrize("name", ["bart", "marian", "m2m100"])
-def test_attention_over_whole_texts(name: str, decoding: dict[str, Any], own_attention: list[tuple[int, ...]]) -> None:
-    """In the encoder, once in each layer for all texts; the decoder sees what is in front alone, and the encoder."""
-    family, inputs = BY_NAME[name], _inputs([LONG] * 3)
-    model = family.build()
-    check(model, inputs, decoding)
-    assert accelerated() == 1
-    layers, heads = model.config.encoder_layers, model.config.encoder_attention_heads
-    assert own_attention == [(heads, 3 * LONG, model.config.d_model // heads)] * layers
-
-
-@pytest.mark.parametrize(
-    "case", ["padding", "eager", "fixed products", "half precision", "attentions", "without FastGen"]
-)
-def test_attention_that_stays_as_it_is(case: str, own_attention: list[tuple[int, ...]]) -> None:
-    model = BY_NAME["bart"].build("eager" if case in ("eager", "attentions") else "sdpa")
-    inputs = _inputs([LONG - 1, LONG] if case == "padding" else [LONG] * 2)
-    if case == "half precision":
-        model = copy.deepcopy(model).bfloat16()
-    options = {"return_dict_in_generate": True, "output_attentions": True} if case == "attentions" else {}
-    with fastgen.disabled() if case == "without FastGen" else contextlib.nullcontext():
-        fixed = settings.changed(linear_products="fixed") if case == "fixed products" else contextlib.nullcontext()
-        with fixed:
-            model.generate(**inputs, max_new_tokens=3, **options)
-    assert own_attention == []
-
-
-def test_a_causal_encoder_keeps_its_attention(own_attention: list[tuple[int, ...]]) -> None:
-    """Of what a module does not say, the library makes a causal one."""
-    model = copy.deepcopy(BY_NAME["bart"].build())
-    for layer in model.get_encoder().layers:
-        layer.self_attn.is_causal = True
-    check(model, _inputs([LONG] * 2), {})
-    assert own_attention == []

@@ -15,7 +15,17 @@ from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, LookupDraft
 from fastgen.optimizer.transformers.speculation.pace import can_begin
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.times import KEPT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
+
+
+class Streamer:
+    """Takes everything."""
+
+    def put(self, tokens: object) -> None: ...
+
+    def end(self) -> None: ...
+
 
 pytestmark = pytest.mark.usefixtures("speculates_at_once")
 
@@ -39,9 +49,12 @@ def test_steps_of_plain_calls_decide(monkeypatch: pytest.MonkeyPatch, seconds: f
         assert not_used() == {"drafts have gained nothing in the calls before": 4 - speculates}
 
 
+FEW = {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}
+
+
 @pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 4}, {}], ids=["lookup", "own weights"])
 def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: dict[str, int]) -> None:
-    """Where a draft that is not accepted would take too much of it; one of many calls tries whether it still is so."""
+    """Where a draft that is not accepted would take too much of it; after many of them, times are measured again."""
     monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
     asked = []
 
@@ -53,17 +66,63 @@ def test_a_call_of_few_tokens_is_plain(monkeypatch: pytest.MonkeyPatch, draft: d
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
     family = KNOWN["llama"]
     model, inputs = copy.deepcopy(family.build()), family.make_inputs(2)
+    same(model, inputs, FEW)  # a plain step
     if not draft:
         fastgen.enable(self_speculation="int8")
     drafted = []
     for _ in range(6):
-        same(model, inputs, {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}, **draft)
+        same(model, inputs, FEW, **draft)
         drafted.append(counts()["accelerated"])
     assert drafted == [1, 1, 1, 2, 2, 2]  # of the first call, nothing was known
     assert not_used() == {"a call of so few tokens that drafts might lose time": 4}
     assert asked == [(2, 1.0, 8)] * 5
     for _ in range(2):
-        same(model, inputs, {**GREEDY, "max_new_tokens": 9, "eos_token_id": None}, **draft)
+        same(model, inputs, {**FEW, "max_new_tokens": 9}, **draft)
+    assert counts()["accelerated"] == 4
+
+
+def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_PAUSES", 2)
+    monkeypatch.setattr(decoding, "can_begin", can_begin)
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
+    same(model, inputs, FEW)
+    fastgen.enable(self_speculation="int8")
+    monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 100.0)  # so drafts gain something
+    for _ in range(3):
+        same(model, inputs, FEW)
+    assert counts()["accelerated"] == 3
+    (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
+    for part, known in step.times.items():
+        known._of_calls.clear()
+        known.extend([1e6 if part > 1 else 1.0] * KEPT)
+    for accelerated in (3, 3, 4):
+        before = counts()["drafted"]
+        same(model, inputs, FEW)
+        assert counts()["accelerated"] == accelerated
+    assert counts()["drafted"] > before
+    found = [seconds for part, known in step.times.items() if part > 1 for seconds in known]
+    assert found and max(found) < 60
+
+
+def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts, none would be recorded yet, or a streamer would keep it from being used."""
+    monkeypatch.setattr(decoding, "can_begin", lambda *_: False)
+    monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
+    family = KNOWN["llama"]
+    model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
+    lookup = {"prompt_lookup_num_tokens": 4}
+    for _ in range(2):
+        same(model, inputs, FEW, **lookup)
+    assert_speculates(2)  # there is no plain step
+    same(model, inputs, FEW)
+    same(model, inputs, FEW, **lookup)
+    assert counts()["accelerated"] == 2
+    model.generate(**inputs, **FEW, **lookup, streamer=Streamer())
+    assert counts()["accelerated"] == 3
+    fastgen.enable(captured_step="always")
+    same(model, family.make_inputs(2), FEW, **lookup)
+    same(model, family.make_inputs(2), FEW, **lookup)
     assert counts()["accelerated"] == 4
 
 
@@ -72,7 +131,7 @@ def test_what_is_known_of_a_step_decides_whether_a_call_is_short() -> None:
     model, inputs = copy.deepcopy(family.build()), family.make_inputs(1)
     lookup = {"prompt_lookup_num_tokens": 4}
     for _ in range(3):
-        same(model, inputs, {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}, **lookup)
+        same(model, inputs, {**FEW, "max_new_tokens": 60}, **lookup)
     (step,) = [step for step in graph_cache._models[model].steps.values() if isinstance(step, SpeculativeStep)]
     check = max(part for part in step.times if step.seconds(part) is not None)
     assert check > 1

@@ -164,7 +164,10 @@ class DraftLength:
 
     @property
     def can_begin(self) -> bool:
-        """Whether the shortest draft may be the first round: with few tokens to come, it might lose too much."""
+        """Whether the shortest draft may be the first round: with few tokens to come, it might lose too much.
+
+        In calls that are slightly too short for that, there would be drafts later on.
+        """
         costs = self._costs.steps(len(self._rows), self._lengths[1])
         return costs[self._lengths[1]] - costs[0] <= self._spare(costs[0], are_found=False)
 

@@ -46,7 +46,7 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = Call.current(model)
     if call is None or not patching.is_active():
         return wrapped(*args, **kwargs)
-    with attention.own():
+    with attention.in_force():
         return _encode(call, wrapped, *args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from fastgen import settings
 from fastgen.decoding import host_memory
 from fastgen.ops import linear
-from fastgen.optimizer.transformers.encoders import call, programs
+from fastgen.optimizer.transformers.encoders import attention, call, programs
 
 MANY = {"input_ids": torch.ones(2, programs.MOST_TOKENS, dtype=torch.long)}
 FEW = {"input_ids": torch.ones(1, programs.MOST_TOKENS, dtype=torch.long)}
@@ -32,19 +32,27 @@ FEW = {"input_ids": torch.ones(1, programs.MOST_TOKENS, dtype=torch.long)}
 def test_layers_in_float32_change_for_many_rows(
     given: dict[str, Any], changes: dict[str, str], dtype: torch.dtype, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call, "fast_layers", lambda model: nullcontext("fast"))
+    asked: list[Any] = []
+
+    def fast_layers(model: Any) -> AbstractContextManager[None]:
+        asked.append(model)
+        return nullcontext()
+
+    def changes_with(model: Any, has_gradients: bool = False) -> bool:
+        asked.clear()
+        with torch.set_grad_enabled(has_gradients), settings.changed(**changes), call._many_rows(model, given):
+            assert attention._is_in_force.get() is bool(asked)
+        assert not attention._is_in_force.get()
+        return bool(asked)
+
+    monkeypatch.setattr(call, "fast_layers", fast_layers)
     monkeypatch.setattr(linear, "is_available", lambda: True)
     model = SimpleNamespace(dtype=dtype, _compiled_call_impl=None)
-    with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
-        assert found == ("fast" if changed else None)
-    compiled = SimpleNamespace(dtype=dtype, _compiled_call_impl=model)
-    with torch.no_grad(), settings.changed(**changes), call._many_rows(compiled, given) as found:
-        assert found is None
-    with torch.enable_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
-        assert found is None
+    assert changes_with(model) is changed
+    assert not changes_with(SimpleNamespace(dtype=dtype, _compiled_call_impl=model))
+    assert not changes_with(model, has_gradients=True)
     monkeypatch.setattr(linear, "is_available", lambda: False)
-    with torch.no_grad(), settings.changed(**changes), call._many_rows(model, given) as found:
-        assert found is None
+    assert not changes_with(model)
 
 
 @pytest.mark.skipif(host_memory.unavailable() is not None, reason="memory is not kept here")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastgen import patching
 from fastgen.decoding import packing
+from fastgen.decoding.captured.recording import is_capturing
 
 # Arguments of attention functions that change what one token sees of the others of its text.
 _CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", "cache")
@@ -24,8 +24,8 @@ _CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal",
 _is_in_force: ContextVar[bool] = ContextVar("fastgen_attention_of_texts", default=False)
 
 
-def own() -> AbstractContextManager[None]:
-    """Inside this, attention functions of the library are `of_whole_texts`."""
+def in_force() -> AbstractContextManager[None]:
+    """Inside this, the library's attention function for SDPA is `of_whole_texts`."""
     return patching.held(_is_in_force, True)
 
 
@@ -35,25 +35,32 @@ def changing_argument(kwargs: Mapping[str, Any]) -> str | None:
     return next((name for name, value in given if value is not None and value is not False), None)
 
 
-def of_whole_texts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of the library, or in its place one that has FastGen's operator where that serves."""
-    return partial(_attend, function) if _is_in_force.get() and function is sdpa_attention_forward else function
+def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that runs in the place of one of the library."""
+    is_other = function is sdpa_attention_forward and _is_in_force.get() and _may_change()
+    return of_whole_texts if is_other else function
 
 
-def _attend(
-    function: Callable[..., tuple[Tensor, Tensor | None]],
+def _may_change() -> bool:
+    """Whether FastGen may compute something itself: what is compiled or captured runs as it is."""
+    is_as_usual = patching.is_active() and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    return is_as_usual and not torch.compiler.is_compiling() and not is_capturing()
+
+
+def of_whole_texts(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    is_over_all = attention_mask is None and not getattr(module, "is_causal", True)
-    if is_over_all and not dropout and changing_argument(kwargs) is None and not torch.is_grad_enabled():
+    """`sdpa_attention_forward`, by FastGen's operator where each token sees all of its text, and nothing else."""
+    is_over_all = attention_mask is None and not dropout and not getattr(module, "is_causal", True)
+    if is_over_all and changing_argument(kwargs) is None:
         context = packing.attend_texts(query, key, value, scaling)
         if context is not None:
             return context, None
-    return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

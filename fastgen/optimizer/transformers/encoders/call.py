@@ -176,7 +176,7 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
-    """The faster form of layers and attention in float32, where there are so many rows that it takes little time.
+    """The faster form of layers and attention in float32, where looking at all layers takes little of the time.
 
     What is left to the original code runs outside of it.
     """
@@ -188,7 +188,7 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
     if not is_wanted or not linear.is_available():
         yield
         return
-    with fast_layers(model), attention.own():
+    with fast_layers(model), attention.in_force():
         yield
 
 

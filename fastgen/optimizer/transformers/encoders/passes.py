@@ -179,8 +179,8 @@ class Passes:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        scaling: float | None = None,
         dropout: float = 0.0,
+        scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """In the place of an attention function of the library, while the layers run on one row."""
@@ -281,4 +281,4 @@ def get_interface(wrapped: Any, interfaces: Any, args: tuple[Any, ...], kwargs: 
     passes = Passes.current.get()
     if passes is not None and passes.packing is not None:
         return passes.attend
-    return attention.of_whole_texts(wrapped(*args, **kwargs))
+    return attention.replaced(wrapped(*args, **kwargs))

@@ -84,12 +84,14 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a call of so few tokens that drafts might lose time")
 
     def _is_too_short(self) -> bool:
-        """Whether the call can lose too little time for a draft, by what is known before it has its step.
+        """Whether the call may lose too little time for a draft, by what is known before it has its step.
 
-        What is known may be wrong: so one of many such calls tries it.
+        What is known may be wrong: after many such calls, it is measured again.
         """
-        kept = graph_cache.kept(self._model, self._key)
-        if kept is None:
+        kept, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
+        # A call without drafts must have a step, too. With a streamer, the library's loop would run.
+        is_served = plain_step is not None or self._records_at_once
+        if kept is None or not is_served or self._streamer is not None:
             return False
         assert isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
         # Plain calls of a few tokens do not say what a step takes: a check without a draft takes about as long.
@@ -97,7 +99,16 @@ class SpeculativeDecoding(Decoding):
         if plain is None or can_begin(kept, plain, self._prompt.new_tokens):
             return False
         kept.short_calls += 1
-        return kept.short_calls % (MOST_PAUSES + 1) != 0
+        if kept.short_calls <= MOST_PAUSES:
+            return True
+        kept.short_calls = 0
+        kept.times.clear()
+        return False
+
+    @property
+    def _records_at_once(self) -> bool:
+        """Whether a step is recorded in the first call that asks for it."""
+        return self._model.device.type != "cpu" or settings.current().captured_step == "always"
 
     def run(self) -> Any:
         if self._draft.is_prepared:
@@ -201,9 +212,8 @@ class SpeculativeDecoding(Decoding):
         except CannotBeCaptured:
             self._pauses.give_up()
             raise
-        is_at_once = self._model.device.type != "cpu" or settings.current().captured_step == "always"
         has_plain = graph_cache.kept(self._model, self._plain_key) is not None
-        step.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
+        step.records_at_once = self._records_at_once or not has_plain or not self._draft.is_prepared
         if step.records_at_once:
             return
 

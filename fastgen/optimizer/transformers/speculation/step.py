@@ -97,7 +97,7 @@ class SpeculativeStep(CapturedStep):
         seconds_of_first_runs: of all parts until they had been captured.
         records_at_once: parts are recorded when a round asks for them, and not only where they are `measured`.
         seconds_of_move: what it took to take over rows of a larger step.
-        short_calls: that had too few tokens for a draft.
+        short_calls: since the times were measured, calls that had too few tokens for a draft.
         near_ties: one int64: positions of this call where the two best tokens were as good as each other.
         recorded: [rows, width, 2, vocabulary], float32: the scores that the tokens of the last check were chosen by,
             and the logits that these were made of; nothing unless `key.draft.records`.
@@ -407,7 +407,8 @@ class SpeculativeStep(CapturedStep):
     def _all_processed(self, logits: Tensor) -> Tensor:
         """What the token behind each of some positions is chosen from, [rows, positions, vocabulary], float32.
 
-        Processors that look at the scores alone, behind all others, get those of all positions at once.
+        Processors that look at the scores alone, behind all others, get those of all positions at once. The result may
+        be where the logits were.
         """
         scores, processors = logits.float(), list(self.processors or ())
         number = next((n for n in range(len(processors), 0, -1) if not isinstance(processors[n - 1], _SCORES_ALONE)), 0)

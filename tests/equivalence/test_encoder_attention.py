@@ -1,0 +1,131 @@
+"""Attention of encoders over whole texts: FastGen's operator where texts are as long as each other, without a mask."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import settings
+from fastgen.ops import packed_attention
+from fastgen.optimizer.transformers.encoders import attention, programs
+from tests.equivalence.cases import BEAM, SAMPLE
+from tests.equivalence.check import accelerated, check
+from tests.equivalence.encoder_models import LONGEST, build
+from tests.equivalence.encoder_models import inputs as texts_of_encoders
+from tests.equivalence.models import BY_NAME, FIRST_WORD, LONG, PAD, VOCABULARY
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+def inputs(lengths: list[int]) -> dict[str, Any]:
+    """Texts with padding behind them."""
+    ids = torch.randint(
+        FIRST_WORD, VOCABULARY, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1)
+    )
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
+
+
+@pytest.fixture
+def own_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries in each call of FastGen's attention over texts, which is the faster one."""
+    if not packed_attention.is_available():
+        pytest.skip("there are no kernels with vectors in this process")
+    found: list[tuple[int, ...]] = []
+    operator = packed_attention.OPERATOR
+
+    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        found.append(tuple(query.shape))
+        return operator(query, *others)
+
+    monkeypatch.setattr(packed_attention, "OPERATOR", counted)
+    monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)
+    return found
+
+
+@pytest.mark.parametrize("decoding", [{}, BEAM, SAMPLE], ids=["greedy", "beam", "samples"])
+@pytest.mark.parametrize("name", ["bart", "marian", "m2m100"])
+def test_attention_over_whole_texts(name: str, decoding: dict[str, Any], own_attention: list[tuple[int, ...]]) -> None:
+    """In the encoder, once in each layer for all texts; the decoder sees what is in front alone, and the encoder."""
+    model = BY_NAME[name].build()
+    check(model, inputs([LONG] * 3), decoding)
+    assert accelerated() == 1
+    layers, heads = model.config.encoder_layers, model.config.encoder_attention_heads
+    assert own_attention == [(heads, 3 * LONG, model.config.d_model // heads)] * layers
+
+
+@pytest.mark.parametrize(
+    "case", ["padding", "eager", "fixed products", "half precision", "without FastGen", "autocast"]
+)
+def test_attention_that_stays_as_it_is(case: str, own_attention: list[tuple[int, ...]]) -> None:
+    model = BY_NAME["bart"].build("eager" if case == "eager" else "sdpa")
+    given = inputs([LONG - 1, LONG] if case == "padding" else [LONG] * 2)
+    if case == "half precision":
+        model = copy.deepcopy(model).bfloat16()
+    inside = {
+        "fixed products": settings.changed(linear_products="fixed"),
+        "without FastGen": fastgen.disabled(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }
+    with inside.get(case, contextlib.nullcontext()):
+        model.generate(**given, max_new_tokens=3)
+    assert own_attention == []
+
+
+@pytest.mark.parametrize("says", ["that it is causal", "nothing"])
+def test_a_module_that_may_be_causal_keeps_its_attention(says: str, own_attention: list[tuple[int, ...]]) -> None:
+    """Where a module does not say it, the library makes it causal."""
+    model = copy.deepcopy(BY_NAME["bart"].build())
+    for layer in model.get_encoder().layers:
+        layer.self_attn.is_causal = True
+        if says == "nothing":
+            del layer.self_attn.is_causal
+    check(model, inputs([LONG] * 2), {})
+    assert own_attention == []
+
+
+@pytest.mark.parametrize(
+    "others", [{}, *({name: 1.0} for name in attention._CHANGING), {"dropout": 0.5}, "gradients", "disabled"]
+)
+def test_what_more_is_asked_of_attention(
+    others: Any, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def library(module: Any, query: torch.Tensor, *more: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        asked.append(kwargs)
+        return query, None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", library)
+    q, k, v = (torch.randn(2, LONG, 2, 8).transpose(1, 2) for _ in range(3))
+    module, kwargs = torch.nn.Module(), others if isinstance(others, dict) else {}
+    module.is_causal = False
+    disabled = fastgen.disabled() if others == "disabled" else contextlib.nullcontext()
+    with torch.set_grad_enabled(others == "gradients"), attention.in_force(), disabled:
+        function = attention.replaced(library)
+        assert attention.replaced(check) is check  # one that a user has registered
+        function(module, q, k, v, None, **kwargs)
+    assert attention.replaced(library) is library
+    assert bool(own_attention) is (others == {}) and bool(asked) is (others != {})
+
+
+@pytest.mark.parametrize("texts, is_own", [(8, True), (2, False)])
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta"])
+def test_large_batches_of_an_encoder(
+    name: str, texts: int, is_own: bool, own_attention: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without padding, attention is FastGen's in each layer. Few positions are not worth looking at the layers."""
+    monkeypatch.setattr(programs, "MOST_TOKENS", 4 * LONGEST)
+    model, given = build(name), texts_of_encoders([LONGEST] * texts)
+    with torch.inference_mode():
+        found = model(**given).last_hidden_state
+        with fastgen.disabled():
+            expected = model(**given).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    heads, size = model.config.num_attention_heads, model.config.hidden_size
+    assert own_attention == [(heads, texts * LONGEST, size // heads)] * (model.config.num_hidden_layers * is_own)
