@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fastgen import counters, settings
+from fastgen import counters
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
@@ -90,7 +90,7 @@ class SpeculativeDecoding(Decoding):
         """
         kept, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
         # A call without drafts must have a step, too. With a streamer, the library's loop would run.
-        is_served = plain_step is not None or self._records_at_once
+        is_served = plain_step is not None or super()._steps_to_record_for() is None
         if kept is None or not is_served or self._streamer is not None:
             return False
         assert isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
@@ -104,11 +104,6 @@ class SpeculativeDecoding(Decoding):
         kept.short_calls = 0
         kept.times.clear()
         return False
-
-    @property
-    def _records_at_once(self) -> bool:
-        """Whether a step is recorded in the first call that asks for it."""
-        return self._model.device.type != "cpu" or settings.current().captured_step == "always"
 
     def run(self) -> Any:
         if self._draft.is_prepared:
@@ -213,7 +208,8 @@ class SpeculativeDecoding(Decoding):
             self._pauses.give_up()
             raise
         has_plain = graph_cache.kept(self._model, self._plain_key) is not None
-        step.records_at_once = self._records_at_once or not has_plain or not self._draft.is_prepared
+        is_at_once = super()._steps_to_record_for() is None
+        step.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
         if step.records_at_once:
             return
 
