@@ -66,6 +66,18 @@ def test_is_a_linear_layer(
     assert around[[0, -1]].isnan().all()
 
 
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("rows", [1, 16, 17, 24, 25, 49])
+def test_multiples_of_lines_are_added_in_parts(name: str | None, rows: int) -> None:
+    """Parts of the outputs, the last of which is smaller, and rows that are multiplied after others."""
+    generator = torch.Generator().manual_seed(rows)
+    x, lines = torch.randn(rows, 43, generator=generator), torch.randn(43, 1083, generator=generator)
+    out, bias = torch.full((rows, 1083), torch.nan), torch.randn(1083, generator=generator)
+    with instruction_set(name):
+        torch.ops.fastgen.dot_linear_out(out, x, lines.t(), bias)
+    torch.testing.assert_close(out.double(), x.double() @ lines.double() + bias, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
