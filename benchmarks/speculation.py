@@ -166,8 +166,8 @@ GRID = (
     ),
     *(Unsuited("Is water wet? Answer yes or no.", count) for count in (8, 12, 16)),
 )  # fmt: skip
-# How often the prompts are gone through at the most, unmeasured and measured: that takes about two minutes.
-UNSUITED_PASSES = (1, 2)
+# How often the prompts are gone through at the most, unmeasured and measured: that takes about three minutes.
+UNSUITED_PASSES = (1, 4)
 RECORDING_TOKENS = 48  # that a case generates in an unmeasured pass, at the least
 FIRST_TOKENS, MOST_FIRST_CALLS = 64, 80
 # What drafts: a setting, and options of the call. The assistant is made of the first layers of the model.
@@ -239,7 +239,9 @@ def _every_length() -> Iterator[None]:
         choose(pace, step, rows, most, available)
         missing = [length for length in reversed(step.lengths) if length <= most and step.seconds(length + 1) is None]
         wanted = missing[0] if missing else step.lengths[next(places)]
-        wanted = wanted if available is None or any(available) else 0
+        if available is not None and not any(available):
+            # Only what was found can be drafted. A check with room for more is recorded nevertheless.
+            wanted = missing[0] if missing and not step.key.draft.is_ragged else 0
         return wanted if wanted <= most or step.key.draft.is_ragged else 0
 
     Pace.choose = next_length  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 # Of what is known about a row, this much is left after each step that drafts: about ten steps count.
@@ -28,6 +29,8 @@ _AHEAD_COUNTS = 0.8
 _MOST_LEAD = 0.08
 # What may be lost grows by this part of the time that the tokens so far, up to the horizon, would take without drafts.
 _RECOVERY = 0.008
+# A draft that all rows are expected to accept with this probability may lose this part of the time, tolerance included.
+_SURE, _MOST_RISK = 0.85, 0.04
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
 
@@ -63,6 +66,7 @@ class Costs:
             raise ValueError(f"seconds of a pass by its number of tokens are needed, all positive: {dict(verify)}")
         self._tables: dict[int, list[float]] = {}
         self._corrections: dict[int, float] = {}
+        self._corrected: dict[tuple[int, int], list[float]] = {}
         self._since_plain = 0
         self.idle = 0.0
 
@@ -72,17 +76,20 @@ class Costs:
         return self._since_plain >= _PLAIN_INTERVAL
 
     def steps(self, rows: int, most: int) -> list[float]:
-        """Seconds of a step, for k from 0 to `most`."""
-        table = self._table(rows, most)
-        if not self._corrections:
-            return table[: most + 1]
-        return [seconds * self._correction(k) for k, seconds in enumerate(table[: most + 1])]
+        """Seconds of a step, for k from 0 to `most`; not to be changed."""
+        found = self._corrected.get((rows, most))
+        if found is None:
+            table = self._table(rows, most)[: most + 1]
+            found = [seconds * self._correction(k) for k, seconds in enumerate(table)]
+            self._corrected[rows, most] = found
+        return found
 
     def observe(self, rows: int, k: int, seconds: float) -> None:
         """A step has taken so long."""
         ratio, known = seconds / self._table(rows, k)[k], self._correction(k)
         ratio = min(max(ratio, known / _TIMING_LIMIT), known * _TIMING_LIMIT)
         self._corrections[k] = known + _TIMING_RATE * (ratio - known)
+        self._corrected.clear()
         self._since_plain = self._since_plain + 1 if k else 0
 
     def _table(self, rows: int, most: int) -> list[float]:
@@ -113,6 +120,10 @@ class DraftLength:
     first `horizon` tokens are taken as generated. So a draft may be shorter at the beginning than later, and in a
     very short call there may be none. Where a model drafts, one that is longer than the shortest leaves enough for the
     shortest: after an unlucky beginning, the call may try again.
+
+    Where nearly all that a model has drafted was accepted, in this call or those before, a draft that is accepted as a
+    whole with a probability of 0.85 may lose 4 %, and leaves nothing. If it is rejected, the acceptance is no longer
+    that high, for the calls that follow, too.
 
     A beginning that was so unlucky that nothing is left does not end drafts, either: with each token that the row gets,
     another 0.8 % of a plain step may be lost, up to the horizon. Behind it, the tolerance itself grows with the tokens.
@@ -187,22 +198,26 @@ class DraftLength:
                 serves, and the places that are left over are not looked at.
             idle: rows that need no token: as many more are drafted for all together.
         """
-        gains = self._gains(rows, available, idle)
         lengths = [k for k in self._lengths if most is None or k <= most]
+        if len(lengths) < 2 or not rows or available == [0] * len(rows) or self._costs.plain_is_old:
+            return 0
+        costs = self._costs.steps(len(rows), self._lengths[-1])
+        spare = self._spare(costs[0], are_found=available is not None)
+        shortest = costs[lengths[1]] - costs[0]
+        sure = self._sure(rows) if available is None else 0
+        more = self._risk(costs[0])
+        if shortest > spare + more * (lengths[1] <= sure):
+            return self._probe(lengths[1], costs, spare)
+        gains = self._gains(rows, available, idle)
         # Of lengths that are more than enough the first one is.
         lengths = [k for number, k in enumerate(lengths) if number == 0 or lengths[number - 1] < len(gains)]
-        if len(lengths) < 2 or not rows or self._costs.plain_is_old:
-            return 0
-        costs = self._costs.steps(len(rows), lengths[-1])
-        spare = self._spare(costs[0], are_found=available is not None)
         expected = sum(self._weights(rows))
         best, fastest = 0, expected / costs[0]
-        shortest = costs[lengths[1]] - costs[0]
         for before, k in itertools.pairwise(lengths):
             expected += sum(gains[before:k])
             # A longer draft leaves enough for the shortest: else a single unlucky one might be the call's last.
             reserve = shortest if k > lengths[1] and available is None else 0.0
-            if costs[k] - costs[0] + reserve > spare:
+            if costs[k] - costs[0] > (spare + more if k <= sure else spare - reserve):
                 break
             if expected > fastest * costs[k]:
                 best, fastest = k, expected / costs[k]
@@ -223,7 +238,7 @@ class DraftLength:
             return
         if seconds is not None:
             self._costs.observe(len(rows), k, seconds)
-        costs = self._costs.steps(len(rows), k)
+        costs = self._costs.steps(len(rows), max(k, self._lengths[-1]))
         for row, kept in zip(rows, accepted, strict=True):
             self._tokens[row] += 1 + kept
         before, self._slowest = self._slowest, min(self._tokens[row] for row in rows)
@@ -232,10 +247,10 @@ class DraftLength:
         self._ahead += taken * plain - costs[k] - (0.0 if k else self._costs.idle)
         self._without += taken * plain
         self._lead += _LEAD_COUNTS * (1 + sum(accepted) / len(rows) - taken) * plain
+        if not any(drafted):
+            return
         trials = [(kept + (kept < count), kept) for count, kept in zip(drafted, accepted, strict=True)]
         made = sum(count for count, _ in trials)
-        if not made:
-            return
         if (1 + sum(accepted) / len(rows)) * costs[0] > costs[k]:
             self._interval = max(_FIRST_INTERVAL, self._interval // 2)
         self._all.add(made / len(rows), sum(kept for _, kept in trials) / len(rows))
@@ -285,8 +300,22 @@ class DraftLength:
         """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
         plain = self._plain or plain
         whole, recovered = plain * max(self._slowest, self._horizon), plain * min(self._slowest, self._horizon)
-        lead = min(self._lead, _MOST_LEAD * whole) if are_found else 0.0
-        return self._ahead + lead + self._tolerance * whole + _RECOVERY * recovered
+        tolerance = self._tolerance * whole
+        known = self._ahead + tolerance + _RECOVERY * recovered
+        if not are_found:
+            return known
+        # Maybe none of the rounds to come has a draft. Half of the tolerance is for the first draft all the same.
+        to_come = max(self._horizon - self._slowest, 0)
+        return known + min(self._lead, _MOST_LEAD * whole) - min(self._costs.idle * to_come, tolerance / 2)
+
+    def _sure(self, rows: Sequence[int]) -> int:
+        """How long a draft may be that all of these rows are expected to accept."""
+        rate = math.prod(self._rate(row) for row in rows)
+        return int(math.log(_SURE) / math.log(rate)) if rate > _SURE else 0
+
+    def _risk(self, plain: float) -> float:
+        """Seconds that the call may lose besides the tolerance by a draft that is expected to be accepted."""
+        return (_MOST_RISK - self._tolerance) * (self._plain or plain) * max(self._slowest, self._horizon)
 
     def _probe(self, k: int, costs: list[float], spare: float) -> int:
         """Steps without drafts: now and then a short one is tried."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,19 @@ from torch import Tensor
 from fastgen.decoding.captured.search import RowSearch
 from fastgen.decoding.speculation.acceptance import accept_greedy
 from fastgen.ops import search_step
+
+
+class Progress(NamedTuple):
+    """How far a search is, as the host reads it: one number of each row."""
+
+    done: bool
+    unfinished: list[bool]
+    lengths: list[int]
+
+    @property
+    def rows(self) -> list[int]:
+        """Those that go on."""
+        return [row for row, goes_on in enumerate(self.unfinished) if goes_on]
 
 
 class RunSearch(RowSearch):
@@ -38,6 +53,22 @@ class RunSearch(RowSearch):
     ) -> None:
         super().__init__(batch, per_input, prompt_capacity, new_capacity + width, device, eos, samples=samples)
         self._together = together
+
+    def progress(self) -> Progress:
+        """Waits for the device."""
+        done, unfinished, lengths, _ = self._on_host
+        return Progress(bool(done), unfinished.tolist(), lengths.tolist())
+
+    def tokens_of(self, row: int, begin: int, end: int) -> list[int]:
+        """Of a row, from one position to another. Waits for the device."""
+        found: list[int] = self._on_host[3][row, begin:end].tolist()
+        return found
+
+    @cached_property
+    def _on_host(self) -> tuple[Any, ...]:
+        """Buffers as the host reads them in each round; on the CPU as arrays, which takes a tenth of the time."""
+        buffers = self.done, self.unfinished.view(-1), self.length.view(-1), self.running_tokens
+        return tuple(buffer.numpy() for buffer in buffers) if self.done.device.type == "cpu" else buffers
 
     def following(self, first: Tensor | int, count: int) -> Tensor:
         """[rows, count]: the tokens of each row from its last one on, of which the `first` are left out.

@@ -180,9 +180,55 @@ def test_gains(rate, rows, draft):
 @pytest.mark.parametrize("draft", [INT8, None, {1: 0.9}])
 def test_never_slower(rate, rows, draft):
     """Whatever was expected. A single call, not an average."""
-    for tokens, expected, seed in itertools.product((40, 64, 200), (0.3, 0.7, 0.99), range(2)):
+    for tokens, expected, seed in itertools.product((40, 64, 200), (0.3, 0.7, 0.9), range(2)):
         chooser = new(rows, draft, tokens=tokens, acceptance=expected)
         assert Call(lambda *_: rate, rows, tokens, draft, seed).run(chooser) > PLAIN
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_once_more_is_lost_if_everything_was_accepted_before(rate, rows):
+    """The calls that follow expect less."""
+    for tokens, seed in itertools.product((40, 64, 200), range(2)):
+        acceptance, speeds = 0.99, []
+        for _ in range(4):
+            chooser = new(rows, tokens=tokens, acceptance=acceptance)
+            speeds.append(Call(lambda *_: rate, rows, tokens, seed=seed).run(chooser))
+            acceptance = chooser.acceptance
+        assert speeds[0] > 0.955 and min(speeds[1:]) > PLAIN
+
+
+# A plain step takes 8.5 ms, one of the draft 3.9: a single drafted token gains nothing.
+NEAR_MEMORY = Costs({1: 8.5, 2: 13.3, 4: 12.5, 8: 15.0}, {1: 3.9})
+
+
+def test_a_draft_that_is_sure_may_cost_more_than_another_one():
+    """With 64 tokens, one of three is more than the tolerance has with a shorter one in reserve."""
+    first = {
+        acceptance: DraftLength(NEAR_MEMORY, 1, (0, 1, 3, 7), acceptance=acceptance, horizon=64).choose([0])
+        for acceptance in (0.7, 0.9, 0.97)
+    }
+    assert first == {0.7: 0, 0.9: 0, 0.97: 3}
+    # What the batch gains depends on all of its rows.
+    many = DraftLength(Costs({4: 8.5, 16: 12.5}, {4: 3.9}), 4, (0, 3), acceptance=0.97, horizon=64)
+    assert many.choose([0, 1, 2, 3]) == 0 and many.choose([0]) == 3
+
+
+@pytest.mark.parametrize("lengths", [(0, 1, 3, 7), (0, 3)])
+def test_a_sure_draft_that_is_rejected_is_the_last_sure_one(lengths):
+    chooser = DraftLength(NEAR_MEMORY, 1, lengths, acceptance=0.97, horizon=64)
+    assert chooser.choose([0]) == 3
+    chooser.observe([0], 3, [3], [0])
+    assert chooser.choose([0]) == 0 and chooser.acceptance < 0.7
+
+
+def test_rounds_to_come_are_left_time_where_drafts_are_found():
+    """They take longer than plain steps, found or not: up to half of the tolerance is for them."""
+    costs = Costs({1: 1.0, 2: 1.6, 4: 1.9})
+    for idle, chosen in ((0.0, 3), (0.005, 3), (0.01, 1), (0.5, 1)):
+        costs.idle = idle
+        chooser = DraftLength(costs, 1, (0, 1, 3), acceptance=0.9, horizon=64)
+        assert chooser.choose([0], available=[3]) == chosen
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -17,6 +16,7 @@ from fastgen import counters
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
+from fastgen.decoding.speculation.run_search import Progress
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import MASKS, Decoding
@@ -64,6 +64,7 @@ class SpeculativeDecoding(Decoding):
     def __init__(self, call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any], draft: Draft) -> None:
         self._draft = draft
         self._length = 0  # tokens drafted in the last round
+        self._sums = {"checks": 0, "drafted": 0, "accepted": 0}
         self._arguments, self._streamer = arguments, arguments.get("streamer")
         self._pauses = _pauses_of(call.model, draft, arguments["input_ids"].shape[0])
         if draft.schedule is None and self._pauses.pauses():
@@ -78,8 +79,6 @@ class SpeculativeDecoding(Decoding):
             raise CannotBeCaptured("a returned cache of sequences that end one by one")
         if positions_of_step(self._model) != 1:
             raise CannotBeCaptured("a model that stores several positions in a step")
-        if call.rows_depend_on_each_other:  # so do the positions of a check: what is drafted changes what is in front
-            raise CannotBeCaptured("a model whose results depend on what else is in the batch")
         if draft.schedule is None and self._is_too_short():
             raise CannotBeCaptured("a call of so few tokens that drafts might lose time")
 
@@ -136,6 +135,9 @@ class SpeculativeDecoding(Decoding):
         return steps if at_once_from is not None else -(-steps // _PARTS)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
+        # So do the positions of a check: what is drafted would change what is in front of it.
+        if self._call.rows_depend_on_each_other:
+            raise CannotBeCaptured("a model whose results depend on what else is in the batch")
         kind = RaggedStep if self._key.draft.is_ragged else SpeculativeStep
         return kind(self._key, self._prompt, made)
 
@@ -238,34 +240,33 @@ class SpeculativeDecoding(Decoding):
         self._draft.begin(step, self)
         step.begin(prompt, self._fill())
         step.choose_first(prompt.logits, self._host)
-        self._draft.take(step)
         self._positions = self._make_positions(rows)
-        self._follow(step)
+        progress = self._follow(step)
         pace = Pace(step, rows, prompt.new_tokens, self._draft.is_model, self._draft.schedule, plain)
         left: list[tuple[SpeculativeStep, Tensor]] = []
         begun = time.perf_counter()
-        while not bool(step.search.done):
-            key = self._key_to_leave_for(step)
+        while not progress.done:
+            key = self._key_to_leave_for(step, progress)
             if key is not None:
                 left.append((step, leaving.staying(step, key.batch)))
                 step = self._smaller(*left[-1], key, pace)
+                progress = step.search.progress()
                 begun = time.perf_counter()
-            longest = int(step.search.length.max()) - step.key.prompt_capacity
-            if longest > step.key.capacity:
+            if max(progress.lengths) - step.key.prompt_capacity > step.key.capacity:
                 larger = self._larger(step)
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
-            begun = self._round(step, pace, begun)
+            progress, begun = self._round(step, pace, progress, begun)
         gains = pace.gains()
         if pace.is_hopeless:
             self._pauses.give_up()
         elif gains is not None:
             self._pauses.observe(gains)
-        counters.add(ENTRY_POINT, near_ties=int(step.near_ties))
+        counters.add(ENTRY_POINT, near_ties=int(step.near_ties), **self._sums)
         self._draft.end()
         return self._whole(step, left)
 
-    def _key_to_leave_for(self, step: SpeculativeStep) -> Key | None:
+    def _key_to_leave_for(self, step: SpeculativeStep, progress: Progress) -> Key | None:
         """Of a step with fewer inputs, if those that go on are to leave the others for it."""
         # What is done at each position, an assistant's step, and a cache that is returned are those of the whole batch.
         if self._positions.is_needed or self._draft.has_buffers or self._call.returns_cache:
@@ -273,9 +274,8 @@ class SpeculativeDecoding(Decoding):
         key = leaving.smaller_key(step)
         if key is None:
             return None
-        search = step.search
-        shortest = int(torch.where(search.unfinished, search.length, search.limit).min())
-        tokens = self._prompt.new_tokens + search.prompt_capacity - shortest
+        shortest = min(progress.lengths[row] for row in progress.rows)
+        tokens = self._prompt.new_tokens + step.search.prompt_capacity - shortest
         return key if leaving.pays(self._model, step, key, self._length, tokens) else None
 
     def _smaller(self, step: SpeculativeStep, inputs: Tensor, key: Key, pace: Pace) -> SpeculativeStep:
@@ -308,25 +308,30 @@ class SpeculativeDecoding(Decoding):
         with self._users():
             self._streamer.put(tokens)
 
-    def _follow(self, step: SpeculativeStep) -> None:
-        if self._positions.is_needed:
-            self._positions.take(step)
+    def _follow(self, step: SpeculativeStep) -> Progress:
+        """The first token has been chosen, or a check is done."""
+        progress = step.search.progress()
+        self._draft.take(step, progress.lengths)
+        if not self._positions.is_needed:
+            return progress
+        self._positions.take(step)
+        return step.search.progress()
 
-    def _round(self, step: SpeculativeStep, pace: Pace, begun: float) -> float:
-        """Some tokens are drafted and checked; the time that the last round has ended at, and this one."""
-        search = step.search
-        unfinished = search.unfinished.flatten().tolist()
-        rows = [row for row, goes_on in enumerate(unfinished) if goes_on]
-        lengths = search.length.flatten().tolist()
+    def _round(self, step: SpeculativeStep, pace: Pace, progress: Progress, begun: float) -> tuple[Progress, float]:
+        """Some tokens are drafted and checked; how far that is, and when. `begun`: when the last round has ended.
+
+        Between two checks, the weights have taken the place of all else in the caches. So each thing that is touched
+        here takes ten times as long as alone.
+        """
+        rows, lengths = progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.
         decisive = max if step.has_own_lengths else min
-        limit = self._prompt.new_tokens + search.prompt_capacity - 1
+        limit = self._prompt.new_tokens + step.search.prompt_capacity - 1
         most = limit - decisive(lengths[row] for row in rows)
         available = self._draft.available(step, rows, min(most, step.key.width - 1))
         if step.key.draft.is_ragged:  # what a row cannot use is for others
             available = [min(count, limit - lengths[row]) for row, count in zip(rows, available, strict=True)]
         self._length = drafted = pace.choose(step, rows, most, available)
-        step.counts.zero_()
         before = time.perf_counter()
         if drafted:
             if step.key.draft.is_ragged:
@@ -334,15 +339,19 @@ class SpeculativeDecoding(Decoding):
             self._start(step, partial(self._draft.propose, step, self._model, drafted))
         self._start(step, partial(step.check, self._model, drafted))
         begun += time.perf_counter() - before
-        self._draft.take(step)
-        self._follow(step)
-        of_all = step.counts.tolist(), step.accepted.tolist()
-        counts, accepted = ([each[row] for row in rows] for each in of_all)
+        progress = self._follow(step)
+        counts = accepted = [0] * len(rows)
+        if drafted:
+            of_all = step.counts.tolist(), step.accepted.tolist()
+            counts, accepted = ([each[row] for row in rows] for each in of_all)
+            step.counts.zero_()  # a check without a draft finds none
+            self._sums["drafted"] += sum(counts)
+            self._sums["accepted"] += sum(accepted)
+        self._sums["checks"] += 1
         pace.observe(step, rows, drafted, counts, accepted)
-        counters.add(ENTRY_POINT, checks=1, drafted=sum(counts), accepted=sum(accepted))
         ended = time.perf_counter()
         step.host_times.append(ended - begun)
-        return ended
+        return progress, ended
 
 
 class Assistant(Decoding):

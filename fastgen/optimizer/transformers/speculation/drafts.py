@@ -85,8 +85,8 @@ class Draft:
         """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
         raise NotImplementedError
 
-    def take(self, step: SpeculativeStep) -> None:
-        """The first token has been chosen, or a check is done: the rows have gone on."""
+    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
+        """The first token has been chosen, or a check is done: the rows have gone on, up to these lengths."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """The others have left: the step has these rows now, in this order."""
@@ -207,15 +207,12 @@ class LookupDraft(Draft):
             drafted[row, : counts[row]] = torch.tensor(tokens[:count])
         step.put_draft(drafted, torch.tensor(counts))
 
-    def take(self, step: SpeculativeStep) -> None:
+    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
         if not self._known:
             self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
-        first, rows = min(self._known), len(self._known)  # others only fill the batch up
-        ends = step.search.length.flatten()[:rows].tolist()
-        tokens = step.search.running_tokens[:rows, first : max(ends)].tolist()
-        for row, end in enumerate(ends):
-            self._index.append(row, tokens[row][self._known[row] - first : end - first])
-            self._known[row] = end
+        for row, begin in enumerate(self._known):  # others only fill the batch up
+            self._index.append(row, step.search.tokens_of(row, begin, lengths[row]))
+            self._known[row] = lengths[row]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._index.keep(rows)
@@ -258,7 +255,7 @@ class AssistantDraft(Draft):
         step.counts.copy_(self._step.propose(self._assistant, count, self.threshold))
         self._has_drafted = True
 
-    def take(self, step: SpeculativeStep) -> None:
+    def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
         if not self._is_first:  # the first token is where the assistant begins
             self._step.follow(self._has_drafted)
         self._is_first = self._has_drafted = False

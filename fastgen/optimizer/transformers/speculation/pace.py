@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fastgen.decoding.speculation.draft_length import Costs, DraftLength, Schedule, shares
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from fastgen.optimizer.transformers.speculation.times import KEPT
 
 # Which of a step's lengths is drafted as long as it is not known what a round takes.
 AT_FIRST = 2
@@ -85,6 +86,10 @@ class _StepCosts(Costs):
     def plain_is_old(self) -> bool:
         return not self._plain_is_given and super().plain_is_old
 
+    def observe(self, rows: int, k: int, seconds: float) -> None:
+        if k or not self._plain_is_given:  # or nothing of it would count
+            super().observe(rows, k, seconds)
+
     def _table(self, rows: int, most: int) -> list[float]:
         return super()._table(self._all_rows, most)
 
@@ -125,6 +130,7 @@ class Pace:
         self._costs: Costs | None = None  # that it began with
         self._early: list[tuple[Sequence[int], int, Sequence[int], Sequence[int]]] = []  # rounds before there was one
         self._has_measured = self._was_hopeless = False
+        self._rounds_without = 0  # since there are costs
         self._steps = [step]  # of the call so far
         self._lengths = _lengths_of(step)
         self._set_up(step)
@@ -139,6 +145,8 @@ class Pace:
             available: how many there are for each of the rows, where they are there already. Then the next larger
                 length serves, and the places that are left over are not looked at.
         """
+        if available is not None and not any(available):
+            return 0
         if self._chooser is None:
             self._set_up(step)
         if self._chooser is None:
@@ -147,7 +155,7 @@ class Pace:
             at_most = None if step.key.draft.is_ragged else most
             chosen = self._chooser.choose(rows, at_most, available, idle=step.key.rows - len(rows))
         if step.key.draft.is_ragged:
-            return chosen if any(available or ()) else 0
+            return chosen
         lengths = [length for length in self._lengths if length <= most]
         if available is None:
             found = max((length for length in lengths if length <= chosen), default=0)
@@ -171,7 +179,9 @@ class Pace:
             self._has_measured = True
             return
         if not length and self._costs is not None:
-            self._costs.idle = self._idle(step)
+            if self._rounds_without % KEPT == 0:  # it is told from as many rounds
+                self._costs.idle = self._idle(step)
+            self._rounds_without += 1
         # Not what this round took: something else may have run on the machine meanwhile.
         self._chooser.observe(rows, length, drafted, accepted, self._seconds(step, length))
         if isinstance(self._chooser, DraftLength):
@@ -217,9 +227,11 @@ class Pace:
         return _seconds_of_round(step, length)
 
     def _idle(self, step: SpeculativeStep) -> float:
-        """What a round without a draft takes longer than a step of a plain call."""
-        seconds = _seconds_of_round(step, 0)
-        return 0.0 if seconds is None or self._plain is None else max(seconds - self._plain, 0.0)
+        """What a round without a draft takes longer than a step of a plain call: what the host does.
+
+        The check itself takes as long as the step: what the two are measured to take at other times may differ by more.
+        """
+        return statistics.median(step.host_times) if step.host_times and self._plain is not None else 0.0
 
     def _set_up(self, step: SpeculativeStep) -> None:
         plain = self._seconds(step, 0)

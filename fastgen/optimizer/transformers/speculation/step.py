@@ -88,8 +88,8 @@ class SpeculativeStep(CapturedStep):
     `key.width` is the most positions of a check: the drafted tokens and the one behind them.
 
     Attributes:
-        counts: [rows], int64: how many tokens are drafted, behind the end of each row. Of a draft that is not the
-            model's own, whoever drafts writes them.
+        counts: [rows], int64: how many tokens are drafted, behind the end of each row. Whoever drafts writes them, and
+            they are zeros again after a check.
         accepted: [rows], int64: how many of them were kept in the last round.
         times: of each part, by the number of positions that it checks; 0 for a step of the draft. Those of parts that
             have been captured.
@@ -178,6 +178,7 @@ class SpeculativeStep(CapturedStep):
         super().take_over(other, inputs)
         self.near_ties.copy_(other.near_ties)
         self._drafted.zero_()
+        self.counts.zero_()
         self._is_first &= other._is_first  # what masks say, the other one may have found out
         self.acceptance = other.acceptance
         if self.key.rows == other.key.rows:
@@ -194,7 +195,9 @@ class SpeculativeStep(CapturedStep):
         return self.key.rows * (length + 1)
 
     def times_of(self, positions: int) -> Times:
-        return self.times.setdefault(positions, Times())
+        if positions not in self.times:
+            self.times[positions] = Times()
+        return self.times[positions]
 
     def seconds(self, positions: int) -> float | None:
         """What a part takes; None as long as there are too few timings."""
@@ -226,6 +229,7 @@ class SpeculativeStep(CapturedStep):
             begin_call(self.times)
         self.near_ties.zero_()
         self._drafted.zero_()
+        self.counts.zero_()
         # Of a prompt that is padded on the right, the padding counts as tokens: it is between them.
         padding = prompt.span[0] if self.key.encoder is None else torch.zeros_like(prompt.span[0])
         self._prompt_lengths = prompt.tokens.shape[1] - padding
