@@ -509,6 +509,8 @@ def test_frequencies_that_depend_on_the_longest_sequence(kind: str, length: int,
 
         near_ties.check(run)
     assert counts()["accelerated"] == 0
+    reason = "a model whose results depend on what else is in the batch"
+    assert kind == "dynamic" or reason in counts()["not used"]  # the former has no captured step at all
 
 
 def test_an_assistants_layers_are_waited_for_before_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:

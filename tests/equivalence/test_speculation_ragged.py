@@ -26,6 +26,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     def counted(self: RaggedStep, model: object, drafted: int) -> None:
         if drafted:
             found.append((self.counts + self.search.unfinished.view(-1)).tolist())
+        else:
+            assert not self.counts.any(), "those of a draft before"
         check(self, model, drafted)
 
     monkeypatch.setattr(RaggedStep, "check", counted)

@@ -71,11 +71,15 @@ def test_is_a_linear_layer(
 def test_multiples_of_lines_are_added_in_parts(name: str | None, rows: int) -> None:
     """Parts of the outputs, the last of which is smaller, and rows that are multiplied after others."""
     generator = torch.Generator().manual_seed(rows)
-    x, lines = torch.randn(rows, 43, generator=generator), torch.randn(43, 1083, generator=generator)
-    out, bias = torch.full((rows, 1083), torch.nan), torch.randn(1083, generator=generator)
+    outputs = 1083 * torch.get_num_threads()  # which share them out
+    x, lines = torch.randn(rows, 43, generator=generator), torch.randn(43, outputs, generator=generator)
+    out, bias = torch.full((rows, outputs), torch.nan), torch.randn(outputs, generator=generator)
+    alone = torch.full((1, outputs), torch.nan)
     with instruction_set(name):
         torch.ops.fastgen.dot_linear_out(out, x, lines.t(), bias)
+        torch.ops.fastgen.dot_linear_out(alone, x[-1:], lines.t(), bias)
     torch.testing.assert_close(out.double(), x.double() @ lines.double() + bias, atol=1e-4, rtol=1e-5)
+    assert torch.equal(out[-1:], alone)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -17,7 +17,8 @@ _SHARED_WEIGHT = 2.0
 _PRIOR_WEIGHT = 2.0
 # An acceptance of one would mean that a draft cannot be too long.
 _MOST_ACCEPTANCE = 0.995
-# After drafting was given up: steps until it is tried again, at first and at most. Then as little as can be is drafted.
+# After drafting was given up: steps until it is tried again, at first and at most. Then as little as can be is drafted,
+# and steps that give back what it may lose are enough (_RECOVERY).
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128
 # While tokens are drafted, what a plain step takes is measured again after this many steps.
 _PLAIN_INTERVAL = 64
@@ -29,7 +30,8 @@ _AHEAD_COUNTS = 0.8
 _MOST_LEAD = 0.08
 # What may be lost grows by this part of the time that the tokens so far, up to the horizon, would take without drafts.
 _RECOVERY = 0.008
-# A draft that all rows are expected to accept with this probability may lose this part of the time, tolerance included.
+# A draft that all rows are expected to accept with this probability may lose this part of the time, in place of the
+# tolerance.
 _SURE, _MOST_RISK = 0.85, 0.04
 # How fast timings replace what was known. A single one may be wrong by any factor, and counts for this much at most.
 _TIMING_RATE, _TIMING_LIMIT = 0.2, 2.0
@@ -113,7 +115,7 @@ class DraftLength:
     section 3.3 divides this by what the step takes; so does this class, with the sums over rows and measured times.
 
     The acceptance of a row is estimated from the last steps, and drawn to that of all rows. 0 is a choice. After it,
-    drafting is tried again after intervals that double until it gains something.
+    drafting is tried again after intervals that double until it gains something, or are long enough for what it costs.
 
     A call may get slower by `tolerance` at most: what drafts have lost so far, and what the next ones lose if all are
     rejected, must be less. This is counted for the row that has fewest tokens, because the call ends with it. The
@@ -122,8 +124,8 @@ class DraftLength:
     shortest: after an unlucky beginning, the call may try again.
 
     Where nearly all that a model has drafted was accepted, in this call or those before, a draft that is accepted as a
-    whole with a probability of 0.85 may lose 4 %, and leaves nothing. If it is rejected, the acceptance is no longer
-    that high, for the calls that follow, too.
+    whole with a probability of 0.85 may lose 4 % in place of the tolerance, and leaves nothing. If the first draft of a
+    call is rejected, the acceptance is no longer that high, for the calls that follow, too.
 
     A beginning that was so unlucky that nothing is left does not end drafts, either: with each token that the row gets,
     another 0.8 % of a plain step may be lost, up to the horizon. Behind it, the tolerance itself grows with the tokens.
@@ -199,7 +201,8 @@ class DraftLength:
             idle: rows that need no token: as many more are drafted for all together.
         """
         lengths = [k for k in self._lengths if most is None or k <= most]
-        if len(lengths) < 2 or not rows or available == [0] * len(rows) or self._costs.plain_is_old:
+        is_nothing_there = available is not None and not any(available)
+        if len(lengths) < 2 or not rows or is_nothing_there or self._costs.plain_is_old:
             return 0
         costs = self._costs.steps(len(rows), self._lengths[-1])
         spare = self._spare(costs[0], are_found=available is not None)
@@ -300,13 +303,8 @@ class DraftLength:
         """Seconds that the call may still lose; `are_found`: by drafts that are found in a text."""
         plain = self._plain or plain
         whole, recovered = plain * max(self._slowest, self._horizon), plain * min(self._slowest, self._horizon)
-        tolerance = self._tolerance * whole
-        known = self._ahead + tolerance + _RECOVERY * recovered
-        if not are_found:
-            return known
-        # Maybe none of the rounds to come has a draft. Half of the tolerance is for the first draft all the same.
-        to_come = max(self._horizon - self._slowest, 0)
-        return known + min(self._lead, _MOST_LEAD * whole) - min(self._costs.idle * to_come, tolerance / 2)
+        lead = min(self._lead, _MOST_LEAD * whole) if are_found else 0.0
+        return self._ahead + lead + self._tolerance * whole + _RECOVERY * recovered
 
     def _sure(self, rows: Sequence[int]) -> int:
         """How long a draft may be that all of these rows are expected to accept."""
@@ -315,14 +313,15 @@ class DraftLength:
 
     def _risk(self, plain: float) -> float:
         """Seconds that the call may lose besides the tolerance by a draft that is expected to be accepted."""
-        return (_MOST_RISK - self._tolerance) * (self._plain or plain) * max(self._slowest, self._horizon)
+        return max(_MOST_RISK - self._tolerance, 0.0) * (self._plain or plain) * max(self._slowest, self._horizon)
 
     def _probe(self, k: int, costs: list[float], spare: float) -> int:
         """Steps without drafts: now and then a short one is tried."""
         self._waited += 1
         if self._waited <= self._interval or costs[k] - costs[0] > spare:
             return 0
-        self._waited, self._interval = 0, min(2 * self._interval, _LAST_INTERVAL)
+        enough = max((costs[k] - costs[0]) / (_RECOVERY * costs[0]), _FIRST_INTERVAL)
+        self._waited, self._interval = 0, min(2 * self._interval, int(enough), _LAST_INTERVAL)
         # What was known is old. It counts as one trial, so that what is found now decides.
         for known in (self._all, *self._rows):
             known.fade()

@@ -222,15 +222,6 @@ def test_a_sure_draft_that_is_rejected_is_the_last_sure_one(lengths):
     assert chooser.choose([0]) == 0 and chooser.acceptance < 0.7
 
 
-def test_rounds_to_come_are_left_time_where_drafts_are_found():
-    """They take longer than plain steps, found or not: up to half of the tolerance is for them."""
-    costs = Costs({1: 1.0, 2: 1.6, 4: 1.9})
-    for idle, chosen in ((0.0, 3), (0.005, 3), (0.01, 1), (0.5, 1)):
-        costs.idle = idle
-        chooser = DraftLength(costs, 1, (0, 1, 3), acceptance=0.9, horizon=64)
-        assert chooser.choose([0], available=[3]) == chosen
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_adapts(rows):
     """Drafts become good, and bad again, within a call; each row at another time."""
@@ -385,9 +376,16 @@ def test_probes_are_rare():
     assert call.run(new(acceptance=0.9)) > 0.98
     tried = [place for place, k in enumerate(call.lengths) if k and place > 20]
     gaps = [after - before for before, after in itertools.pairwise(tried)]
-    # At first the tolerance limits them, then the intervals double.
-    assert min(gaps) > 16 and 100 < gaps[-1] < 200
-    assert 10 < len(tried) < 50
+    # At first the tolerance limits them, then the intervals double: up to what gives back what a trial loses (0.38).
+    assert min(gaps) > 16 and gaps[-1] == 48
+    assert 50 < len(tried) < 90
+
+
+def test_probes_that_cost_nothing_come_soon():
+    call = Call(lambda *_: 0.0, draft=None, truth=lambda rows, k: 1.0 + 0.01 * (k > 0), tokens=400)
+    assert call.run(DraftLength(Costs({1: 1.0, 2: 1.01}), 1, (0, 1))) > 0.99
+    tried = [place for place, k in enumerate(call.lengths) if k and place > 40]
+    assert {after - before for before, after in itertools.pairwise(tried)} == {9}
 
 
 def test_drafts_that_are_seldom_there():

@@ -467,18 +467,21 @@ FASTGEN_TARGET void sum_multiples(const Arguments& given, const float* x, int64_
   }
 }
 
-// All rows times such a weight. A part of the result grows in the first-level cache, in memory of its own: lines of a result
-// and of x are often multiples of 4,096 bytes apart, and of these a cache holds as many as it has ways, which is fewer than
-// rows.
+// All rows times such a weight. A part of the result grows in memory of its own: lines of a result and of x are often
+// multiples of 4,096 bytes apart, and of these the first-level cache holds as many as it has ways, which may be fewer than
+// the rows.
 inline FASTGEN_TARGET void add_lines(const Arguments& given, int64_t first, int64_t some) {
-  constexpr int64_t kLines = 8, kRows = 24, kMost = 512, kApart = 16;  // between the parts of two rows
-  constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;                // there are registers for
-  alignas(64) float sums[kRows * (kMost + kApart)], factors[kRows * kLines];
-  for (int64_t row = 0; row < given.rows; row += kRows) {
-    const int64_t rows = std::min(kRows, given.rows - row), part = rows > 16 ? kMost / 2 : kMost, stride = part + kApart;
-    const float* x = static_cast<const float*>(given.x) + row * given.x_stride;
-    for (int64_t begin = first; begin < first + some; begin += part) {
-      const int64_t width = std::min(part, first + some - begin);
+  constexpr int64_t kLines = 8, kRows = 24;
+  constexpr int kVectors = FASTGEN_WIDTH == 16 ? 2 : 1;  // there are registers for
+  // Outputs of a part: half of them with more rows, so that their sums stay in the cache. kSpare lies between two rows.
+  constexpr int64_t kMost = 512, kSpare = 16;
+  const int64_t part = given.rows > 16 ? kMost / 2 : kMost, stride = part + kSpare;
+  alignas(64) float sums[kRows * (kMost + kSpare)], factors[kRows * kLines];
+  for (int64_t begin = first; begin < first + some; begin += part) {
+    const int64_t width = std::min(part, first + some - begin);
+    for (int64_t row = 0; row < given.rows; row += kRows) {
+      const int64_t rows = std::min(kRows, given.rows - row);
+      const float* x = static_cast<const float*>(given.x) + row * given.x_stride;
       sum_multiples<kVectors, kLines>(given, x, rows, begin, width, factors, sums, stride);
       float* y = static_cast<float*>(given.y) + row * given.outputs + begin;
       for (int64_t r = 0; r < rows; ++r) std::copy_n(sums + r * stride, width, y + r * given.outputs);

@@ -318,10 +318,13 @@ class SpeculativeDecoding(Decoding):
         return step.search.progress()
 
     def _round(self, step: SpeculativeStep, pace: Pace, progress: Progress, begun: float) -> tuple[Progress, float]:
-        """Some tokens are drafted and checked; how far that is, and when. `begun`: when the last round has ended.
+        """Some tokens are drafted and checked. Returns how far the search is then, and the time.
 
-        Between two checks, the weights have taken the place of all else in the caches. So each thing that is touched
-        here takes ten times as long as alone.
+        Between two checks the caches are full of weights: whatever is touched here is read from memory, and takes about
+        ten times as long. So nothing is done that a round does not need.
+
+        Args:
+            begun: when the last round has ended.
         """
         rows, lengths = progress.rows, progress.lengths
         # Of what a row may still get, one token is not drafted: that behind the draft.
@@ -340,18 +343,22 @@ class SpeculativeDecoding(Decoding):
         self._start(step, partial(step.check, self._model, drafted))
         begun += time.perf_counter() - before
         progress = self._follow(step)
-        counts = accepted = [0] * len(rows)
-        if drafted:
-            of_all = step.counts.tolist(), step.accepted.tolist()
-            counts, accepted = ([each[row] for row in rows] for each in of_all)
-            step.counts.zero_()  # a check without a draft finds none
-            self._sums["drafted"] += sum(counts)
-            self._sums["accepted"] += sum(accepted)
-        self._sums["checks"] += 1
-        pace.observe(step, rows, drafted, counts, accepted)
+        pace.observe(step, rows, drafted, *self._come_of(step, rows, drafted))
         ended = time.perf_counter()
         step.host_times.append(ended - begun)
         return progress, ended
+
+    def _come_of(self, step: SpeculativeStep, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
+        """How many tokens these rows had in the last check, and how many of them were accepted."""
+        self._sums["checks"] += 1
+        if not drafted:
+            return [0] * len(rows), [0] * len(rows)
+        of_all = step.counts.tolist(), step.accepted.tolist()
+        counts, accepted = ([each[row] for row in rows] for each in of_all)
+        step.counts.zero_()  # a check without a draft finds none
+        self._sums["drafted"] += sum(counts)
+        self._sums["accepted"] += sum(accepted)
+        return counts, accepted
 
 
 class Assistant(Decoding):

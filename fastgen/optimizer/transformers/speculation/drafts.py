@@ -211,8 +211,9 @@ class LookupDraft(Draft):
         if not self._known:
             self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
         for row, begin in enumerate(self._known):  # others only fill the batch up
-            self._index.append(row, step.search.tokens_of(row, begin, lengths[row]))
-            self._known[row] = lengths[row]
+            if lengths[row] > begin:
+                self._index.append(row, step.search.tokens_of(row, begin, lengths[row]))
+                self._known[row] = lengths[row]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._index.keep(rows)

@@ -87,7 +87,7 @@ class _StepCosts(Costs):
         return not self._plain_is_given and super().plain_is_old
 
     def observe(self, rows: int, k: int, seconds: float) -> None:
-        if k or not self._plain_is_given:  # or nothing of it would count
+        if k or not self._plain_is_given:  # or the shortest draft might count as corrected, too
             super().observe(rows, k, seconds)
 
     def _table(self, rows: int, most: int) -> list[float]:
@@ -145,10 +145,10 @@ class Pace:
             available: how many there are for each of the rows, where they are there already. Then the next larger
                 length serves, and the places that are left over are not looked at.
         """
-        if available is not None and not any(available):
-            return 0
         if self._chooser is None:
             self._set_up(step)
+        if available is not None and not any(available):
+            return 0
         if self._chooser is None:
             chosen = 0 if self._is_known(step) else step.lengths[AT_FIRST]
         else:
@@ -179,7 +179,7 @@ class Pace:
             self._has_measured = True
             return
         if not length and self._costs is not None:
-            if self._rounds_without % KEPT == 0:  # it is told from as many rounds
+            if self._rounds_without % KEPT == 0:  # the median of the last KEPT rounds, asked for once in as many
                 self._costs.idle = self._idle(step)
             self._rounds_without += 1
         # Not what this round took: something else may have run on the machine meanwhile.
@@ -227,11 +227,15 @@ class Pace:
         return _seconds_of_round(step, length)
 
     def _idle(self, step: SpeculativeStep) -> float:
-        """What a round without a draft takes longer than a step of a plain call: what the host does.
+        """What a round without a draft takes longer than a step of a plain call: no more than what the host does.
 
-        The check itself takes as long as the step: what the two are measured to take at other times may differ by more.
+        The check itself takes as long as the step. Measured in other calls, the two may differ by more.
         """
-        return statistics.median(step.host_times) if step.host_times and self._plain is not None else 0.0
+        check = step.seconds(1)
+        if check is None or self._plain is None or not step.host_times:
+            return 0.0
+        host = statistics.median(step.host_times)
+        return min(host, max(check + host - self._plain, 0.0))
 
     def _set_up(self, step: SpeculativeStep) -> None:
         plain = self._seconds(step, 0)
