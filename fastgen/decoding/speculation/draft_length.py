@@ -116,6 +116,7 @@ class DraftLength:
 
     The acceptance of a row is estimated from the last steps, and drawn to that of all rows. 0 is a choice. After it,
     drafting is tried again after intervals that double until it gains something, or are long enough for what it costs.
+    Drafts that are found in a text need no trial: what they would have come to is known without one (`learn`).
 
     A call may get slower by `tolerance` at most: what drafts have lost so far, and what the next ones lose if all are
     rejected, must be less. This is counted for the row that has fewest tokens, because the call ends with it. The
@@ -224,7 +225,7 @@ class DraftLength:
                 break
             if expected > fastest * costs[k]:
                 best, fastest = k, expected / costs[k]
-        return best or self._probe(lengths[1], costs, spare)
+        return best if best or available is not None else self._probe(lengths[1], costs, spare)
 
     def observe(
         self, rows: Sequence[int], k: int, drafted: Sequence[int], accepted: Sequence[int], seconds: float | None = None
@@ -260,6 +261,18 @@ class DraftLength:
         for row, (count, kept) in zip(rows, trials, strict=True):
             if count:
                 self._rows[row].add(count, kept)
+
+    def learn(self, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
+        """What drafts would have come to in a step without one.
+
+        Args:
+            hits: of each row: whether the first token that was found for it was right; None where none was found.
+        """
+        known = [(row, hit) for row, hit in zip(rows, hits, strict=True) if hit is not None]
+        if known:
+            self._all.add(len(known) / len(rows), sum(hit for _, hit in known) / len(rows))
+        for row, hit in known:
+            self._rows[row].add(1, hit)
 
     def keep(self, rows: Sequence[int], costs: Costs | None = None, lengths: Sequence[int] | None = None) -> None:
         """Leaves these rows, in this order; the others are forgotten.

@@ -381,6 +381,22 @@ def test_probes_are_rare():
     assert 50 < len(tried) < 90
 
 
+def test_what_drafts_would_have_come_to():
+    """Where they are found, that is known without a trial, of each row."""
+    costs = Costs({2: 1.0, 4: 1.3, 8: 1.5})
+    chooser = DraftLength(costs, 2, (0, 1, 3), acceptance=0.1, horizon=500)
+    for _ in range(100):
+        assert chooser.choose([0, 1], available=[3, 3]) == 0
+        chooser.observe([0, 1], 0, [0, 0], [0, 0])
+        chooser.learn([0, 1], [False, None])
+    assert chooser.acceptance < 0.01
+    for _ in range(12):
+        chooser.learn([0, 1], [None, True])
+    assert chooser._rate(1) > 0.85 > 0.3 > chooser._rate(0)
+    chooser.learn([0, 1], [None, None])
+    assert chooser.choose([1], available=[3]) == 3
+
+
 def test_probes_that_cost_nothing_come_soon():
     call = Call(lambda *_: 0.0, draft=None, truth=lambda rows, k: 1.0 + 0.01 * (k > 0), tokens=400)
     assert call.run(DraftLength(Costs({1: 1.0, 2: 1.01}), 1, (0, 1))) > 0.99

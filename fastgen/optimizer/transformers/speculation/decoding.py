@@ -344,6 +344,8 @@ class SpeculativeDecoding(Decoding):
         begun += time.perf_counter() - before
         progress = self._follow(step)
         pace.observe(step, rows, drafted, *self._come_of(step, rows, drafted))
+        if available is not None and not drafted:
+            pace.learn(step, rows, self._draft.hits(rows))
         ended = time.perf_counter()
         step.host_times.append(ended - begun)
         return progress, ended

@@ -85,6 +85,10 @@ class Draft:
         """Writes `count` tokens, or those available, behind the rows of `step`, and how many into `step.counts`."""
         raise NotImplementedError
 
+    def hits(self, rows: Sequence[int]) -> list[bool | None]:
+        """Of each of these rows: whether the first token that was available is the one that came; None if none was."""
+        raise NotImplementedError
+
     def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
         """The first token has been chosen, or a check is done: the rows have gone on, up to these lengths."""
 
@@ -180,6 +184,7 @@ class LookupDraft(Draft):
         self._most, self._max_ngram, self._source, self._padding = most, max_ngram, source, padding
         self._known: list[int] = []
         self._proposed: dict[int, list[int]] = {}
+        self._hits: dict[int, bool] = {}
 
     def begin(self, step: SpeculativeStep, decoding: Any) -> None:
         # Of the places where the words stand, the last one: the library takes the first, which is less often right.
@@ -210,13 +215,21 @@ class LookupDraft(Draft):
     def take(self, step: SpeculativeStep, lengths: Sequence[int]) -> None:
         if not self._known:
             self._known = (step.search.prompt_capacity - step.prompt_lengths()).tolist()
+        self._hits = {}
         for row, begin in enumerate(self._known):  # others only fill the batch up
             if lengths[row] > begin:
-                self._index.append(row, step.search.tokens_of(row, begin, lengths[row]))
+                tokens = step.search.tokens_of(row, begin, lengths[row])
+                if proposed := self._proposed.get(row):
+                    self._hits[row] = proposed[0] == tokens[0]
+                self._index.append(row, tokens)
                 self._known[row] = lengths[row]
+
+    def hits(self, rows: Sequence[int]) -> list[bool | None]:
+        return [self._hits.get(row) for row in rows]
 
     def keep(self, rows: Sequence[int]) -> None:
         self._index.keep(rows)
+        self._proposed = {}  # by the rows of before
         self._known = [self._known[row] for row in rows]
 
 

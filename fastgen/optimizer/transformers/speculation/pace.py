@@ -187,6 +187,12 @@ class Pace:
         if isinstance(self._chooser, DraftLength):
             step.acceptance = self._chooser.acceptance
 
+    def learn(self, step: SpeculativeStep, rows: Sequence[int], hits: Sequence[bool | None]) -> None:
+        """As `DraftLength.learn`, of a round that has drafted nothing."""
+        if isinstance(self._chooser, DraftLength):
+            self._chooser.learn(rows, hits)
+            step.acceptance = self._chooser.acceptance
+
     def keep(self, step: SpeculativeStep, rows: Sequence[int]) -> None:
         """These rows go on in `step`, which has no others. What is not known of it follows from those before.
 
