@@ -116,7 +116,8 @@ class DraftLength:
 
     The acceptance of a row is estimated from the last steps, and drawn to that of all rows. 0 is a choice. After it,
     drafting is tried again after intervals that double until it gains something, or are long enough for what it costs.
-    Drafts that are found in a text need no trial: what they would have come to is known without one (`learn`).
+    Drafts that are found in a text need no trial: what they would have come to in a step without drafts is known
+    (`learn`).
 
     A call may get slower by `tolerance` at most: what drafts have lost so far, and what the next ones lose if all are
     rejected, must be less. This is counted for the row that has fewest tokens, because the call ends with it. The
@@ -333,7 +334,7 @@ class DraftLength:
         self._waited += 1
         if self._waited <= self._interval or costs[k] - costs[0] > spare:
             return 0
-        enough = max((costs[k] - costs[0]) / (_RECOVERY * costs[0]), _FIRST_INTERVAL)
+        enough = max((costs[k] - costs[0]) / (_RECOVERY * (self._plain or costs[0])), _FIRST_INTERVAL)
         self._waited, self._interval = 0, min(2 * self._interval, int(enough), _LAST_INTERVAL)
         # What was known is old. It counts as one trial, so that what is found now decides.
         for known in (self._all, *self._rows):

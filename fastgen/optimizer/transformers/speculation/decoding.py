@@ -264,7 +264,10 @@ class SpeculativeDecoding(Decoding):
             self._pauses.observe(gains)
         counters.add(ENTRY_POINT, near_ties=int(step.near_ties), **self._sums)
         self._draft.end()
-        return self._whole(step, left)
+        whole = self._whole(step, left)
+        if pace.is_hopeless and not self._draft.is_prepared:
+            whole.times.clear()  # the machine may have been busy: the next trial measures again, as `_prepare` does
+        return whole
 
     def _key_to_leave_for(self, step: SpeculativeStep, progress: Progress) -> Key | None:
         """Of a step with fewer inputs, if those that go on are to leave the others for it."""
@@ -343,7 +346,8 @@ class SpeculativeDecoding(Decoding):
         self._start(step, partial(step.check, self._model, drafted))
         begun += time.perf_counter() - before
         progress = self._follow(step)
-        pace.observe(step, rows, drafted, *self._come_of(step, rows, drafted))
+        counts, accepted = self._come_of(step, rows, drafted)
+        pace.observe(step, rows, drafted, counts, accepted)
         if available is not None and not drafted:
             pace.learn(step, rows, self._draft.hits(rows))
         ended = time.perf_counter()
@@ -351,7 +355,7 @@ class SpeculativeDecoding(Decoding):
         return progress, ended
 
     def _come_of(self, step: SpeculativeStep, rows: list[int], drafted: int) -> tuple[list[int], list[int]]:
-        """How many tokens these rows had in the last check, and how many of them were accepted."""
+        """Counts the last check. Returns how many drafted tokens these rows had in it, and how many were accepted."""
         self._sums["checks"] += 1
         if not drafted:
             return [0] * len(rows), [0] * len(rows)

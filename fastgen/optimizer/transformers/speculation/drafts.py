@@ -229,7 +229,6 @@ class LookupDraft(Draft):
 
     def keep(self, rows: Sequence[int]) -> None:
         self._index.keep(rows)
-        self._proposed = {}  # by the rows of before
         self._known = [self._known[row] for row in rows]
 
 

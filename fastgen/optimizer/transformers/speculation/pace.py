@@ -235,7 +235,8 @@ class Pace:
     def _idle(self, step: SpeculativeStep) -> float:
         """What a round without a draft takes longer than a step of a plain call: no more than what the host does.
 
-        The check itself takes as long as the step. Measured in other calls, the two may differ by more.
+        The check itself takes as long as the step. Measured in other calls, the two may differ by more, which is not
+        counted.
         """
         check = step.seconds(1)
         if check is None or self._plain is None or not step.host_times:
