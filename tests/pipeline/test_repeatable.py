@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from fastgen.pipeline import generate_dataset
 from fastgen.pipeline.loading import load
 from fastgen.pipeline.settings import RunOptions
 from tests.pipeline import tiny
+from tests.pipeline.children import finished, in_child
 
 KILLS = {"bart": 8, "gpt2": 4}
 # Batches of four, and enough of them for a captured step.
@@ -40,32 +40,21 @@ GENERATION = {
 
 def run_in_child(loaded, source: Path, output: Path, generation: dict, cache: Path) -> int:
     """Begins or resumes the run in a process of its own, in which nothing has been measured yet; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    signal.alarm(120)  # one that hangs ends
     used = []
-    for name in ("packed_linear", "streamed_linear"):
-        product = getattr(linear, name)
-        setattr(linear, name, lambda *given, product=product: used.append(1) or product(*given))
     new = not output.with_name(output.name + ".partial").exists()
-    try:
+
+    def run() -> None:
+        for name in ("packed_linear", "streamed_linear"):
+            product = getattr(linear, name)
+            setattr(linear, name, lambda *given, product=product: used.append(1) or product(*given))
         os.environ["FASTGEN_CACHE"] = str(cache)
         options = {"generation": generation, "batch_size": 4, "quiet": True, "workers": 0, "token_ids": True}
         generate_dataset(loaded.model, source, output, tokenizer=loaded.tokenizer, resume=True, **options)
         assert used or not new or not linear.has_vectors(), "no product of FastGen's: the weights are too small"
         captured = fastgen.stats().get("transformers.captured_step", {}).get("accelerated", 0)
         assert captured or not new or graph.unavailable(torch.device("cpu")), "no captured step: too few batches"
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
-
-def finished(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return in_child(run)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from fastgen.pipeline.encoding import ClassifyOptions, EmbedOptions, classify_dataset, embed_dataset
 from fastgen.pipeline.encoding.loading import load_classifier, load_embedder
 from tests.pipeline import tiny
+from tests.pipeline.children import finished, in_child
 
 # Large enough for the products of linear layers that FastGen chooses between.
 WIDE = dict(hidden_size=384, intermediate_size=1024, num_attention_heads=6)
@@ -24,26 +24,6 @@ RUNS = {
     "parquet": (embed_dataset, load_embedder, EmbedOptions, {"pooling": "weightedmean"}, 4),
     "csv": (classify_dataset, load_classifier, ClassifyOptions, {"top_k": 2}, 6),
 }
-
-
-def in_child(run, loaded, source: Path, output: Path, options: dict) -> int:
-    """Begins or resumes the run in a process of its own; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    signal.alarm(120)  # one that hangs ends
-    try:
-        run(loaded.model, source, output, tokenizer=loaded.tokenizer, resume=True, quiet=True, batch_size=4, **options)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def finished(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -58,9 +38,13 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(form: str, tmp_path: Pat
     lines[50], lines[51], lines[300] = "", "A" * 500, " "
     source.write_text("\n".join(lines) + "\n")
 
+    def begin(output: Path) -> int:
+        given = {"tokenizer": loaded.tokenizer, "resume": True, "quiet": True, "batch_size": 4, **options}
+        return in_child(lambda: run(loaded.model, source, output, **given))
+
     whole = tmp_path / f"whole.{form}"
     start = time.monotonic()
-    assert finished(in_child(run, loaded, source, whole, options)) == 0
+    assert finished(begin(whole)) == 0
     seconds = time.monotonic() - start
     output = tmp_path / f"out.{form}"
     journal = output.with_name(output.name + ".partial")
@@ -69,7 +53,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(form: str, tmp_path: Pat
         if killed == kills:
             break
         before = journal.stat().st_size if journal.exists() else 0
-        child = in_child(run, loaded, source, output, options)
+        child = begin(output)
         # A part of a whole run each, so that there is something left for the last of them.
         timer = threading.Timer(moments.uniform(0.3, 2.2) * seconds / kills, os.kill, (child, signal.SIGKILL))
         timer.start()
@@ -86,7 +70,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(form: str, tmp_path: Pat
             assert not output.exists() or output.read_bytes() == whole.read_bytes()
             assert not journal.exists() or journal.stat().st_size >= min(before, 1)
     assert killed == kills
-    assert finished(in_child(run, loaded, source, output, options)) == 0
+    assert finished(begin(output)) == 0
     assert output.read_bytes() == whole.read_bytes()
     assert Path(f"{output}.errors.jsonl").read_bytes() == Path(f"{whole}.errors.jsonl").read_bytes()
     names = {"model", "in.txt", whole.name, output.name, f"{whole.name}.errors.jsonl", f"{output.name}.errors.jsonl"}
