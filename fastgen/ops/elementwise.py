@@ -169,18 +169,16 @@ def _layer_norm(
 
 
 def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> list[Instruction] | None:
-    """A copy of K and one of V, or, where each row has a position of its own, as many for each row."""
+    """A copy of K and one of V. Where rows have positions of their own, the operator is faster than so many copies."""
     *caches, position = others
-    if not all(cache.shape[2] for cache in caches):
+    if position.numel() != 1 or not all(cache.shape[2] for cache in caches):
         return None
-    rows = [slice(None)] if position.numel() == 1 else [slice(row, row + 1) for row in range(len(keys))]
     found: list[Instruction] = []
-    for row, at in zip(rows, position.reshape(-1), strict=True):
-        for part, cache in zip((keys, values), caches, strict=True):
-            copy = _copied(function, cache[row].select(2, 0), part[row])
-            if copy is None:
-                return None
-            found.append(copy[0]._replace(position=(at, cache.stride(2), cache.shape[2])))
+    for part, cache in zip((keys, values), caches, strict=True):
+        copy = _copied(function, cache.select(2, 0), part)
+        if copy is None:
+            return None
+        found.append(copy[0]._replace(position=(position.reshape(()), cache.stride(2), cache.shape[2])))
     return found
 
 

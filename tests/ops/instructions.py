@@ -28,8 +28,25 @@ def instruction_set(name: str | None) -> Iterator[None]:
         _choose(True)
 
 
+@contextlib.contextmanager
+def made_by_amd(is_so: bool) -> Iterator[None]:
+    """Inside, the kernels do what they do on processors that AMD made, or on those that others made."""
+    try:
+        for library in _library_of_the_kernels():
+            library.fastgen_count_as_amd(int(is_so))
+        yield
+    finally:
+        for library in _library_of_the_kernels():
+            library.fastgen_count_as_amd(-1)
+
+
 def _choose(with_avx_vnni: bool) -> None:
-    if not _library.load("CPU"):
-        library = ctypes.CDLL(str(Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")))
+    for library in _library_of_the_kernels():
         library.fastgen_forget_instruction_set()
         library.fastgen_allow_avx_vnni(with_avx_vnni)
+
+
+def _library_of_the_kernels() -> list[ctypes.CDLL]:
+    """It, or nothing where it was not built."""
+    path = Path(_library.__file__).with_name(f"libfastgen_cpu{_library._SUFFIX}")
+    return [] if _library.load("CPU") else [ctypes.CDLL(str(path))]

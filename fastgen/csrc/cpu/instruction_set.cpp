@@ -12,6 +12,7 @@ using fastgen::InstructionSet;
 constexpr int kUnknown = -1, kGiven = 4;  // kGiven is added to the instruction set
 std::atomic<int> choice{kUnknown};
 std::atomic<bool> avx_vnni_is_allowed{true};
+std::atomic<int> counts_as_amd{kUnknown};  // for tests
 
 InstructionSet widest() {
 #ifdef FASTGEN_X86
@@ -67,7 +68,8 @@ bool asks_nearby() { return is_amd(); }
 bool is_amd() {
 #ifdef FASTGEN_X86
   static const bool is_amd = __builtin_cpu_is("amd");
-  return is_amd;
+  const int given = counts_as_amd.load(std::memory_order_relaxed);
+  return given == kUnknown ? is_amd : given != 0;
 #else
   return false;
 #endif
@@ -87,3 +89,6 @@ FASTGEN_FOR_TESTS void fastgen_forget_instruction_set() { choice.store(kUnknown,
 FASTGEN_FOR_TESTS void fastgen_allow_avx_vnni(bool allowed) {
   avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }
+
+// The same, as on a processor that AMD made (1) or did not make (0); -1: as it is.
+FASTGEN_FOR_TESTS void fastgen_count_as_amd(int value) { counts_as_amd.store(value, std::memory_order_relaxed); }

@@ -101,6 +101,9 @@ namespace portable {
 #define FASTGEN_HALF 0
 #define FASTGEN_REPEAT2(from) (Vector{(from)[0], (from)[1], (from)[0], (from)[1]})
 #define FASTGEN_REPEAT4(from) (*reinterpret_cast<const Vector*>(from))
+#define FASTGEN_SPREAD 0
+#define FASTGEN_ONE_OF4(vector, i) ((vector)[i] - Vector{})
+#define FASTGEN_TWO_OF4(vector, i) (Vector{(vector)[2 * i], (vector)[2 * i + 1], (vector)[2 * i], (vector)[2 * i + 1]})
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/kernels.h"
 }  // namespace portable
@@ -116,6 +119,9 @@ namespace avx2 {
 #define FASTGEN_HALF 0
 #define FASTGEN_REPEAT2(from) ((Vector)_mm256_set1_epi64x(two_of(from)))
 #define FASTGEN_REPEAT4(from) ((Vector)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)))
+#define FASTGEN_SPREAD 0
+#define FASTGEN_ONE_OF4(vector, i) ((Vector)_mm256_permute_ps((__m256)(vector), (i) * 0x55))
+#define FASTGEN_TWO_OF4(vector, i) ((Vector)_mm256_permute_ps((__m256)(vector), 0x44 + (i) * 0xaa))
 #define FASTGEN_TRANSPOSE fastgen::transpose8
 #include "linear/kernels.h"
 }  // namespace avx2
@@ -130,6 +136,9 @@ namespace avx512 {
 #define FASTGEN_HALF 8
 #define FASTGEN_REPEAT2(from) ((Vector)_mm512_set1_epi64(two_of(from)))
 #define FASTGEN_REPEAT4(from) ((Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(from)))
+#define FASTGEN_SPREAD 4
+#define FASTGEN_ONE_OF4(vector, i) ((Vector)_mm512_permute_ps((__m512)(vector), (i) * 0x55))
+#define FASTGEN_TWO_OF4(vector, i) ((Vector)_mm512_permute_ps((__m512)(vector), 0x44 + (i) * 0xaa))
 #define FASTGEN_TRANSPOSE fastgen::transpose16
 #include "linear/kernels.h"
 }  // namespace avx512

@@ -3,8 +3,14 @@
 //   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most: 3 or fewer
 //   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
 //   FASTGEN_REPEAT2, FASTGEN_REPEAT4  (from): so many floats over and over, as a vector
+//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, where `is_amd`
+//   FASTGEN_ONE_OF4, FASTGEN_TWO_OF4  (vector, i): of what FASTGEN_REPEAT4 gives, number i, or pair i, over and over
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
+//
+// With one vector of rows, there would be more vectors to load than to multiply, and an AMD EPYC (Zen 5) loads no faster than
+// it multiplies. So four elements of some lines are loaded at a time, and spread over a vector by a unit that does not
+// multiply. On Intel's processors, the unit that can do that multiplies, too.
 //
 // The last rows may be fewer than a vector has places. If the order of sums does not matter, such a vector holds two or four
 // inputs of each row. They are multiplied with as many elements of a line, over and over, which takes no longer to load
@@ -39,8 +45,8 @@ struct Ahead {
   int64_t turn;
 };
 
-// Some lines times a tile of rows.
-template <int kWhole, int kHalf, int kPairs, int kFours, int kLines>
+// Some lines times a tile of rows. Of the last kSpread lines, the elements are loaded four at a time.
+template <int kWhole, int kHalf, int kPairs, int kFours, int kLines, int kSpread>
 struct LineTile {
   static constexpr Shape kShape = {kWhole, kHalf, kPairs, kFours};
   Vector whole[kLines][kWhole] = {}, pairs[kLines][kPairs] = {}, fours[kLines][kFours] = {};
@@ -51,8 +57,13 @@ struct LineTile {
     return lines + n / 4 * 4 * stride + n % 4 * stride;
   }
 
-  // An input of all lines, where a row has one place.
-  FASTGEN_TARGET inline __attribute__((always_inline)) void add_one(const float* x, const float* lines, int64_t stride) {
+  static constexpr bool is_spread(int n) { return n >= kLines - kSpread; }
+
+  // An input of all lines, where a row has one place: number kInput of the four that lie in `fours_of`.
+  template <int kInput>
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add_one(const float* x, const float* lines, int64_t stride,
+                                                                    const Vector* fours_of) {
+    x += kInput * kShape.line();
     Vector rows[kWhole];
     HalfVector last[kHalf];
 #pragma GCC unroll 4
@@ -60,11 +71,12 @@ struct LineTile {
     if constexpr (kHalf != 0) last[0] = *reinterpret_cast<const HalfVector*>(x + kWhole * kWidth);
 #pragma GCC unroll 8
     for (int n = 0; n < kLines; ++n) {
-      const float weight = *line(lines, stride, n);
       if constexpr (kWhole == 0) {
-        half[n][0] += weight * last[0];
+        half[n][0] += line(lines, stride, n)[kInput] * last[0];
       } else {
-        const Vector weights = weight - Vector{};  // loaded once, for the half too
+        // Loaded once, for the half too.
+        const Vector weights = is_spread(n) ? FASTGEN_ONE_OF4(fours_of[n], kInput)
+                                            : line(lines, stride, n)[kInput] - Vector{};
 #pragma GCC unroll 4
         for (int v = 0; v < kWhole; ++v) whole[n][v] += weights * rows[v];
         if constexpr (kHalf != 0) {
@@ -76,27 +88,44 @@ struct LineTile {
     }
   }
 
+  // Two inputs of all lines, where a row has two places: pair kPair of the four.
+  template <int kPair>
+  FASTGEN_TARGET inline __attribute__((always_inline)) void add_two(const float* x, const float* lines, int64_t stride,
+                                                                    const Vector* fours_of) {
+    const Vector rows = *reinterpret_cast<const Vector*>(x + kPair * kWidth);
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+      const Vector weights = is_spread(n) ? FASTGEN_TWO_OF4(fours_of[n], kPair)
+                                          : FASTGEN_REPEAT2(line(lines, stride, n) + 2 * kPair);
+      pairs[n][0] += weights * rows;
+    }
+  }
+
   // A block of x, of which `inputs` are there. The lines have kInputs, zeros behind those.
   FASTGEN_TARGET inline __attribute__((always_inline)) void add(const float* x, const float* lines, int64_t stride,
                                                                 int64_t inputs) {
+    static_assert(kInputs == 4);
+    Vector fours_of[kLines];
+#pragma GCC unroll 8
+    for (int n = 0; n < kLines; ++n) {
+      if (kFours != 0 || is_spread(n)) fours_of[n] = FASTGEN_REPEAT4(line(lines, stride, n));
+    }
     if constexpr (kWhole + kHalf != 0) {
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < inputs; ++j) add_one(x + j * kShape.line(), lines + j, stride);
+      add_one<0>(x, lines, stride, fours_of);
+      if (inputs > 1) add_one<1>(x, lines, stride, fours_of);
+      if (inputs > 2) add_one<2>(x, lines, stride, fours_of);
+      if (inputs > 3) add_one<3>(x, lines, stride, fours_of);
     }
     x += kInputs * kShape.line();
     if constexpr (kPairs != 0) {
-#pragma GCC unroll 2
-      for (int j = 0; j < kInputs / 2; ++j) {
-        const Vector rows = *reinterpret_cast<const Vector*>(x + j * kWidth);
-#pragma GCC unroll 8
-        for (int n = 0; n < kLines; ++n) pairs[n][0] += FASTGEN_REPEAT2(line(lines, stride, n) + 2 * j) * rows;
-      }
+      add_two<0>(x, lines, stride, fours_of);
+      add_two<1>(x, lines, stride, fours_of);
       x += kInputs / 2 * kWidth;
     }
     if constexpr (kFours != 0) {
       const Vector rows = *reinterpret_cast<const Vector*>(x);
 #pragma GCC unroll 8
-      for (int n = 0; n < kLines; ++n) fours[n][0] += FASTGEN_REPEAT4(line(lines, stride, n)) * rows;
+      for (int n = 0; n < kLines; ++n) fours[n][0] += fours_of[n] * rows;
     }
   }
 
@@ -127,10 +156,10 @@ struct LineTile {
 // y[kLines, lanes of the tile] = start (y itself if null) + kLines lines of the weight times x[blocks of depth]. The products
 // are summed among themselves first, in the order in which `tile` sums them: with a place for each row, the result has the
 // same bits.
-template <int kWhole, int kHalf, int kPairs, int kFours, int kLines>
+template <int kWhole, int kHalf, int kPairs, int kFours, int kLines, int kSpread>
 FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride, int64_t depth, const float* start,
                               float* y, const Ahead& ahead) {
-  LineTile<kWhole, kHalf, kPairs, kFours, kLines> tile;
+  LineTile<kWhole, kHalf, kPairs, kFours, kLines, kSpread> tile;
   for (int64_t begin = 0; begin < depth; begin += kLine) {
     if (ahead.here != nullptr) {
       const float* next = (begin < ahead.turn ? ahead.here : ahead.there) + begin;
@@ -152,17 +181,21 @@ FASTGEN_TARGET void add_lines(const float* x, const float* lines, int64_t stride
 
 using AddLines = void (*)(const float*, const float*, int64_t, int64_t, const float*, float*, const Ahead&);
 
-template <const auto& kOf, int kLines, size_t... kNumbers>
+template <const auto& kOf, int kLines, int kSpread, size_t... kNumbers>
 constexpr std::array<AddLines, sizeof...(kNumbers)> make_add_lines(std::index_sequence<kNumbers...>) {
-  return {&add_lines<kOf[kNumbers].whole, kOf[kNumbers].half, kOf[kNumbers].pairs, kOf[kNumbers].fours, kLines>...};
+  return {&add_lines<kOf[kNumbers].whole, kOf[kNumbers].half, kOf[kNumbers].pairs, kOf[kNumbers].fours, kLines,
+                     kOf[kNumbers].whole == 1 ? kSpread : 0>...};
 }
 
 // For the shapes that there are registers for: of kOutputs lines, and of one.
 constexpr size_t kQuarters = 4 * FASTGEN_ROW_VECTORS, kHalves = 2 * FASTGEN_ROW_VECTORS;
-constexpr auto kAddLines = make_add_lines<kShapes, kOutputs>(std::make_index_sequence<kQuarters>());
-constexpr auto kAddLine = make_add_lines<kShapes, 1>(std::make_index_sequence<kQuarters>());
-constexpr auto kAddLinesInOrder = make_add_lines<kShapesInOrder, kOutputs>(std::make_index_sequence<kHalves>());
-constexpr auto kAddLineInOrder = make_add_lines<kShapesInOrder, 1>(std::make_index_sequence<kHalves>());
+constexpr auto kAddLines = make_add_lines<kShapes, kOutputs, 0>(std::make_index_sequence<kQuarters>());
+constexpr auto kAddSpread = make_add_lines<kShapes, kOutputs, FASTGEN_SPREAD>(std::make_index_sequence<kQuarters>());
+constexpr auto kAddLine = make_add_lines<kShapes, 1, 0>(std::make_index_sequence<kQuarters>());
+constexpr auto kAddLinesInOrder = make_add_lines<kShapesInOrder, kOutputs, 0>(std::make_index_sequence<kHalves>());
+constexpr auto kAddSpreadInOrder =
+    make_add_lines<kShapesInOrder, kOutputs, FASTGEN_SPREAD>(std::make_index_sequence<kHalves>());
+constexpr auto kAddLineInOrder = make_add_lines<kShapesInOrder, 1, 0>(std::make_index_sequence<kHalves>());
 
 // Rows from `begin` to `end`: `x` floats of other rows are laid out in front of them for each block of inputs, and their sums
 // lie behind `lanes` others of a line.
@@ -186,18 +219,20 @@ inline std::vector<RowTile> tiles_of(int64_t rows, bool in_order) {
     const int64_t rest = rows % kWidth, half = rest > 0 && rest <= FASTGEN_HALF ? 1 : 0;
     const int64_t vectors = (rows + kWidth - 1) / kWidth - half;
     const int64_t count = (2 * vectors + half + kHalves - 1) / kHalves;
+    const auto& lines = fastgen::is_amd() ? kAddSpreadInOrder : kAddLinesInOrder;
     const auto begin_of = [&](int64_t i) { return (vectors * i + count - 1) / count; };
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = begin_of(i), halves = 2 * (begin_of(i + 1) - begin) + (i + 1 == count ? half : 0);
-      add(begin * kWidth, begin * kWidth + halves * kWidth / 2, kShapesInOrder[halves - 1], kAddLinesInOrder[halves - 1],
+      add(begin * kWidth, begin * kWidth + halves * kWidth / 2, kShapesInOrder[halves - 1], lines[halves - 1],
           kAddLineInOrder[halves - 1]);
     }
   } else {
     const int64_t quarter = kWidth / 4, quarters = (rows + quarter - 1) / quarter;
     const int64_t count = (quarters + kQuarters - 1) / kQuarters;
+    const auto& lines = fastgen::is_amd() ? kAddSpread : kAddLines;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = quarters * i / count, end = quarters * (i + 1) / count, some = end - begin - 1;
-      add(begin * quarter, end * quarter, kShapes[some], kAddLines[some], kAddLine[some]);
+      add(begin * quarter, end * quarter, kShapes[some], lines[some], kAddLine[some]);
     }
   }
   return tiles;
