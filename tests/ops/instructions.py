@@ -29,15 +29,15 @@ def instruction_set(name: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def made_by_amd(is_so: bool) -> Iterator[None]:
-    """Inside, the kernels do what they do on processors that AMD made, or on those that others made."""
+def zen5(is_so: bool) -> Iterator[None]:
+    """Inside, the kernels do what they do on an AMD processor from Zen 5 on, or on others."""
     try:
         for library in _library_of_the_kernels():
-            library.fastgen_count_as_amd(int(is_so))
+            library.fastgen_count_as_zen5(int(is_so))
         yield
     finally:
         for library in _library_of_the_kernels():
-            library.fastgen_count_as_amd(-1)
+            library.fastgen_count_as_zen5(-1)
 
 
 def _choose(with_avx_vnni: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgen.ops import _timings, linear
-from tests.ops.instructions import instruction_set, made_by_amd
+from tests.ops.instructions import instruction_set, zen5
 
 pytestmark = pytest.mark.skipif(not linear.is_available(), reason="the extension was not built")
 
@@ -96,13 +96,13 @@ def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
 @pytest.mark.parametrize("inputs", [37, 300])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
 def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, inputs: int, rows: int) -> None:
-    """One element of a line at a time or four, whoever made the processor of this machine."""
+    """One element of a line at a time or four, whatever the processor of this machine."""
     generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(size, inputs, generator=generator) for size in (rows, 75))
     with instruction_set(backend):
         results = []
         for is_so in (True, False):
-            with made_by_amd(is_so):
+            with zen5(is_so):
                 results.append([linear.streamed_linear(x, weight, None), linear.folded_linear(x, weight, None)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     torch.testing.assert_close(results[0][1].double(), x.double() @ weight.double().t(), atol=2e-6 * inputs, rtol=1e-5)

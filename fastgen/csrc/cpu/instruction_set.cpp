@@ -12,7 +12,7 @@ using fastgen::InstructionSet;
 constexpr int kUnknown = -1, kGiven = 4;  // kGiven is added to the instruction set
 std::atomic<int> choice{kUnknown};
 std::atomic<bool> avx_vnni_is_allowed{true};
-std::atomic<int> counts_as_amd{kUnknown};  // for tests
+std::atomic<int> counts_as_zen5{kUnknown};  // for tests
 
 InstructionSet widest() {
 #ifdef FASTGEN_X86
@@ -68,8 +68,22 @@ bool asks_nearby() { return is_amd(); }
 bool is_amd() {
 #ifdef FASTGEN_X86
   static const bool is_amd = __builtin_cpu_is("amd");
-  const int given = counts_as_amd.load(std::memory_order_relaxed);
-  return given == kUnknown ? is_amd : given != 0;
+  return is_amd;
+#else
+  return false;
+#endif
+}
+
+bool is_zen5_or_later() {
+#ifdef FASTGEN_X86
+  static const bool there = [] {
+    unsigned int a = 0, b = 0, c = 0, d = 0;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(1), "c"(0));
+    const unsigned int family = (a >> 8 & 15) + (a >> 20 & 255);
+    return is_amd() && family >= 26;
+  }();
+  const int given = counts_as_zen5.load(std::memory_order_relaxed);
+  return given == kUnknown ? there : given != 0;
 #else
   return false;
 #endif
@@ -90,5 +104,5 @@ FASTGEN_FOR_TESTS void fastgen_allow_avx_vnni(bool allowed) {
   avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }
 
-// The same, as on a processor that AMD made (1) or did not make (0); -1: as it is.
-FASTGEN_FOR_TESTS void fastgen_count_as_amd(int value) { counts_as_amd.store(value, std::memory_order_relaxed); }
+// The same, as with Zen 5 (1) or without (0); -1: as it is.
+FASTGEN_FOR_TESTS void fastgen_count_as_zen5(int value) { counts_as_zen5.store(value, std::memory_order_relaxed); }

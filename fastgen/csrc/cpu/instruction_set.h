@@ -30,6 +30,10 @@ bool asks_nearby();
 // Whether AMD made the processor.
 bool is_amd();
 
+// Whether it did, and the processor has whole units for vectors of 512 bits, which move numbers inside of a vector beside
+// those that multiply: from Zen 5 on.
+bool is_zen5_or_later();
+
 }  // namespace fastgen
 
 // What has been compiled for the vectors in use, in the namespaces `portable`, `avx2` and `avx512`: OF(one of these).

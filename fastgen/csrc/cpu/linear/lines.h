@@ -3,7 +3,7 @@
 //   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most: 3 or fewer
 //   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
 //   FASTGEN_REPEAT2, FASTGEN_REPEAT4  (from): so many floats over and over, as a vector
-//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, where `is_amd`
+//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, where `is_zen5_or_later`
 //   FASTGEN_ONE_OF4, FASTGEN_TWO_OF4  (vector, i): of what FASTGEN_REPEAT4 gives, number i, or pair i, over and over
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
@@ -219,7 +219,7 @@ inline std::vector<RowTile> tiles_of(int64_t rows, bool in_order) {
     const int64_t rest = rows % kWidth, half = rest > 0 && rest <= FASTGEN_HALF ? 1 : 0;
     const int64_t vectors = (rows + kWidth - 1) / kWidth - half;
     const int64_t count = (2 * vectors + half + kHalves - 1) / kHalves;
-    const auto& lines = fastgen::is_amd() ? kAddSpreadInOrder : kAddLinesInOrder;
+    const auto& lines = fastgen::is_zen5_or_later() ? kAddSpreadInOrder : kAddLinesInOrder;
     const auto begin_of = [&](int64_t i) { return (vectors * i + count - 1) / count; };
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = begin_of(i), halves = 2 * (begin_of(i + 1) - begin) + (i + 1 == count ? half : 0);
@@ -229,7 +229,7 @@ inline std::vector<RowTile> tiles_of(int64_t rows, bool in_order) {
   } else {
     const int64_t quarter = kWidth / 4, quarters = (rows + quarter - 1) / quarter;
     const int64_t count = (quarters + kQuarters - 1) / kQuarters;
-    const auto& lines = fastgen::is_amd() ? kAddSpread : kAddLines;
+    const auto& lines = fastgen::is_zen5_or_later() ? kAddSpread : kAddLines;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = quarters * i / count, end = quarters * (i + 1) / count, some = end - begin - 1;
       add(begin * quarter, end * quarter, kShapes[some], lines[some], kAddLine[some]);
