@@ -92,7 +92,7 @@ def test_every_way_to_divide_rows_among_tiles(backend: str) -> None:
             assert torch.equal(linear.streamed_linear(x[:rows], weight, bias), expected), rows
 
 
-@pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40])
+@pytest.mark.parametrize("rows", [1, 5, 9, 16, 18, 20, 24, 28, 32, 40, 49, 56])
 @pytest.mark.parametrize("inputs", [37, 300])
 @pytest.mark.parametrize("backend", INSTRUCTION_SETS)
 def test_weights_are_loaded_in_several_ways_with_the_same_result(backend: str, inputs: int, rows: int) -> None:

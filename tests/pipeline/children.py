@@ -17,9 +17,9 @@ def in_child(run: Callable[[], object]) -> int:
     if child:
         return child
     status = 1
-    signal.alarm(120)  # one that hangs ends
-    _leave_progress_bars_to_the_parent()
     try:
+        signal.alarm(120)  # one that hangs ends
+        _leave_progress_bars_to_the_parent()
         run()
         status = 0
     except BaseException:

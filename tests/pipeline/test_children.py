@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
 import pytest
-from tqdm.std import tqdm
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 from tests.pipeline.children import finished, in_child
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_one_that_is_killed_while_it_draws_a_progress_bar() -> None:
+def test_one_that_is_killed_while_it_draws_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lock of its own: if this test fails, nobody gets it back.
+    monkeypatch.setattr(TqdmDefaultWriteLock, "mp_lock", multiprocessing.RLock(), raising=False)
+    monkeypatch.setattr(tqdm, "_lock", TqdmDefaultWriteLock(), raising=False)
+
     class Other(tqdm):
         """As the libraries have, with a lock of its own."""
 

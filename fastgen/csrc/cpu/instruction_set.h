@@ -30,8 +30,8 @@ bool asks_nearby();
 // Whether AMD made the processor.
 bool is_amd();
 
-// Whether it did, and the processor has whole units for vectors of 512 bits, which move numbers inside of a vector beside
-// those that multiply: from Zen 5 on.
+// Whether it did, and it is Zen 5 or later: an EPYC of that kind moves numbers inside of a vector in other units than those
+// that multiply vectors of 512 bits.
 bool is_zen5_or_later();
 
 }  // namespace fastgen

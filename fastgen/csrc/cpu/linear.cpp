@@ -103,7 +103,7 @@ namespace portable {
 #define FASTGEN_REPEAT4(from) (*reinterpret_cast<const Vector*>(from))
 #define FASTGEN_SPREAD 0
 #define FASTGEN_ONE_OF4(vector, i) ((vector)[i] - Vector{})
-#define FASTGEN_TWO_OF4(vector, i) (Vector{(vector)[2 * i], (vector)[2 * i + 1], (vector)[2 * i], (vector)[2 * i + 1]})
+#define FASTGEN_TWO_OF4(vector, i) (Vector{(vector)[2 * (i)], (vector)[2 * (i) + 1], (vector)[2 * (i)], (vector)[2 * (i) + 1]})
 #define FASTGEN_TRANSPOSE fastgen::transpose4
 #include "linear/kernels.h"
 }  // namespace portable
