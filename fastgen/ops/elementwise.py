@@ -169,7 +169,7 @@ def _layer_norm(
 
 
 def _kv_written(function: Any, out: Tensor, keys: Tensor, values: Tensor, *others: Tensor) -> list[Instruction] | None:
-    """A copy of K and one of V. Where rows have positions of their own, the operator is faster than so many copies."""
+    """A copy of K and one of V. None where rows have positions of their own: two copies of each row take longer."""
     *caches, position = others
     if position.numel() != 1 or not all(cache.shape[2] for cache in caches):
         return None

@@ -12,14 +12,14 @@ from tqdm.std import tqdm
 
 
 def in_child(run: Callable[[], object]) -> int:
-    """Begins it in a process of its own, which ends with 0 if it returns and with 1 if it raises; returns its id."""
+    """Begins `run` in a process of its own, which ends with 0 if it returns and with 1 if it raises; returns its id."""
     child = os.fork()
     if child:
         return child
     status = 1
     try:
         signal.alarm(120)  # one that hangs ends
-        _leave_progress_bars_to_the_parent()
+        _take_own_locks()
         run()
         status = 0
     except BaseException:
@@ -33,8 +33,8 @@ def finished(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _leave_progress_bars_to_the_parent() -> None:
-    """tqdm's lock is shared by a process and its forks: one that is killed with it would stop all others for good."""
+def _take_own_locks() -> None:
+    """A process shares tqdm's lock with its forks: if one is killed while it holds it, all others wait forever."""
     classes = [tqdm]
     while classes:
         found = classes.pop()

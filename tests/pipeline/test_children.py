@@ -14,12 +14,12 @@ from tests.pipeline.children import finished, in_child
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_one_that_is_killed_while_it_draws_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A lock of its own: if this test fails, nobody gets it back.
+    # Other tests do not use this lock: if this test fails, it stays locked.
     monkeypatch.setattr(TqdmDefaultWriteLock, "mp_lock", multiprocessing.RLock(), raising=False)
     monkeypatch.setattr(tqdm, "_lock", TqdmDefaultWriteLock(), raising=False)
 
     class Other(tqdm):
-        """As the libraries have, with a lock of its own."""
+        """As the libraries have, with tqdm's lock in an attribute of its own."""
 
     Other.set_lock(tqdm.get_lock())
 

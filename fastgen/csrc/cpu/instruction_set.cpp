@@ -104,7 +104,8 @@ FASTGEN_FOR_TESTS void fastgen_allow_avx_vnni(bool allowed) {
   avx_vnni_is_allowed.store(allowed, std::memory_order_relaxed);
 }
 
-// The same, as with Zen 5 (1) or without (0); -1: as it is. Returns what the kernels see from now on.
+// For tests: 1 makes the kernels run as on Zen 5, 0 as on others, -1 as on this processor. Returns whether they now run as on
+// Zen 5.
 FASTGEN_FOR_TESTS int fastgen_count_as_zen5(int value) {
   counts_as_zen5.store(value, std::memory_order_relaxed);
   return fastgen::is_zen5_or_later();

@@ -3,14 +3,14 @@
 //   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most: 3 or fewer
 //   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
 //   FASTGEN_REPEAT2, FASTGEN_REPEAT4  (from): so many floats over and over, as a vector
-//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, where `is_zen5_or_later`
+//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, in tiles with one vector of rows, where `is_zen5_or_later`
 //   FASTGEN_ONE_OF4, FASTGEN_TWO_OF4  (vector, i): of what FASTGEN_REPEAT4 gives, number i, or pair i, over and over
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
 //
 // With one vector of rows, there would be more vectors to load than to multiply, and an AMD EPYC (Zen 5) loads no faster than
 // it multiplies. So four elements of some lines are loaded at a time, and spread over a vector by a unit that does not
-// multiply. On Intel's processors, the unit that can do that multiplies, too.
+// multiply. On Intel's processors, the unit that spreads also multiplies. AMD's before Zen 5 multiply at half the speed.
 //
 // The last rows may be fewer than a vector has places. If the order of sums does not matter, such a vector holds two or four
 // inputs of each row. They are multiplied with as many elements of a line, over and over, which takes no longer to load
@@ -108,7 +108,7 @@ struct LineTile {
     Vector fours_of[kLines];
 #pragma GCC unroll 8
     for (int n = 0; n < kLines; ++n) {
-      if (kFours != 0 || is_spread(n)) fours_of[n] = FASTGEN_REPEAT4(line(lines, stride, n));
+      if (is_spread(n)) fours_of[n] = FASTGEN_REPEAT4(line(lines, stride, n));
     }
     if constexpr (kWhole + kHalf != 0) {
       add_one<0>(x, lines, stride, fours_of);
@@ -125,7 +125,10 @@ struct LineTile {
     if constexpr (kFours != 0) {
       const Vector rows = *reinterpret_cast<const Vector*>(x);
 #pragma GCC unroll 8
-      for (int n = 0; n < kLines; ++n) fours[n][0] += fours_of[n] * rows;
+      for (int n = 0; n < kLines; ++n) {
+        const Vector weights = is_spread(n) ? fours_of[n] : FASTGEN_REPEAT4(line(lines, stride, n));
+        fours[n][0] += weights * rows;
+      }
     }
   }
 
