@@ -14,6 +14,19 @@ std::atomic<int> choice{kUnknown};
 std::atomic<bool> avx_vnni_is_allowed{true};
 std::atomic<int> counts_as_zen5{kUnknown};  // for tests
 
+#ifdef FASTGEN_X86
+struct Answer {
+  unsigned int a, b, c, d;
+};
+
+// What the processor says of itself.
+Answer cpuid(unsigned int leaf, unsigned int part) {
+  Answer answer{};
+  __asm__("cpuid" : "=a"(answer.a), "=b"(answer.b), "=c"(answer.c), "=d"(answer.d) : "a"(leaf), "c"(part));
+  return answer;
+}
+#endif
+
 InstructionSet widest() {
 #ifdef FASTGEN_X86
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -51,11 +64,8 @@ bool instruction_set_is_given() { return (chosen() & kGiven) != 0; }
 bool has_avx_vnni() {
 #ifdef FASTGEN_X86
   static const bool there = [] {
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    if (a < 1) return false;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
-    return (a & 1u << 4) != 0 && widest() != InstructionSet::kPortable;
+    const bool has_part = cpuid(7, 0).a >= 1;
+    return has_part && (cpuid(7, 1).a & 1u << 4) != 0 && widest() != InstructionSet::kPortable;
   }();
   return there && avx_vnni_is_allowed.load(std::memory_order_relaxed);
 #else
@@ -77,9 +87,7 @@ bool is_amd() {
 bool is_zen5_or_later() {
 #ifdef FASTGEN_X86
   static const bool there = [] {
-    unsigned int a = 0, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(1), "c"(0));
-    const unsigned int family = (a >> 8 & 15) + (a >> 20 & 255);
+    const unsigned int version = cpuid(1, 0).a, family = (version >> 8 & 15) + (version >> 20 & 255);
     return is_amd() && family >= 26;
   }();
   const int given = counts_as_zen5.load(std::memory_order_relaxed);

@@ -3,7 +3,8 @@
 //   FASTGEN_ROW_VECTORS  vectors of rows of a tile, at most: 3 or fewer
 //   FASTGEN_HALF         floats of half a vector, where that is multiplied in half the time of a whole one; otherwise 0
 //   FASTGEN_REPEAT2, FASTGEN_REPEAT4  (from): so many floats over and over, as a vector
-//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, in tiles with one vector of rows, where `is_zen5_or_later`
+//   FASTGEN_SPREAD       lines of which four elements are loaded at a time, where `is_zen5_or_later`, in tiles with one vector
+//                        of rows
 //   FASTGEN_ONE_OF4, FASTGEN_TWO_OF4  (vector, i): of what FASTGEN_REPEAT4 gives, number i, or pair i, over and over
 // A vector holds some rows of one input: so an element of the weight, in every place of a vector, times a vector is what
 // it adds to those rows. Neither the weight is moved nor the places of a vector are added up.
