@@ -156,7 +156,7 @@ def _innermost(call: Any) -> partial[object]:
 def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
     """Inside this, steps of the model are timed operator by operator."""
     storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()}
-    replay = Program.replay
+    calls_of = Program.calls
 
     def read(call: Callable[[], object]) -> Iterator[int]:
         operator = _innermost(call)
@@ -165,26 +165,21 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
                 if isinstance(each, Tensor):
                     yield each.untyped_storage().data_ptr()
 
-    def timed_replay(program: Program) -> None:
-        """The program's own replay with a clock around its calls; looks at what they read, once for each program."""
-        calls, planned = program._calls, program._planned
-        if program not in timed:
-            timed[program] = [[partial(steps.execute, call) for call in kept] for kept in (planned, calls)]
-            addresses = (address for call in calls for address in read(call))
+    def timed_calls(program: Program, planned: bool) -> Sequence[Callable[[], object]]:
+        """The program's own calls with a clock around them; looks at what they read, once for each program."""
+        if program not in seen:
+            seen.add(program)
+            addresses = (address for call in calls_of(program, False) for address in read(call))
             steps.weights |= {address: storages[address] for address in addresses if address in storages}
         steps.begin(program)
-        program._planned = timed[program][steps.by_operator]
-        try:
-            replay(program)
-        finally:
-            program._planned = planned
+        return [partial(steps.execute, call) for call in calls_of(program, planned and not steps.by_operator)]
 
-    timed: dict[Program, list[list[Callable[[], object]]]] = {}
-    Program.replay = timed_replay  # type: ignore[method-assign]
+    seen: set[Program] = set()
+    Program.calls = timed_calls  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Program.replay = replay  # type: ignore[method-assign]
+        Program.calls = calls_of  # type: ignore[method-assign]
 
 
 def smallest_operator() -> Smallest:

@@ -8,6 +8,7 @@ gain what looking at the weight costs. A weight is read once for the copy, and o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fastgen import memory
 from fastgen.decoding import weight_copies
-from fastgen.ops import fingerprint, narrow, narrow_linear
+from fastgen.ops import _plan, fingerprint, narrow, narrow_linear
 
 # Smaller ones stay in the processor's caches.
 _LEAST_NUMBERS = 2**16
@@ -105,38 +106,75 @@ class NarrowProduct(NamedTuple):
     bias: Tensor | None
 
 
-class NarrowProducts:
-    """Products with one input and one kind of copy, of which none reads what another one writes, as one call.
+class NarrowProducts(NamedTuple):
+    """Products with one input and one kind of copy, of which none reads what another one writes."""
 
-    Args:
-        wide: what does the same without copies, all together.
-        each: and one by one.
-    """
+    products: Sequence[NarrowProduct]
+    wide: Sequence[Callable[[], object]]  # what does the same without copies, all together
+    each: Sequence[Callable[[], object]]  # and one by one
 
-    def __init__(
-        self,
-        products: Sequence[NarrowProduct],
-        wide: Sequence[Callable[[], object]],
-        each: Sequence[Callable[[], object]],
-    ) -> None:
-        self._products, self._wide, self._each = products, wide, each
-        self._copies: list[Tensor | None] = [None] * len(products)
-        self._calls = wide  # with these copies
-
-    def linears(self) -> None:
-        """Writes the results."""
-        copies = [product.weight.copy() for product in self._products]
-        if not all(map(operator.is_, copies, self._copies)):
-            self._copies, self._calls = copies, self._calls_with(copies)
-        for call in self._calls:
-            call()
-
-    def _calls_with(self, copies: list[Tensor | None]) -> Sequence[Callable[[], object]]:
-        found = [(product.result, copy, product.bias) for product, copy in zip(self._products, copies, strict=True)]
+    def calls(self, copies: Sequence[Tensor | None]) -> Sequence[Callable[[], object]]:
+        """Those that write the results, with a copy of each weight or None."""
+        found = [(product.result, copy, product.bias) for product, copy in zip(self.products, copies, strict=True)]
         narrow = [each for each in found if each[1] is not None]
         if not narrow:
-            return self._wide
+            return self.wide
         results, weights, biases = map(list, zip(*narrow, strict=True))
-        first = self._products[0]
+        first = self.products[0]
         several = partial(first.weight.multiply, results, first.x, weights, biases)
-        return [several, *(call for call, copy in zip(self._each, copies, strict=True) if copy is None)]
+        return [several, *(call for call, copy in zip(self.each, copies, strict=True) if copy is None)]
+
+
+class _Chosen(NamedTuple):
+    """The calls of a program with some copies: one by one, and with plans in the place of several."""
+
+    copies: Sequence[Tensor | None]  # of all weights, in order
+    calls: Sequence[Callable[[], object]]
+    planned: Sequence[Callable[[], object]]
+
+
+class Calls:
+    """The calls of a program, with those products that read copies of their weights while there are such.
+
+    Args:
+        calls: in their order.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object] | NarrowProducts] = ()) -> None:
+        self._calls = calls
+        narrow = (each for each in calls if isinstance(each, NarrowProducts))
+        self._weights = [product.weight for each in narrow for product in each.products]
+        self._wide = self._now = self._with([None] * len(self._weights))
+        self._narrow: _Chosen | None = None  # with the copies that there are
+        self._settled_in: object = None  # the call in which they do not change any more
+
+    def now(self, planned: bool) -> Sequence[Callable[[], object]]:
+        """Those of this step: one by one, or with plans in the place of several (`fastgen.ops._plan`)."""
+        if self._weights:
+            call = weight_copies.now()
+            if call.others_ran or self._settled_in is not call:
+                self._now = self._choose([weight.copy() for weight in self._weights])
+                self._settled_in = call if all(weight.is_settled for weight in self._weights) else None
+        return self._now.planned if planned else self._now.calls
+
+    def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
+        # The first step of a call reads no copies. Those that the others read are kept, and planned once.
+        if self._narrow is not None and not _are_same(self._narrow.copies, [each.held for each in self._weights]):
+            self._narrow = None
+        if all(copy is None for copy in copies):
+            return self._wide
+        if self._narrow is None or not _are_same(self._narrow.copies, copies):
+            self._narrow = self._with(copies)
+        return self._narrow
+
+    def _with(self, copies: Sequence[Tensor | None]) -> _Chosen:
+        calls: list[Callable[[], object]] = []
+        left = iter(copies)
+        for each in self._calls:
+            is_narrow = isinstance(each, NarrowProducts)
+            calls += each.calls(list(itertools.islice(left, len(each.products)))) if is_narrow else [each]
+        return _Chosen(copies, calls, _plan.planned(calls))
+
+
+def _are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    return all(map(operator.is_, some, others))

@@ -227,8 +227,7 @@ def together(works: Sequence[Any]) -> list[Any]:
     if narrow:
         rest = [work for work in works if not isinstance(work, NarrowProduct)]
         wide = [work.wide for work in narrow]
-        several = NarrowProducts(narrow, together(wide), [_alone(work) for work in wide])
-        return [partial(several.linears), *together(rest)]
+        return [NarrowProducts(narrow, together(wide), [_alone(work) for work in wide]), *together(rest)]
     works = _alike(works)
     for kind in filter(None, map(_kind, works)):
         alike = [work for work in works if _kind(work) == kind]

@@ -57,7 +57,7 @@ def call() -> Iterator[None]:
                 counters.count_accelerated(name)
 
 
-def now() -> object:
+def now() -> _Call:
     """The outermost call of this thread: of another one, it is another object."""
     return _calls.outermost
 
@@ -120,6 +120,16 @@ class CopiedWeight:
                 self._make_copy()
         if self.counted_as is not None and self._copy is not None:
             call.used.add(self.counted_as)
+        return self._copy
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `copy` gives the same from now on, up to the end of the call or to where code of others runs."""
+        return self._seen_in is _calls.outermost and self._uses >= self.looks_at and self._waits == 0
+
+    @property
+    def held(self) -> Any:
+        """The copy, whatever it stands for; None where there is none."""
         return self._copy
 
     def _look_again(self) -> None:

@@ -34,13 +34,13 @@ def test_an_output_layer_that_is_estimated_is_a_product() -> None:
     x, weight, out = torch.randn(1, 8), torch.randn(40, 8), torch.zeros(1, dtype=torch.int64)
     program = Program()
     program.capture(lambda: out.copy_((x @ weight.t()).argmax(dim=-1)))
-    assert [steps.kind(call) for call in program._calls][:2] == [steps.PRODUCTS, steps.OTHERS]
+    assert [steps.kind(call) for call in program.calls(planned=False)][:2] == [steps.PRODUCTS, steps.OTHERS]
 
 
 def test_steps_of_a_workload(tiny: Generation) -> None:
-    replay = Program.replay
+    calls = Program.calls
     seen, speed = steps.measure_steps(tiny, calls=2)
-    assert Program.replay is replay and speed > 0
+    assert Program.calls is calls and speed > 0
     assert len(seen.seconds) == len(seen.inside) == len(seen.operators) and len(seen.seconds) % 2 == 0
     assert all(inside < seconds for inside, seconds in zip(seen.inside, seen.seconds, strict=True))
     assert 0 < seen.alone < seen.calls

@@ -16,7 +16,7 @@ from fastgen import memory, settings
 from fastgen.decoding import narrow_weights, products, weight_copies
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
-from fastgen.ops import fingerprint, linear, narrow, narrow_linear
+from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
 
 pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process")
 
@@ -289,6 +289,41 @@ def test_copies_take_a_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(weight_copies.PAUSE + 2):
         assert all(step.call(20) for step in steps)
     assert len(copies()) == 2
+
+
+def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one without them is. In each call, both kinds of step are there again."""
+    made, plan = [], _plan.planned
+    monkeypatch.setattr(_plan, "planned", lambda calls: made.append(plan(calls)) or made[-1])
+    step = Step(weight_of(torch.bfloat16), torch.randn(30, INPUTS), weight_of(torch.float16))
+    assert step.call() and step.call() and step.call(1) and step.call()
+    wide, narrow = filter(None, made)  # there are no calls before the capture
+    for calls in (wide, narrow):
+        assert len([call for call in calls if call.func is torch.ops.fastgen.run_plan.default]) == 1
+        assert not any(call.func.name() in _plan.OPERATORS for call in calls)
+
+
+def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, asked, copy = Step(weight_of(torch.bfloat16)), [], NarrowWeight.copy
+    monkeypatch.setattr(NarrowWeight, "copy", lambda self: (asked.append(1), copy(self))[1])
+    for _ in range(2):
+        asked.clear()
+        assert step.call(9) and len(asked) == 2
+    step.weights[0].data.copy_(weight_of(torch.bfloat16))
+    asked.clear()
+    assert step.call(weight_copies.STEPS_OF_COPY + 9) and copies()
+    assert len(asked) == weight_copies.STEPS_OF_COPY + 1
+
+
+def test_a_copy_of_a_weight_that_has_changed_is_freed() -> None:
+    """No program holds it any longer than it takes to see the change."""
+    weight = weight_of(torch.bfloat16)
+    step = Step(weight)
+    assert step.call()
+    copy = weakref.ref(NarrowPanels.of(weight)._copy)
+    assert step.call(1) and copy() is not None
+    weight.normal_()
+    assert step.call(2) and copy() is None
 
 
 def test_calls_are_counted() -> None:

@@ -9,7 +9,7 @@ Products with a weight become FastGen's where that is measured to be faster, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from fastgen.decoding import arena, largest_outputs, output_layer, products
+from fastgen.decoding import arena, largest_outputs, narrow_weights, output_layer, products
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
@@ -33,8 +33,7 @@ class Program:
 
     def __init__(self, memory: arena.Arena = memory) -> None:
         self._memory = memory
-        self._calls: list[Callable[[], object]] = []
-        self._planned: list[Callable[[], object]] = []
+        self._calls = narrow_weights.Calls()
         self._chunks: set[arena.Chunk] = set()
 
     def capture(self, function: Callable[[], Any]) -> None:
@@ -44,16 +43,18 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch.inference_mode():
-            recording, _ = record(function)
-            compiler = _Compiler(recording, self._memory)
-            self._calls, self._chunks = compiler.calls(), compiler.chunks
-            self._planned = _plan.planned(self._calls)
+            compiler = _Compiler(record(function)[0], self._memory)
+            self._calls, self._chunks = narrow_weights.Calls(compiler.calls()), compiler.chunks
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
         with torch.inference_mode(), _team.for_replay():
-            for call in self._calls if _plan.is_profiled() else self._planned:
+            for call in self.calls(planned=not _plan.is_profiled()):
                 call()
+
+    def calls(self, planned: bool) -> Sequence[Callable[[], object]]:
+        """What the next replay executes: operators one by one, or with plans in the place of several."""
+        return self._calls.now(planned)
 
 
 # Of their forms with `out`, the one copies twice, and the other one changes no type.
@@ -76,15 +77,13 @@ class _Compiler:
         self._places = memory.place(_lifetimes(recording, self._groups))
         self.chunks = {chunk for chunk, _ in self._places.values()}
 
-    def calls(self) -> list[Callable[[], object]]:
+    def calls(self) -> list[Callable[[], object] | narrow_weights.NarrowProducts]:
         """Small elementwise operators that follow one another are one call, and so are the products of a group."""
-        found: list[Callable[[], object]] = []
+        found: list[Callable[[], object] | narrow_weights.NarrowProducts] = []
         works = (work for group in self._groups for work in products.together([self._work(each) for each in group]))
-        for are_small, some in itertools.groupby(works, lambda work: isinstance(work, list)):
-            if are_small:
-                found.append(elementwise.bound(list(itertools.chain.from_iterable(some))))
-            else:
-                found += some
+        for are_small, alike in itertools.groupby(works, lambda work: isinstance(work, list)):
+            some = list(alike)
+            found += [elementwise.bound(list(itertools.chain.from_iterable(some)))] if are_small else some
         return found
 
     def _work(self, operation: Operation) -> _Work:

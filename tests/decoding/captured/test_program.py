@@ -100,7 +100,7 @@ class Replayed(Program):
 
     @property
     def functions(self) -> list[Any]:
-        return [call.func for call in self._calls]
+        return [call.func for call in self.calls(planned=False)]
 
 
 @pytest.fixture(autouse=True)
@@ -431,7 +431,7 @@ class TestProducts:
         recorded = Replayed()
         result = recorded.capture(layer)
         operator = torch.ops.fastgen.dot_linears_out if rows <= 24 else torch.ops.fastgen.folded_linears_out
-        together = [call for call in recorded._calls if call.func is operator.default]
+        together = [call for call in recorded.calls(planned=False) if call.func is operator.default]
         assert [len(call.args[0]) for call in together] == [3, 2]
         for _ in range(2):
             recorded.replay()
@@ -452,7 +452,7 @@ class TestProducts:
         recorded = Replayed()
         result = recorded.capture(lambda: torch.cat([F.linear(x, weight) for weight in weights], dim=1))
         operator = torch.ops.fastgen.dot_linears_out if many == "dots" else torch.ops.fastgen.folded_linears_out
-        (call,) = (call for call in recorded._calls if "linear" in str(call.func))
+        (call,) = (call for call in recorded.calls(planned=False) if "linear" in str(call.func))
         assert call.func is operator.default and len(call.args[0]) == 3
         x.normal_()
         recorded.replay()
@@ -497,7 +497,9 @@ class TestProducts:
 
         recorded = Replayed()
         recorded.capture(steps)
-        (call,) = (call for call in recorded._calls if call.func is torch.ops.fastgen.dot_linears_out.default)
+        (call,) = (
+            call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.dot_linears_out.default
+        )
         results, _, used, _ = call.args
         places = sorted((each.data_ptr(), each.numel() * each.itemsize) for each in (*results, *used))
         assert all(place + size <= after for (place, size), (after, _) in itertools.pairwise(places))
@@ -522,7 +524,7 @@ class TestElementwise:
             assert recorded.replay() or torch.equal(result, function())
             for x in inputs:
                 x.normal_()
-        calls = [call for call in recorded._calls if call.func is torch.ops.fastgen.elementwise.default]
+        calls = [call for call in recorded.calls(planned=False) if call.func is torch.ops.fastgen.elementwise.default]
         return [len(call.args[1]) for call in calls]
 
     @needs_kernel
