@@ -1,13 +1,14 @@
 // The best continuations of each input over all its beams, on the CPU, in float32, bfloat16 or float16. The schema is
 // defined in fastgen/ops/best_candidates.py.
 //
-// Almost no score is among the best. So a block of scores is compared with the worst of the best so far, then its lines,
-// and only those with a better one are looked at number by number. The denominator of a softmax is added up
-// meanwhile (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): everything is read once.
+// Almost no score is among the best. So scores are compared with the worst of the best so far, vector by vector, and only
+// those that are better are looked at. The denominator of a softmax is added up meanwhile (Milakov and Gimelshein,
+// "Online normalizer calculation for softmax", 2018): everything is read once.
 //
 // A log-softmax and what is added to a row change the order in the row at most to equality. And what is no better changes
 // nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the same algorithm, in
 // their order, and it chooses what it would have chosen of all.
+#include "bits.h"
 #include "elementwise/functions.h"
 #include "float16.h"
 #include "instruction_set.h"
@@ -28,6 +29,10 @@
 #include <limits>
 #include <vector>
 
+#ifdef FASTGEN_X86
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using fastgen::Candidate;
@@ -36,13 +41,15 @@ using torch::stable::Tensor;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
-// Scores of one task; of a block, which stays in the first cache; and of a line: those looked at number by number.
-constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64;
+// Scores of one task; of a block, which stays in the first cache; and of a line. So many lines are compared at a time.
+constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64, kLines = 4;
 
 namespace portable {
 #define FASTGEN_TARGET
 #define FASTGEN_FLOAT16 fastgen::Float16
+#define FASTGEN_WIDTH 1
 #include "best_candidates/loops.h"
+#undef FASTGEN_WIDTH
 #undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace portable
@@ -51,7 +58,9 @@ namespace portable {
 namespace avx2 {
 #define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c")))
 #define FASTGEN_FLOAT16 fastgen::Float16F16c
+#define FASTGEN_WIDTH 8
 #include "best_candidates/loops.h"
+#undef FASTGEN_WIDTH
 #undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace avx2
@@ -63,14 +72,16 @@ namespace avx512 {
 #define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
 #define FASTGEN_FLOAT16 fastgen::Float16Avx512
+#define FASTGEN_WIDTH 16
 #include "best_candidates/loops.h"
+#undef FASTGEN_WIDTH
 #undef FASTGEN_FLOAT16
 #undef FASTGEN_TARGET
 }  // namespace avx512
 #endif
 
 struct Loops {
-  bool (*any_above)(const float*, int64_t, float);
+  void (*above)(const float*, int64_t, float, uint64_t*);
   float (*largest)(const float*, int64_t);
   float (*sum_of_exponentials)(const float*, int64_t, float);
   void (*widen_bfloat16)(float*, const uint16_t*, int64_t);
@@ -79,7 +90,7 @@ struct Loops {
 
 #define FASTGEN_LOOPS(NAMESPACE)                                                             \
   Loops {                                                                                    \
-    &NAMESPACE::any_above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials,             \
+    &NAMESPACE::above, &NAMESPACE::largest, &NAMESPACE::sum_of_exponentials,                 \
         &NAMESPACE::widen_bfloat16, &NAMESPACE::widen_float16                                \
   }
 Loops loops() { return FASTGEN_CHOOSE(FASTGEN_LOOPS); }
@@ -130,14 +141,19 @@ class Part {
 
  private:
   void look_at(const float* block, int64_t numbers, int64_t begin, const Loops& loops) {
-    const auto has_none = [&](int64_t i, int64_t size) {
-      return i + size <= numbers && is_full() && !loops.any_above(block + i, size, best_.front());
-    };
-    if (has_none(0, kBlock)) return;
-    for (int64_t i = 0; i < numbers; i += kLine) {
-      if (has_none(i, kLine)) continue;
-      for (int64_t j = i; j < std::min(i + kLine, numbers); ++j) look_at(block[j], begin + j);
+    int64_t i = 0;
+    for (; i < numbers && !is_full(); ++i) look_at(block[i], begin + i);
+    uint64_t above[kLines];
+    for (int64_t lines; (lines = std::min((numbers - i) / kLine, kLines)) > 0; i += lines * kLine) {
+      loops.above(block + i, lines, best_.front(), above);
+      for (int64_t line = 0; line < lines; ++line) {
+        for (uint64_t left = above[line]; left != 0; left &= left - 1) {
+          const int64_t j = i + line * kLine + fastgen::lowest_bit(left);
+          look_at(block[j], begin + j);
+        }
+      }
     }
+    for (; i < numbers; ++i) look_at(block[i], begin + i);
   }
 
   void look_at(float score, int64_t place) {

@@ -25,4 +25,15 @@ FASTGEN_ALWAYS float of_bits(uint32_t bits) {
   return x;
 }
 
+// The number of the lowest bit that is set; there must be one.
+FASTGEN_ALWAYS int lowest_bit(uint64_t bits) {
+#ifdef __GNUC__
+  return __builtin_ctzll(bits);
+#else
+  int number = 0;
+  for (; (bits & 1) == 0; bits >>= 1) ++number;
+  return number;
+#endif
+}
+
 }  // namespace fastgen

@@ -1,15 +1,23 @@
-// Loops over the scores of a row, for one instruction set: included once for each, inside a namespace, with
-// FASTGEN_TARGET and FASTGEN_FLOAT16 defined. Each of them becomes vectors. No include guard.
+// Loops over the scores of a row, for one instruction set: included once for each, inside a namespace, with FASTGEN_TARGET,
+// FASTGEN_FLOAT16 and FASTGEN_WIDTH, the floats of a vector, defined. No include guard.
 
-// Whether one of some scores, a multiple of kLine, is above `limit`, or is not a number.
-FASTGEN_TARGET bool any_above(const float* scores, int64_t size, float limit) {
-  int32_t lanes[kLine] = {};
-  for (int64_t i = 0; i < size; i += kLine) {
-    for (int64_t j = 0; j < kLine; ++j) lanes[j] |= !(scores[i + j] <= limit);
+// Which of some lines of kLine scores are above `limit`, or are not numbers: a bit for each.
+FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint64_t* found) {
+  for (int64_t line = 0; line < lines; ++line, scores += kLine) {
+    uint64_t bits = 0;
+    for (int64_t j = 0; j < kLine; j += FASTGEN_WIDTH) {
+#if FASTGEN_WIDTH == 16
+      const uint64_t some = _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + j), _mm512_set1_ps(limit), _CMP_NLE_UQ);
+#elif FASTGEN_WIDTH == 8
+      const __m256 is_above = _mm256_cmp_ps(_mm256_loadu_ps(scores + j), _mm256_set1_ps(limit), _CMP_NLE_UQ);
+      const uint64_t some = static_cast<uint32_t>(_mm256_movemask_ps(is_above));
+#else
+      const uint64_t some = !(scores[j] <= limit);
+#endif
+      bits |= some << j;
+    }
+    found[line] = bits;
   }
-  int32_t found = 0;
-  for (const int32_t each : lanes) found |= each;
-  return found != 0;
 }
 
 // The largest; what is not a number does not count.
