@@ -153,16 +153,20 @@ class Calls:
         if self._weights:
             call = weight_copies.now()
             if call.others_ran or self._settled_in is not call:
-                self._now = self._choose([weight.copy() for weight in self._weights])
+                copies = {weight: weight.copy() for weight in dict.fromkeys(self._weights)}  # each asked once in a step
+                self._now = self._choose([copies[weight] for weight in self._weights])
                 self._settled_in = call if all(weight.is_settled for weight in self._weights) else None
         return self._now.planned if planned else self._now.calls
 
     def _choose(self, copies: Sequence[Tensor | None]) -> _Chosen:
-        # The first step of a call reads no copies. Those that the others read are kept, and planned once.
-        if self._narrow is not None and not _are_same(self._narrow.copies, [each.held for each in self._weights]):
+        # The first step of a call reads none or a part of them. What the others read is kept, and planned once.
+        held = [weight.held for weight in self._weights]
+        if self._narrow is not None and not _are_same(self._narrow.copies, held):
             self._narrow = None
         if all(copy is None for copy in copies):
             return self._wide
+        if not _are_same(copies, held):
+            return self._with(copies)
         if self._narrow is None or not _are_same(self._narrow.copies, copies):
             self._narrow = self._with(copies)
         return self._narrow

@@ -129,7 +129,7 @@ class CopiedWeight:
 
     @property
     def held(self) -> Any:
-        """The copy, whatever it stands for; None where there is none."""
+        """The copy, even if the weight has changed since; None where there is none."""
         return self._copy
 
     def _look_again(self) -> None:

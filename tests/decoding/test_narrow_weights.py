@@ -303,6 +303,15 @@ def test_a_step_with_copies_is_one_plan_that_is_made_once(monkeypatch: pytest.Mo
         assert not any(call.func.name() in _plan.OPERATORS for call in calls)
 
 
+def test_a_weight_that_is_read_twice_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of its products read the copy, and none does in the first step of a call."""
+    weight = weight_of(torch.bfloat16)
+    step = Step(weight, weight)
+    assert step.call() and step.call()
+    calls = [str(call.func) for call in step.program.calls(planned=False)]
+    assert len([name for name in calls if "linear" in name]) == len([name for name in calls if "narrow" in name]) > 0
+
+
 def test_copies_are_asked_for_until_they_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     step, asked, copy = Step(weight_of(torch.bfloat16)), [], NarrowWeight.copy
     monkeypatch.setattr(NarrowWeight, "copy", lambda self: (asked.append(1), copy(self))[1])

@@ -41,7 +41,7 @@ using torch::stable::Tensor;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoNumber = std::numeric_limits<float>::quiet_NaN();
-// Scores of one task; of a block, which stays in the first cache; and of a line. So many lines are compared at a time.
+// Scores of one task; of a block, which stays in the first cache; and of a line. kLines are compared with one limit.
 constexpr int64_t kPart = 32768, kBlock = 1024, kLine = 64, kLines = 4;
 
 namespace portable {

@@ -5,6 +5,14 @@
 FASTGEN_TARGET void above(const float* scores, int64_t lines, float limit, uint64_t* found) {
   for (int64_t line = 0; line < lines; ++line, scores += kLine) {
     uint64_t bits = 0;
+#if FASTGEN_WIDTH == 1
+    int32_t any = 0;  // which the compiler makes vectors of
+    for (int64_t j = 0; j < kLine; ++j) any |= !(scores[j] <= limit);
+    if (any == 0) {
+      found[line] = 0;
+      continue;
+    }
+#endif
     for (int64_t j = 0; j < kLine; j += FASTGEN_WIDTH) {
 #if FASTGEN_WIDTH == 16
       const uint64_t some = _mm512_cmp_ps_mask(_mm512_loadu_ps(scores + j), _mm512_set1_ps(limit), _CMP_NLE_UQ);
