@@ -166,20 +166,21 @@ def watched(steps: Steps, model: torch.nn.Module) -> Iterator[None]:
                     yield each.untyped_storage().data_ptr()
 
     def timed_calls(program: Program, planned: bool) -> Sequence[Callable[[], object]]:
-        """The program's own calls with a clock around them; looks at what they read, once for each program."""
-        if program not in seen:
-            seen.add(program)
-            addresses = (address for call in calls_of(program, False) for address in read(call))
-            steps.weights |= {address: storages[address] for address in addresses if address in storages}
+        """The program's own calls with a clock around them."""
         steps.begin(program)
-        return [partial(steps.execute, call) for call in calls_of(program, planned and not steps.by_operator)]
+        calls = calls_of(program, planned and not steps.by_operator)
+        if steps.by_operator:
+            last[program] = calls
+        return [partial(steps.execute, call) for call in calls]
 
-    seen: set[Program] = set()
+    last: dict[Program, Sequence[Callable[[], object]]] = {}  # one by one, as in the last step of each program
     Program.calls = timed_calls  # type: ignore[method-assign]
     try:
         yield
     finally:
         Program.calls = calls_of  # type: ignore[method-assign]
+        addresses = (address for calls in last.values() for call in calls for address in read(call))
+        steps.weights |= {address: storages[address] for address in addresses if address in storages}
 
 
 def smallest_operator() -> Smallest:

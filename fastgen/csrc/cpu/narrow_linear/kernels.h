@@ -38,11 +38,11 @@ struct Float16 {
   }
 };
 
-// Bytes that are asked for ahead of what is multiplied, of all panels that are multiplied at the same time. With fewer, an
-// AMD EPYC (Zen 5) waits for memory first and multiplies then.
+// Bytes that are asked for ahead of what is multiplied: the panels that are multiplied at the same time have equal shares. With
+// fewer bytes, an AMD EPYC (Zen 5) does not multiply while it reads memory.
 constexpr int64_t kAhead = 8192;
 
-// part[kRows][kPanels] += rows times the first or the second of two inputs, of which the panels have the numbers in `from`.
+// part[kRows][kPanels] += one input of all rows, times the weights of the first or the second of the two inputs at `from`.
 template <class Type, int kInput, int kRows, int kPanels>
 FASTGEN_INLINE void add_input(const float* rows, const uint16_t* from, int64_t apart, Vector (&part)[kRows][kPanels]) {
   Vector weights[kPanels];
