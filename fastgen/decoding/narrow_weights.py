@@ -1,8 +1,9 @@
-"""Weights in float32 that are numbers of 16 bits, as most checkpoints are stored: products read these 16 bits instead.
+"""Weights in float32 that are numbers of fewer bits: products read these instead.
 
-With few rows a product is bound by reading the weight. A copy in panels serves more rows, too (`NarrowPanels`,
-`fastgen.ops.narrow_linear`). The copy is made when a call needs it for the second time: a call of one step would not
-gain what looking at the weight costs. A weight is read once for the copy, and once in each call.
+Most checkpoints are stored in 16 bits. Weights that were unpacked from 4 or 8 bits, as Transformers does with GGUF
+files, are read as codes. With few rows a product is bound by reading the weight. A copy in panels serves more rows, too
+(`NarrowPanels`, `fastgen.ops.narrow_linear`). The copy is made when a call needs it for the second time: a call of one
+step would not gain what looking at the weight costs. A weight is read once for the copy, and once in each call.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from fastgen.ops import _plan, fingerprint, narrow, narrow_linear
 _LEAST_NUMBERS = 2**16
 # All of these copies together take so much of the memory that would be free without them.
 MOST_OF_MEMORY = 0.25
-COUNTED_AS = "weights read in 16 bits"
+COUNTED_AS = "weights read in fewer bits"
 
 
 class NarrowWeight(weight_copies.CopiedWeight):
-    """A weight in float32, [outputs, inputs], and the same numbers in 16 bits; one of the two classes below."""
+    """A weight in float32, [outputs, inputs], and the same numbers in fewer bits; one of the two classes below."""
 
     looks_at = 2
     counted_as = COUNTED_AS
@@ -39,7 +40,11 @@ class NarrowWeight(weight_copies.CopiedWeight):
 
     def _copied(self, weight: Tensor) -> Tensor | None:
         held = sum(each.nbytes for kind in (NarrowLines, NarrowPanels) for each in kind._known.values())
-        return narrow.narrowed(weight) if held + weight.numel() * 2 <= self._most_bytes(held) else None
+        return self._narrowed(weight) if held + weight.numel() * 2 <= self._most_bytes(held) else None
+
+    def _narrowed(self, weight: Tensor) -> Tensor | None:
+        """The copy; None where its numbers would not be those of the weight."""
+        raise NotImplementedError
 
     @staticmethod
     def _most_bytes(held: int) -> float:
@@ -56,9 +61,12 @@ class NarrowWeight(weight_copies.CopiedWeight):
 
 
 class NarrowLines(NarrowWeight):
-    """The copy is laid out as the weight is. Products have the bits of dot products with the weight itself."""
+    """The copy, in 16 bits, is laid out as the weight. Products have the bits of dot products with the weight."""
 
     multiply = torch.ops.fastgen.dot_linears_out.default
+
+    def _narrowed(self, weight: Tensor) -> Tensor | None:
+        return narrow.narrowed(weight)
 
 
 class NarrowPanels(NarrowWeight):
@@ -66,8 +74,12 @@ class NarrowPanels(NarrowWeight):
 
     multiply = torch.ops.fastgen.narrow_linears_out.default
 
-    def _copied(self, weight: Tensor) -> Tensor | None:
-        lines = super()._copied(weight)
+    def _narrowed(self, weight: Tensor) -> Tensor | None:
+        for bits in _codes_of_some(weight):
+            packed = narrow_linear.pack_codes(weight, bits)
+            if packed is not None:
+                return packed
+        lines = narrow.narrowed(weight)
         return None if lines is None else narrow_linear.pack(lines)
 
 
@@ -84,8 +96,8 @@ def left_out() -> Iterator[None]:
         _are_left_out.reset(token)
 
 
-def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The type of 16 bits that the numbers of a weight seem to be of, where products can read them; None otherwise.
+def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | int | None:
+    """The type of 16 bits that a weight seems to be of, or the bits of its codes, where products can read it; or None.
 
     x is [rows, inputs], the weight [outputs, inputs], the bias [outputs] or None.
     """
@@ -93,7 +105,12 @@ def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | Non
         return None
     if not (narrow.is_available() and fingerprint.is_available()):
         return None
-    return next(iter(narrow.types_of_some(weight)), None)
+    return next(iter((*_codes_of_some(weight), *narrow.types_of_some(weight))), None)
+
+
+def _codes_of_some(weight: Tensor) -> list[int]:
+    """The bits of those that stand for a few numbers of the weight."""
+    return narrow_linear.codes_of(narrow.some(weight)) if weight.shape[1] % narrow_linear.GROUP == 0 else []
 
 
 class NarrowProduct(NamedTuple):

@@ -325,7 +325,7 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
 def _narrow(
     wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> type[NarrowLines] | type[NarrowPanels] | None:
-    """The copy in 16 bits that a product reads, where that is what the numbers of the weight are, and faster.
+    """The copy in fewer bits that a product reads, where that is what the numbers of the weight are, and faster.
 
     Args:
         wide: the product that is fastest with the weight as it is.
@@ -335,7 +335,9 @@ def _narrow(
     if narrow is None:
         return None
     if now.linear_products == "fixed":  # what has the same bits, whether there is a copy or not
-        return NarrowLines if are_dots(wide) else NarrowPanels if wide is not None else None
+        if are_dots(wide):
+            return NarrowLines if isinstance(narrow, torch.dtype) else None
+        return NarrowPanels if wide is not None else None
     costs = narrow_linear.costs(*x.shape, weight.shape[0], narrow)
     return NarrowPanels if costs is not None and costs.narrow < (1 - _MARGIN) * costs.wide else None
 

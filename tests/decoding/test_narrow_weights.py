@@ -1,4 +1,4 @@
-"""Weights whose numbers have 16 bits: which products read a copy, that no bit changes, and how long a copy lives."""
+"""Weights whose numbers have few bits: which products read a copy, that no bit changes, and how long a copy lives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
 
 pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process")
 
-OUTPUTS, INPUTS = 60, 45
-TYPES = pytest.mark.parametrize("dtype", narrow.TYPES, ids=str)
+OUTPUTS, INPUTS = 60, 64
+TYPES = pytest.mark.parametrize("dtype", [*narrow.TYPES, *narrow_linear.CODES], ids=str)
 
 
 @pytest.fixture(autouse=True)
 def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed products are the fastest with the weight as it is; those with 16 bits are faster, up to 8 rows."""
+    """Streamed products are the fastest with the weight as it is; those with fewer bits are faster, up to 8 rows."""
     fastgen.reset_stats()
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
     # With sums in order, so that products without copies have the same bits.
@@ -36,8 +36,13 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_linear, "costs", costs)
 
 
-def weight_of(dtype: torch.dtype, outputs: int = OUTPUTS) -> Tensor:
-    return torch.randn(outputs, INPUTS).to(dtype).float()
+def weight_of(dtype: torch.dtype | int, outputs: int = OUTPUTS) -> Tensor:
+    """Of numbers of 16 bits, or as it is unpacked from codes."""
+    if isinstance(dtype, torch.dtype):
+        return torch.randn(outputs, INPUTS).to(dtype).float()
+    codes = torch.randint(2**dtype, (outputs, INPUTS))
+    codes[:, ::8] = torch.tensor([0, 2**dtype - 1]).repeat(INPUTS // 16)
+    return codes * 2.0**-6 - torch.randint(9, (outputs, 1))
 
 
 class Step:
@@ -73,15 +78,23 @@ def known() -> list[NarrowWeight]:
     return [*NarrowLines._known.values(), *NarrowPanels._known.values()]
 
 
-def copies() -> list[torch.dtype]:
-    """The types of those that there are."""
-    return [each._copy.dtype for each in known() if each._copy is not None]
+def copies() -> list[torch.dtype | int]:
+    """What those are of that there are."""
+    # Panels of codes have a scale and a minimum for each group, so many bytes in all.
+    bits = {8 + narrow_linear.GROUP * bits // 8: bits for bits in narrow_linear.CODES}
+    found = [each._copy for each in known() if each._copy is not None]
+    return [bits[copy.shape[2] // _width()] if copy.dtype is torch.uint8 else copy.dtype for copy in found]
+
+
+def _width() -> int:
+    """Outputs of a panel."""
+    return narrow_linear.pack(torch.zeros(1, 2).half()).shape[2] // 2
 
 
 @TYPES
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_products_read_16_bits(dtype: torch.dtype, biased: bool, rows: int) -> None:
+def test_products_read_fewer_bits(dtype: torch.dtype | int, biased: bool, rows: int) -> None:
     step = Step(weight_of(dtype), rows=rows, biased=biased)
     assert step.call() and copies() == [dtype]
     assert step.call()
@@ -94,9 +107,12 @@ def test_several_with_one_input() -> None:
         weight_of(torch.float16, 7),
         torch.randn(30, INPUTS),
         weight_of(torch.bfloat16, 9),
+        weight_of(8, 21),
+        weight_of(4, 17),
     ]
     step = Step(*weights)
-    assert step.call() and sorted(map(str, copies())) == ["torch.bfloat16", "torch.bfloat16", "torch.float16"]
+    of = [torch.bfloat16, torch.float16, torch.bfloat16, 8, 4]
+    assert step.call() and sorted(map(str, copies())) == sorted(map(str, of))
     assert fastgen.stats()[COUNTED_AS]["accelerated"] == 1
 
 
@@ -107,6 +123,15 @@ def test_one_number_that_is_none_of_16_bits() -> None:
     step = Step(odd, weight_of(torch.bfloat16, 33))
     assert step.call(50) and copies() == [torch.bfloat16]
     assert step.call(50) and copies() == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(("change", "kind"), [(2**-6 * 77, 8), (2**-20, None)])
+def test_one_number_that_needs_more_bits(change: float, kind: int | None) -> None:
+    """Where the first look does not see it: then the copy has as many, if there is one."""
+    odd = weight_of(4)
+    odd[7, 11] = odd[7, 12] + change
+    step = Step(odd)
+    assert step.call(50) and copies() == [kind] * (kind is not None)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +188,9 @@ def test_a_weight_that_the_step_writes_has_no_copy() -> None:
 @pytest.mark.parametrize(("rows", "kind"), [(1, NarrowLines), (4, NarrowLines), (5, NarrowPanels), (40, NarrowPanels)])
 @pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
 def test_fixed_products_do_not_depend_on_copies(
-    rows: int, kind: type[NarrowWeight], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, kind: type[NarrowWeight], dtype: torch.dtype | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are copies all the same: those with which products have the same bits."""
+    """There are copies all the same: those with which products have the same bits. Of codes, these are panels alone."""
     monkeypatch.setattr(settings, "_current", settings.Settings(linear_products="fixed", captured_step="always"))
     step = Step(weight_of(dtype), rows=rows, biased=True)
     found = []
@@ -173,7 +198,8 @@ def test_fixed_products_do_not_depend_on_copies(
         for _ in range(3):  # the first step does without
             step.program.replay()
             found.append(step.out[0].clone())
-    assert copies() == [dtype] and list(map(type, known())) == [kind]
+    copied = kind is NarrowPanels or dtype in narrow.TYPES
+    assert copies() == [dtype] * copied and list(map(type, known())) == [kind] * copied
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

@@ -1,5 +1,5 @@
-// Linear layers in float32 for the rows of a decoding step, with a weight of 16 bits in panels. The schemas are defined in
-// fastgen/ops/narrow_linear.py.
+// Linear layers in float32 for the rows of a decoding step, with a weight of 16 bits in panels, or of 4 or 8 (codes.h). The
+// schemas are defined in fastgen/ops/narrow_linear.py.
 //
 // A panel holds as many outputs as a vector has floats, for all inputs, in the order of their use. Its numbers are widened
 // in the registers, and each is multiplied with all rows of a tile: so few rows wait for memory alone, which is read as a
@@ -11,6 +11,7 @@
 #include "float16.h"
 #include "instruction_set.h"
 #include "linear/depth.h"
+#include "narrow_linear/codes.h"
 #include "parallel.h"
 #include "plan.h"
 #include "transpose.h"
@@ -23,8 +24,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -37,13 +40,22 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// x as `lay_out` makes it, the weight as `pack` does; the result is [rows, outputs], `bias` may be null.
+// x as `lay_out` makes it, the weight in panels; the result is [rows, outputs], `bias` may be null.
 struct PanelProduct {
   const float* x;
-  const uint16_t* weight;
+  const uint8_t* weight;
   const float* bias;
   float* y;
-  int64_t rows, pairs, outputs;
+  int64_t rows, inputs, outputs;  // of inputs an even number
+};
+
+enum Format { kBFloat16, kFloat16, kCodes4, kCodes8 };
+
+struct Kernel {
+  int64_t width;          // outputs of a panel
+  int64_t inputs, bytes;  // of a group of a panel
+  void (*lay_out)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to);
+  void (*multiply)(const PanelProduct& product, int64_t begin, int64_t end);
 };
 
 namespace portable {
@@ -75,42 +87,86 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-struct Kernel {
-  int64_t width;  // outputs of a panel
-  decltype(&portable::pack<portable::BFloat16>) pack;
-  decltype(&portable::lay_out) lay_out;
-  decltype(&portable::multiply<portable::BFloat16>) multiply;
-};
-
-Kernel kernel(ScalarType type) {
-#define FASTGEN_KERNEL(SET)                                                                                   \
-  (type == ScalarType::BFloat16                                                                               \
-       ? Kernel{SET::kWidth, &SET::pack<SET::BFloat16>, &SET::lay_out, &SET::multiply<SET::BFloat16>}         \
-       : Kernel{SET::kWidth, &SET::pack<SET::Float16>, &SET::lay_out, &SET::multiply<SET::Float16>})
+Kernel kernel(Format format) {
+#define FASTGEN_KERNEL(SET) SET::kKernels[format]
   return FASTGEN_CHOOSE(FASTGEN_KERNEL);
 #undef FASTGEN_KERNEL
 }
 
+int64_t width() { return kernel(kBFloat16).width; }
+
 bool is_narrow(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
 
-int64_t panels_of(int64_t outputs, int64_t width) { return (outputs + width - 1) / width; }
+int64_t panels_of(int64_t outputs) { return (outputs + width() - 1) / width(); }
 
 // [outputs, inputs] -> [panels, pairs of inputs, 2 * outputs of a panel].
 Tensor pack_narrow(Tensor weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && is_narrow(weight.scalar_type()) && (weight.stride(1) == 1 || weight.size(1) == 1),
                   "pack_narrow: the weight must be [outputs, inputs] of bfloat16 or float16, its inputs next to each other");
-  const Kernel found = kernel(weight.scalar_type());
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs, found.width);
-  Tensor packed = torch::stable::new_empty(weight, {panels, (inputs + 1) / 2, 2 * found.width});
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
+  Tensor packed = torch::stable::new_empty(weight, {panels, (inputs + 1) / 2, 2 * width()});
   const uint16_t* from = static_cast<const uint16_t*>(weight.const_data_ptr());
   uint16_t* to = static_cast<uint16_t*>(packed.mutable_data_ptr());
+#define FASTGEN_PACK(SET)                                                                                \
+  (weight.scalar_type() == ScalarType::BFloat16 ? &SET::pack<SET::BFloat16> : &SET::pack<SET::Float16>)
+  const auto pack = FASTGEN_CHOOSE(FASTGEN_PACK);
+#undef FASTGEN_PACK
   fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    found.pack(from, weight.stride(0), outputs, inputs, begin, end, to);
+    pack(from, weight.stride(0), outputs, inputs, begin, end, to);
   });
   return packed;
 }
 
-void check(const Tensor& y, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
+// Behind an odd number of inputs there is a zero.
+int64_t even(int64_t inputs) { return (inputs + 1) / 2 * 2; }
+
+void check_codes(const Tensor& weight) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.is_contiguous() &&
+                      weight.size(1) % fastgen::kGroup == 0,
+                  "pack_codes: the weight must be [outputs, inputs] of float32, its numbers next to each other, with a "
+                  "multiple of 32 inputs");
+}
+
+// The bits of codes that stand for all numbers of a weight; 0 where there are none.
+int64_t code_bits(Tensor weight) {
+  check_codes(weight);
+  const float* from = static_cast<const float*>(weight.const_data_ptr());
+  fastgen::Group group;
+  int64_t bits = 4;
+  for (int64_t i = 0; i < weight.numel(); i += fastgen::kGroup) {
+    const int64_t found = fastgen::find_codes(from + i, group);
+    if (found == 0) return 0;
+    bits = std::max(bits, found);
+  }
+  return bits;
+}
+
+// [outputs, inputs] -> [panels, groups, bytes of a group], if all numbers have codes of so many bits.
+std::optional<Tensor> pack_codes(Tensor weight, int64_t bits) {
+  check_codes(weight);
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "pack_codes: codes have 4 or 8 bits");
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
+  Tensor packed = torch::stable::new_empty(
+      weight, {panels, inputs / fastgen::kGroup, fastgen::group_bytes(bits, width())}, ScalarType::Byte);
+  const float* from = static_cast<const float*>(weight.const_data_ptr());
+  uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  std::atomic<bool> have_codes{true};
+  fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && have_codes; ++i) {
+      if (!fastgen::pack_codes(from, outputs, inputs, bits, width(), i, i + 1, to)) have_codes = false;
+    }
+  });
+  return have_codes ? std::optional<Tensor>(packed) : std::nullopt;
+}
+
+Format format_of(const Tensor& packed) {
+  if (packed.scalar_type() == ScalarType::BFloat16) return kBFloat16;
+  if (packed.scalar_type() == ScalarType::Half) return kFloat16;
+  STD_TORCH_CHECK(packed.scalar_type() == ScalarType::Byte, "narrow_linear: the weight must be packed");
+  return packed.dim() == 3 && packed.size(2) == kernel(kCodes8).bytes ? kCodes8 : kCodes4;
+}
+
+Kernel check(const Tensor& y, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && x.size(1) > 0 &&
                       (x.stride(1) == 1 || x.size(1) == 1),
                   "narrow_linear: x must be [rows, inputs] of float32, with the inputs next to each other");
@@ -119,12 +175,13 @@ void check(const Tensor& y, const Tensor& x, const Tensor& packed, const std::op
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == y.size(1) && bias->is_contiguous() &&
                             bias->scalar_type() == ScalarType::Float),
                   "narrow_linear: the bias must be [outputs] of float32");
-  STD_TORCH_CHECK(is_narrow(packed.scalar_type()) && packed.dim() == 3 && packed.is_contiguous(),
-                  "narrow_linear: the weight must be packed");
-  const int64_t width = kernel(packed.scalar_type()).width;
-  STD_TORCH_CHECK(packed.size(0) == panels_of(y.size(1), width) && packed.size(1) == (x.size(1) + 1) / 2 &&
-                      packed.size(2) == 2 * width,
+  const Kernel found = kernel(format_of(packed));
+  STD_TORCH_CHECK(packed.dim() == 3 && packed.is_contiguous(), "narrow_linear: the weight must be packed");
+  const int64_t inputs = found.inputs == 2 ? even(x.size(1)) : x.size(1);
+  STD_TORCH_CHECK(packed.size(0) == panels_of(y.size(1)) && packed.size(1) * found.inputs == inputs &&
+                      packed.size(2) * packed.element_size() == found.bytes,
                   "narrow_linear: the weight was not packed for this product");
+  return found;
 }
 
 struct Work {
@@ -134,18 +191,18 @@ struct Work {
 
 // The panels of all products, which have the same x, are shared out among the threads.
 void multiply(const Tensor& x, const std::vector<Work>& works) {
-  const int64_t rows = x.size(0), inputs = x.size(1), width = works[0].kernel.width;
+  const int64_t rows = x.size(0), inputs = x.size(1);
   int64_t panels = 0;
-  for (const auto& [_, product] : works) panels += panels_of(product.outputs, width);
+  for (const auto& [_, product] : works) panels += panels_of(product.outputs);
   const float* from = static_cast<const float*>(x.const_data_ptr());
   fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> laid_out(rows * ((inputs + 1) / 2 * 2));
-    works[0].kernel.lay_out(from, x.stride(0), rows, inputs, laid_out.data());
+    const std::unique_ptr<float[]> laid_out(new float[rows * even(inputs)]);  // not filled with zeros first
+    works[0].kernel.lay_out(from, x.stride(0), rows, inputs, laid_out.get());
     int64_t first = 0;  // panel of this product, among those of all
     for (auto [kernel, product] : works) {
-      const int64_t all = panels_of(product.outputs, width);
+      const int64_t all = panels_of(product.outputs);
       const int64_t begin_here = std::max(begin - first, int64_t{0}), end_here = std::min(end - first, all);
-      product.x = laid_out.data();
+      product.x = laid_out.get();
       if (begin_here < end_here) kernel.multiply(product, begin_here, end_here);
       first += all;
     }
@@ -158,11 +215,10 @@ void narrow_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tenso
                   "narrow_linear: as many results and biases as weights");
   std::vector<Work> works;
   for (size_t i = 0; i < packed.size(); ++i) {
-    check(results[i], x, packed[i], biases[i]);
-    works.push_back({kernel(packed[i].scalar_type()),
-                     {nullptr, static_cast<const uint16_t*>(packed[i].const_data_ptr()),
+    works.push_back({check(results[i], x, packed[i], biases[i]),
+                     {nullptr, static_cast<const uint8_t*>(packed[i].const_data_ptr()),
                       biases[i] ? static_cast<const float*>(biases[i]->const_data_ptr()) : nullptr,
-                      static_cast<float*>(results[i].mutable_data_ptr()), x.size(0), (x.size(1) + 1) / 2,
+                      static_cast<float*>(results[i].mutable_data_ptr()), x.size(0), even(x.size(1)),
                       results[i].size(1)}});
   }
   if (!works.empty() && x.size(0) > 0) multiply(x, works);
@@ -172,6 +228,8 @@ void narrow_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(fastgen, CPU, library) {
   library.impl("pack_narrow", TORCH_BOX(&pack_narrow));
+  library.impl("code_bits", TORCH_BOX(&code_bits));
+  library.impl("pack_codes", TORCH_BOX(&pack_codes));
   library.impl("narrow_linears_out", FASTGEN_PLANNED(narrow_linears_out));
 }
 

@@ -1,4 +1,4 @@
-// Products with panels of a weight of 16 bits, for one instruction set. Included once per instruction set by
+// Products with panels of a weight in few bits, for one instruction set. Included once per instruction set by
 // cpu/narrow_linear.cpp, inside a namespace of its own, with these defined:
 //   FASTGEN_TARGET   the attribute that lets the compiler use the instruction set
 //   FASTGEN_WIDTH    floats of a vector, which are the outputs of a panel
@@ -12,42 +12,72 @@
 constexpr int64_t kWidth = FASTGEN_WIDTH;
 constexpr int64_t kMostRows = FASTGEN_SUMS;  // of a tile
 
-typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float))));
+typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(2), may_alias));
+typedef int32_t Integers __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
 
-// A type of the weight: where a number of a panel lies, of two inputs and all outputs of the panel, and how these are
-// widened.
+// What a weight may be of. A panel has groups, each with what `Scales` reads and `kLines` lines of as many bytes as a vector. A
+// line holds `kInputs` of all outputs of the panel, and `load` has the numbers of one of them.
+struct NoScales {
+  static constexpr int64_t kBytes = 0;
+  FASTGEN_INLINE explicit NoScales(const uint8_t*) {}
+};
+
 struct BFloat16 {
+  static constexpr int64_t kLines = 1, kInputs = 2;
+  using Scales = NoScales;
   // The numbers of two inputs lie in the place of a float. The first becomes one when it is shifted, the second when the
   // first is cleared.
   static int64_t place(int64_t input, int64_t output) { return 2 * output + input; }
-  template <int kInput>
-  static FASTGEN_INLINE Vector load(const uint16_t* from) {
-    const Bits pairs = *reinterpret_cast<const Bits*>(from);
-    return (Vector)(kInput == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales&) {
+    const Bits pairs = *reinterpret_cast<const Bits*>(line);
+    return (Vector)(input == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
 };
 
 struct Float16 {
+  static constexpr int64_t kLines = 1, kInputs = 2;
+  using Scales = NoScales;
   static int64_t place(int64_t input, int64_t output) { return input * kWidth + output; }
-  template <int kInput>
-  static FASTGEN_INLINE Vector load(const uint16_t* from) {
+  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales&) {
     Vector numbers;
-    FASTGEN_FLOAT16::load(numbers, from + kInput * kWidth);
+    FASTGEN_FLOAT16::load(numbers, reinterpret_cast<const uint16_t*>(line) + input * kWidth);
     return numbers;
   }
 };
+
+// The codes of some inputs lie in the place of a float (codes.h).
+template <int kBits>
+struct Codes {
+  static constexpr int64_t kInputs = 32 / kBits, kLines = fastgen::kGroup / kInputs;
+  struct Scales {
+    static constexpr int64_t kBytes = 2 * sizeof(Vector);
+    FASTGEN_INLINE explicit Scales(const uint8_t* group)
+        : scale(*reinterpret_cast<const Vector*>(group)), minimum(*reinterpret_cast<const Vector*>(group + sizeof(Vector))) {}
+    Vector scale, minimum;
+  };
+  static FASTGEN_INLINE Vector load(const uint8_t* line, int input, const Scales& of) {
+    const Bits codes = *reinterpret_cast<const Bits*>(line) >> (input * kBits) & ((1u << kBits) - 1);
+    return __builtin_convertvector((Integers)codes, Vector) * of.scale + of.minimum;
+  }
+};
+
+template <class Type>
+constexpr int64_t kGroupInputs = Type::kLines * Type::kInputs;
+template <class Type>
+constexpr int64_t kGroupBytes = Type::Scales::kBytes + Type::kLines * static_cast<int64_t>(sizeof(Vector));
 
 // Bytes that are asked for ahead of what is multiplied: the panels that are multiplied at the same time have equal shares. With
 // fewer bytes, an AMD EPYC (Zen 5) does not multiply while it reads memory.
 constexpr int64_t kAhead = 8192;
 
-// part[kRows][kPanels] += one input of all rows, times the weights of the first or the second of the two inputs at `from`.
-template <class Type, int kInput, int kRows, int kPanels>
-FASTGEN_INLINE void add_input(const float* rows, const uint16_t* from, int64_t apart, Vector (&part)[kRows][kPanels]) {
+// part[kRows][kPanels] += one input of all rows, times its weights: one of those of a line.
+template <class Type, int kRows, int kPanels>
+FASTGEN_INLINE void add_input(const float* rows, const uint8_t* line, int64_t apart, int input,
+                              const typename Type::Scales (&scales)[kPanels], Vector (&part)[kRows][kPanels]) {
   Vector weights[kPanels];
 #pragma GCC unroll 4
-  for (int n = 0; n < kPanels; ++n) weights[n] = Type::template load<kInput>(from + n * apart);
+  for (int n = 0; n < kPanels; ++n) weights[n] = Type::load(line + n * apart, input, scales[n]);
 #pragma GCC unroll 32
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -55,20 +85,34 @@ FASTGEN_INLINE void add_input(const float* rows, const uint16_t* from, int64_t a
   }
 }
 
-// sums[kRows][kPanels] += x[pairs of inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs
-// are summed among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
-template <class Type, int kRows, int kPanels>
-FASTGEN_TARGET void tile(const float* x, const uint16_t* panel, int64_t apart, int64_t pairs, Vector* sums) {
-  for (int64_t begin = 0; begin < pairs; begin += kDepth / 2) {
-    const int64_t end = begin + kDepth / 2 < pairs ? begin + kDepth / 2 : pairs;
-    Vector part[kRows][kPanels] = {};
-    for (int64_t p = begin; p < end; ++p) {
-      const uint16_t* from = panel + p * 2 * kWidth;
+// The same for the inputs of a group, x[inputs, kRows].
+template <class Type, int kRows, int kPanels, size_t... kIndex>
+FASTGEN_INLINE void add_group(const float* x, const uint8_t* group, int64_t apart, Vector (&part)[kRows][kPanels],
+                              std::index_sequence<kIndex...>) {
 #pragma GCC unroll 4
-      for (int n = 0; n < kPanels; ++n) __builtin_prefetch(from + n * apart + kAhead / kPanels / sizeof(*from), 0, 3);
-      const float* rows = x + p * 2 * kRows;
-      add_input<Type, 0, kRows, kPanels>(rows, from, apart, part);
-      add_input<Type, 1, kRows, kPanels>(rows + kRows, from, apart, part);
+  for (int n = 0; n < kPanels; ++n) {
+    const uint8_t* ahead = group + n * apart + kAhead / kPanels;
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kGroupBytes<Type>; line += 64) __builtin_prefetch(ahead + line, 0, 3);
+  }
+  const typename Type::Scales scales[kPanels] = {typename Type::Scales(group + kIndex * apart)...};
+  const uint8_t* line = group + Type::Scales::kBytes;
+  for (int64_t i = 0; i < Type::kLines; ++i, line += sizeof(Vector), x += Type::kInputs * kRows) {
+#pragma GCC unroll 8
+    for (int k = 0; k < Type::kInputs; ++k) add_input<Type, kRows, kPanels>(x + k * kRows, line, apart, k, scales, part);
+  }
+}
+
+// sums[kRows][kPanels] += x[inputs][kRows] times kPanels panels, which are `apart`. The products of some inputs are summed
+// among themselves first, in the order in which `packed_linear` sums them: the result has the same bits.
+template <class Type, int kRows, int kPanels>
+FASTGEN_TARGET void tile(const float* x, const uint8_t* panel, int64_t apart, int64_t inputs, Vector* sums) {
+  static_assert(kDepth % kGroupInputs<Type> == 0, "sums are of whole groups");
+  for (int64_t begin = 0; begin < inputs; begin += kDepth) {
+    const int64_t end = begin + kDepth < inputs ? begin + kDepth : inputs;
+    Vector part[kRows][kPanels] = {};
+    for (int64_t k = begin; k < end; k += kGroupInputs<Type>, panel += kGroupBytes<Type>) {
+      add_group<Type, kRows, kPanels>(x + k * kRows, panel, apart, part, std::make_index_sequence<kPanels>());
     }
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
@@ -101,7 +145,7 @@ FASTGEN_TARGET void lay_out_rows(const float* x, int64_t stride, int64_t inputs,
 // Panels that a tile multiplies at the same time.
 constexpr int panels_at_once(int64_t rows) { return static_cast<int>(std::min<int64_t>(kMostRows / rows, 4)); }
 
-using Tile = void (*)(const float*, const uint16_t*, int64_t, int64_t, Vector*);
+using Tile = void (*)(const float*, const uint8_t*, int64_t, int64_t, Vector*);
 using LayOut = void (*)(const float*, int64_t, int64_t, float*);
 
 // The functions above by the number of rows, less one.
@@ -155,7 +199,8 @@ inline void copy(const void* from, int64_t count, void* to) {
 template <class Type>
 void multiply_tile(const PanelProduct& product, const RowTiles& tiles, int64_t tile, int64_t first, int64_t count,
                    int64_t apart) {
-  const int64_t rows = tiles.size(tile), row = tiles.begin(tile), size = product.pairs * 2 * kWidth;
+  const int64_t rows = tiles.size(tile), row = tiles.begin(tile);
+  const int64_t size = product.inputs / kGroupInputs<Type> * kGroupBytes<Type>;
   Vector sums[kMostRows];
   const auto of_panel = [&](int64_t n, auto work) {
     const int64_t output = (first + n * apart) * kWidth;
@@ -169,7 +214,7 @@ void multiply_tile(const PanelProduct& product, const RowTiles& tiles, int64_t t
     });
   }
   const Tile multiply = count == 1 ? kSingleTiles<Type>[rows - 1] : kTiles<Type>[rows - 1];
-  multiply(product.x + row * product.pairs * 2, product.weight + first * size, apart * size, product.pairs, sums);
+  multiply(product.x + row * product.inputs, product.weight + first * size, apart * size, product.inputs, sums);
   for (int64_t n = 0; n < count; ++n) {
     of_panel(n, [&](int64_t output, int64_t valid) {
       float* y = product.y + row * product.outputs + output;
@@ -218,6 +263,13 @@ void pack(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t input
     }
   }
 }
+
+template <class Type>
+constexpr Kernel kernel_of() {
+  return {kWidth, kGroupInputs<Type>, kGroupBytes<Type>, &lay_out, &multiply<Type>};
+}
+// By `Format`.
+constexpr Kernel kKernels[] = {kernel_of<BFloat16>(), kernel_of<Float16>(), kernel_of<Codes<4>>(), kernel_of<Codes<8>>()};
 
 #undef FASTGEN_INLINE
 #undef FASTGEN_TARGET

@@ -1,0 +1,111 @@
+// Weights in float32 that were unpacked from few bits, in these bits: each group of inputs has a scale and a minimum, and
+// each of its numbers is `code * scale + minimum`, exactly.
+#pragma once
+
+#include "../bits.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace fastgen {
+
+constexpr int64_t kGroup = 32;  // inputs, of one line of the weight
+
+// In a panel, a group has the scales and the minimums of all outputs, and behind them words of 32 bits, one for each output. A
+// word has the codes of 8 or 4 inputs, the first one in its lowest bits.
+constexpr int64_t group_bytes(int64_t bits, int64_t width) {
+  return width * (2 * static_cast<int64_t>(sizeof(float)) + kGroup * bits / 8);
+}
+
+struct Group {
+  float scale, minimum;
+  uint32_t codes[kGroup];
+};
+
+inline uint32_t greatest_common_divisor(uint32_t a, uint32_t b) {
+  while (b != 0) {
+    const uint32_t rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+// Whether all numbers are so many times the divisor; writes how often. Without branches: the loop becomes vectors.
+inline bool divide(const uint32_t* numbers, uint32_t divisor, uint32_t* quotients) {
+  uint32_t lost = 0;
+  for (int64_t i = 0; i < kGroup; ++i) {
+    // Of an exact division to the last bit: numbers have 24 bits.
+    quotients[i] = static_cast<uint32_t>(
+        static_cast<int32_t>(static_cast<float>(static_cast<int32_t>(numbers[i])) / static_cast<float>(divisor)));
+    lost |= quotients[i] * divisor ^ numbers[i];
+  }
+  return lost == 0;
+}
+
+// The bits of the largest code, 4 or 8; 0 where the numbers have no such codes. Scales of the formats in few bits are numbers
+// of float16, so weights are multiples of the smallest one of float16. The scale that is found is the greatest one of which
+// all differences are multiples: codes are as small as they can be. Differences have 24 bits, so that they are exact however
+// `code * scale + minimum` is computed. A negative zero is found as a positive one, with which sums are the same.
+inline int64_t find_codes(const float* numbers, Group& group) {
+  constexpr float kUnits = 0x1p24f;
+  int32_t units[kGroup], least = INT32_MAX;
+  bool are_whole = true;
+  for (int64_t i = 0; i < kGroup; ++i) {
+    const float exact = numbers[i] * kUnits;
+    const bool is_small = std::fabs(exact) < 0x1p30f;  // and a number
+    units[i] = static_cast<int32_t>(is_small ? exact : 0.0f);
+    are_whole &= is_small && static_cast<float>(units[i]) == exact;
+    least = std::min(least, units[i]);
+  }
+  if (!are_whole) return 0;
+  uint32_t differences[kGroup], all = 0;
+  for (int64_t i = 0; i < kGroup; ++i) all |= differences[i] = static_cast<uint32_t>(units[i] - least);
+  group.minimum = static_cast<float>(least) / kUnits;
+  group.scale = 0.0f;
+  std::fill_n(group.codes, kGroup, 0u);
+  if (all == 0) return 4;
+  const int shift = lowest_bit(all);
+  if (all >> shift >= 1u << 24) return 0;
+  for (uint32_t& difference : differences) difference >>= shift;
+  uint32_t divisor = 0;
+  for (int64_t i = 0; i < kGroup / 4; ++i) divisor = greatest_common_divisor(differences[i], divisor);
+  if (divisor == 0 || !divide(differences, divisor, group.codes)) {
+    for (const uint32_t difference : differences) divisor = greatest_common_divisor(difference, divisor);
+    divide(differences, divisor, group.codes);
+  }
+  uint32_t most = 0;
+  for (const uint32_t code : group.codes) most |= code;
+  group.scale = std::ldexp(static_cast<float>(divisor), shift - 24);
+  return most > 255 ? 0 : most > 15 ? 8 : 4;
+}
+
+// The panels from `begin` to `end` of a weight, [outputs, inputs], with whole groups of inputs; behind the last output there are
+// zeros. Returns whether all of its numbers have codes of so many bits; otherwise, what it has written is of no use.
+inline bool pack_codes(const float* weight, int64_t outputs, int64_t inputs, int64_t bits, int64_t width, int64_t begin,
+                       int64_t end, uint8_t* to) {
+  const int64_t groups = inputs / kGroup, bytes = group_bytes(bits, width);
+  Group group;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    for (int64_t g = 0; g < groups; ++g) {
+      uint8_t* at = to + (panel * groups + g) * bytes;
+      std::fill_n(at, bytes, uint8_t{0});
+      for (int64_t o = 0; o < std::min(width, outputs - panel * width); ++o) {
+        const int64_t found = find_codes(weight + (panel * width + o) * inputs + g * kGroup, group);
+        if (found == 0 || found > bits) return false;
+        std::memcpy(at + o * sizeof(float), &group.scale, sizeof(float));
+        std::memcpy(at + (width + o) * sizeof(float), &group.minimum, sizeof(float));
+        for (int64_t i = 0; i < kGroup; i += 32 / bits) {
+          uint32_t word = 0;
+          for (int64_t k = 0; k < 32 / bits; ++k) word |= group.codes[i + k] << (k * bits);
+          std::memcpy(at + (2 + i * bits / 32) * width * sizeof(float) + o * sizeof(float), &word, sizeof(word));
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace fastgen
