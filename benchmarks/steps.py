@@ -10,7 +10,7 @@ itself or in a plan.
 
 The floor is the bytes of the weights that a step reads, at the rate of a large copy (bytes read and written), which is
 measured right after the calls. Reading alone can be faster than a copy, so a share above 1 is possible. Weights that
-are read from copies, in 8 or 16 bits, are not among these bytes.
+are read from copies, in fewer bits, are not among these bytes.
 
 First calls are those of new models: without FastGen, without captured steps, by default, and with a step from the
 first call on. The last line is a later call of that model.

@@ -1,4 +1,4 @@
-"""Weights in float32 that are numbers of fewer bits: products read these instead.
+"""Weights in float32 for which fewer bits stand exactly: products read these instead.
 
 Most checkpoints are stored in 16 bits. Weights that were unpacked from 4 or 8 bits, as Transformers does with GGUF
 files, are read as codes. With few rows a product is bound by reading the weight. A copy in panels serves more rows, too
@@ -96,20 +96,23 @@ def left_out() -> Iterator[None]:
         _are_left_out.reset(token)
 
 
-def type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | int | None:
-    """The type of 16 bits that a weight seems to be of, or the bits of its codes, where products can read it; or None.
+def type_of(x: Tensor, weight: Tensor, bias: Tensor | None, codes: bool = True) -> torch.dtype | int | None:
+    """The bits of a weight's codes, or its type of 16 bits, where products can read it; by a few of its numbers.
 
     x is [rows, inputs], the weight [outputs, inputs], the bias [outputs] or None.
+
+    Args:
+        codes: whether products can read these.
     """
     if _are_left_out.get() or not narrow_linear.serves(x, weight, bias) or weight.numel() < _LEAST_NUMBERS:
         return None
     if not (narrow.is_available() and fingerprint.is_available()):
         return None
-    return next(iter((*_codes_of_some(weight), *narrow.types_of_some(weight))), None)
+    return next(iter((*(_codes_of_some(weight) if codes else ()), *narrow.types_of_some(weight))), None)
 
 
 def _codes_of_some(weight: Tensor) -> list[int]:
-    """The bits of those that stand for a few numbers of the weight."""
+    """The sizes of codes, in bits, that stand for a few numbers of the weight."""
     return narrow_linear.codes_of(narrow.some(weight)) if weight.shape[1] % narrow_linear.GROUP == 0 else []
 
 

@@ -325,19 +325,20 @@ def faster(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Pr
 def _narrow(
     wide: Product | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> type[NarrowLines] | type[NarrowPanels] | None:
-    """The copy in fewer bits that a product reads, where that is what the numbers of the weight are, and faster.
+    """The copy in fewer bits that a product reads, if the weight has one and it is faster.
 
     Args:
         wide: the product that is fastest with the weight as it is.
     """
     now = settings.current()
-    narrow = type_of(x, weight, bias) if now.packed_weights != "never" and weight.numel() else None
+    if now.packed_weights == "never" or not weight.numel():
+        return None
+    is_fixed = now.linear_products == "fixed"  # then what has the same bits, whether there is a copy or not
+    narrow = type_of(x, weight, bias, codes=not (is_fixed and are_dots(wide)))
     if narrow is None:
         return None
-    if now.linear_products == "fixed":  # what has the same bits, whether there is a copy or not
-        if are_dots(wide):
-            return NarrowLines if isinstance(narrow, torch.dtype) else None
-        return NarrowPanels if wide is not None else None
+    if is_fixed:
+        return NarrowLines if are_dots(wide) else NarrowPanels if wide is not None else None
     costs = narrow_linear.costs(*x.shape, weight.shape[0], narrow)
     return NarrowPanels if costs is not None and costs.narrow < (1 - _MARGIN) * costs.wide else None
 

@@ -5,9 +5,9 @@ outputs that are multiplied at the same time, side by side in a vector. So nothi
 a vector, and no place of it is left empty, whatever the number of rows (see csrc/cpu/narrow_linear.cpp). The result has
 the bits of `fastgen.ops.linear.packed_linear` with the widened weight.
 
-A weight that was unpacked from 4 or 8 bits, as Transformers does with GGUF files, still has as many: 32 inputs share a
-scale and a minimum, and each of their numbers is `code * scale + minimum`. Such codes are found, and kept where they
-stand for all numbers exactly (see csrc/cpu/narrow_linear/codes.h).
+A weight that was unpacked from 4 or 8 bits, as Transformers does with GGUF files, still holds no more than these bits:
+32 inputs share a scale and a minimum, and each of their numbers is `code * scale + minimum`. Such codes are found, and
+kept where they stand for all numbers exactly (see csrc/cpu/narrow_linear/codes.h).
 
 Whether it is faster than products with the weight as it is, is measured, once per machine and shape (`costs`). There
 are kernels alone.
@@ -27,7 +27,7 @@ from fastgen.ops import _library, _timings, split_linear
 from fastgen.ops.linear import MAX_BYTES, MAX_DOT_ROWS, as_rows, count_of_cold, rows_measured, shortest_times
 
 # Timings are those of this kernel: to be renamed when it changes.
-_KERNEL = "narrow linear 2"
+_KERNEL = "narrow linear 3"
 CODES = (4, 8)  # bits that they may have
 GROUP = 32  # inputs that share a scale
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", 4: "4 bits", 8: "8 bits"}
@@ -52,7 +52,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def codes_of(weight: Tensor) -> list[int]:
-    """The bits of those codes that stand for all numbers of a weight, [outputs, inputs], float32; on one thread.
+    """Which of `CODES` stand for all numbers of a weight, [outputs, inputs], float32; looked at on one thread.
 
     Raises:
         RuntimeError: the weight has another dtype, its numbers are not next to each other, or its inputs are no whole
@@ -65,7 +65,8 @@ def codes_of(weight: Tensor) -> list[int]:
 def pack_codes(weight: Tensor, bits: int) -> Tensor | None:
     """A weight, [outputs, inputs], float32, as codes in panels; None if these do not stand for all of its numbers.
 
-    The panels are as those of `pack`. A negative zero becomes a positive one, with which sums are the same.
+    The panels are as those of `pack`. A negative zero becomes a positive one, with which sums are the same, but for the
+    sign of a zero.
 
     Args:
         bits: one of `CODES`.
@@ -134,11 +135,11 @@ def costs(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int, measu
 def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int) -> Costs:
     """All in turn: shares of torch's time from two measurements tell less than the products differ."""
     some = min(outputs, max(MAX_BYTES // (inputs * 4), 1))
-    count = count_of_cold(inputs * some * (narrow if isinstance(narrow, int) else 16) // 8, 64)
     # Whatever the user has made the default of new tensors.
     full = functools.partial(torch.full, dtype=torch.float32, device="cpu")
-    x, y = full((rows, inputs), 0.5), full((rows, some), 0.0)
-    weights = [full((some, inputs), 0.25) for _ in range(count)]
+    x, y, weight = full((rows, inputs), 0.5), full((rows, some), 0.0), full((some, inputs), 0.25)
+    packed = _packed(weight, narrow)
+    weights = [weight.clone() for _ in range(count_of_cold(weight.nbytes, 64))]
 
     def wide(operator: Callable[..., object]) -> tuple[Callable[[Tensor], object], list[Tensor]]:
         # With copies: what another product has just read would be in the cache.
@@ -147,7 +148,7 @@ def _measure(rows: int, inputs: int, outputs: int, narrow: torch.dtype | int) ->
     products: list[tuple[Callable[[Tensor], object], list[Tensor]]] = [
         (
             lambda packed: torch.ops.fastgen.narrow_linears_out.default([y], x, [packed], [None]),
-            [_packed(weight, narrow) for weight in weights],
+            [packed.clone() for _ in range(count_of_cold(packed.nbytes, 64))],
         ),
         (lambda weight: F.linear(x, weight), weights),
         wide(torch.ops.fastgen.folded_linear_out.default),

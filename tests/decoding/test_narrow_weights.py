@@ -21,6 +21,7 @@ from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
 pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process")
 
 OUTPUTS, INPUTS = 60, 64
+SCALE = torch.tensor(0.0123).half().float()
 TYPES = pytest.mark.parametrize("dtype", [*narrow.TYPES, *narrow_linear.CODES], ids=str)
 
 
@@ -37,12 +38,12 @@ def with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weight_of(dtype: torch.dtype | int, outputs: int = OUTPUTS) -> Tensor:
-    """Of numbers of 16 bits, or as it is unpacked from codes."""
+    """Of numbers of 16 bits, or as it is unpacked from codes: then of none of 16 bits."""
     if isinstance(dtype, torch.dtype):
         return torch.randn(outputs, INPUTS).to(dtype).float()
     codes = torch.randint(2**dtype, (outputs, INPUTS))
     codes[:, ::8] = torch.tensor([0, 2**dtype - 1]).repeat(INPUTS // 16)
-    return codes * 2.0**-6 - torch.randint(9, (outputs, 1))
+    return codes * SCALE - torch.randint(9, (outputs, 1)) * 2.0**-6
 
 
 class Step:
@@ -125,7 +126,7 @@ def test_one_number_that_is_none_of_16_bits() -> None:
     assert step.call(50) and copies() == [torch.bfloat16]
 
 
-@pytest.mark.parametrize(("change", "kind"), [(2**-6 * 77, 8), (2**-20, None)])
+@pytest.mark.parametrize(("change", "kind"), [(77 * SCALE, 8), (2**-16, None)], ids=str)
 def test_one_number_that_needs_more_bits(change: float, kind: int | None) -> None:
     """Where the first look does not see it: then the copy has as many, if there is one."""
     odd = weight_of(4)
@@ -203,6 +204,24 @@ def test_fixed_products_do_not_depend_on_copies(
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_codes_that_do_not_stand_for_all_numbers_of_16_bits() -> None:
+    """The first look sees codes: of one number, more than 8 bits."""
+    weight = torch.randint(16, (OUTPUTS, INPUTS)) * 2.0**-6
+    weight[7, 11] = 2**-6 * 301
+    step = Step(weight)
+    assert step.call(50) and copies() == [torch.float16]
+
+
+@pytest.mark.skipif(not linear.has_vectors(), reason="torch's product is used without AVX2")
+def test_fixed_products_of_few_rows_read_16_bits_of_a_weight_with_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(linear_products="fixed", captured_step="always"))
+    step = Step(torch.randint(16, (OUTPUTS, INPUTS)) * 2.0**-6, rows=2)
+    with weight_copies.call():
+        for _ in range(3):
+            step.program.replay()
+    assert copies() == [torch.bfloat16] and list(map(type, known())) == [NarrowLines]
+
+
 def test_torchs_product_where_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the fastest of those in float32."""
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 3.0, 3.0))
@@ -245,8 +264,8 @@ def test_one_look_at_the_weight_in_each_call(monkeypatch: pytest.MonkeyPatch) ->
     assert len(looks) == 3
 
 
-@pytest.mark.parametrize("dtype", [*narrow.TYPES, torch.float32], ids=str)
-def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*narrow.TYPES, torch.float32, *narrow_linear.CODES], ids=str)
+def test_a_weight_that_has_changed_between_two_calls(dtype: torch.dtype | int) -> None:
     """Also in a way that leaves no trace in torch's version counter; to numbers of 16 bits or others."""
     weight = torch.nn.Parameter(weight_of(torch.bfloat16))
     step = Step(weight)

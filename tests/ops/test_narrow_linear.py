@@ -99,7 +99,7 @@ def test_the_bits_of_a_packed_product_with_codes(
         assert packed is not None and packed.nbytes * 4 <= (outputs + 15) // 16 * 16 * inputs * (3 if codes == 4 else 5)
         torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [packed], [bias])
         torch.ops.fastgen.streamed_linear_out(expected, x, weight, bias)
-    assert torch.equal(around[1:-1], expected)
+    assert torch.equal(around[1:-1].view(torch.int32), expected.view(torch.int32))
     assert around[[0, -1]].isnan().all()
 
 
@@ -174,12 +174,85 @@ def test_what_gguf_unpacks(kind: str) -> None:
     assert torch.equal(found, linear.streamed_linear(x, weight, None))
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+def test_what_gguf_unpacks_of_blocks_that_share_two_scales(kind: str) -> None:
+    """Of random bytes, but for these two scales."""
+    gguf = pytest.importorskip("gguf")
+    dtype = getattr(gguf.GGMLQuantizationType, kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[dtype]
+    blocks = torch.randint(256, (6, size), dtype=torch.uint8)
+    blocks[:, :4] = torch.tensor([0.0123, 0.0456]).half().view(torch.uint8)
+    blocks[:, 4:16] &= 0x3F  # scales of groups: small ones, as in files whose weights are below 1
+    blocks[:, 4:16] >>= 2
+    weight = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), dtype)).view(6, numbers).contiguous()
+    bits = 4 if kind == "Q4_K" else 8
+    packed, x = narrow_linear.pack_codes(weight, bits), torch.randn(3, numbers)
+    assert packed is not None and narrow_linear.codes_of(weight)[0] == bits
+    found = narrow_linear.narrow_linear(x, packed, None, 6)
+    assert torch.equal(found, linear.streamed_linear(x, weight, None))
+
+
+def test_limits_of_codes() -> None:
+    """Differences of 24 bits, numbers below 64, and divisors that the first numbers do not have."""
+    group = torch.zeros(1, narrow_linear.GROUP)
+
+    def changed(**at: float) -> torch.Tensor:
+        found = group.clone()
+        for place, number in at.items():
+            found[0, int(place[1:])] = number
+        return found
+
+    unit = 2.0**-20
+    for weight, wanted in (
+        (changed(_5=(2**24 - 1) * unit), [4, 8]),
+        (changed(_5=-(2**24 - 1) * unit), [4, 8]),
+        (changed(_5=2**23 * unit, _6=-(2**23 - 1) * unit), []),  # two codes with a divisor of 1
+        (changed(_5=2**23 * unit, _6=-(2**23 + 1) * unit), []),
+        (changed(_0=64 - 2.0**-18, _1=-(64 - 2.0**-18)).clamp(min=-64), []),
+        (changed(_0=63.5, _1=-63.5), [4, 8]),
+        (changed(_0=63.5, _31=-63.5), [4, 8]),
+        (changed(_30=0.5, _31=0.75), [4, 8]),  # the first ones are equal
+        (changed(_0=8.0, _7=16.0, _31=0.5), [8]),  # they have a larger divisor than the rest
+        (changed(_0=8.0, _7=16.0, _31=0.0625), []),
+        (changed(_0=15 * unit, _1=unit), [4, 8]),
+        (changed(_0=16 * unit, _1=unit), [8]),
+        (changed(_0=255 * unit, _1=unit), [8]),
+        (changed(_0=256 * unit, _1=unit), []),
+    ):
+        assert narrow_linear.codes_of(weight) == wanted
+        for bits in wanted:
+            packed = narrow_linear.pack_codes(weight, bits)
+            assert packed is not None
+            found = narrow_linear.narrow_linear(torch.eye(narrow_linear.GROUP), packed, None, 1)
+            assert torch.equal(found.t(), weight)
+
+
+def test_subnormal_numbers_are_no_zeros() -> None:
+    weight = coded(4, 5, 3)
+    weight[3, 40] = 1e-40
+    torch.set_flush_denormal(True)
+    try:
+        assert not narrow_linear.codes_of(weight) and narrow_linear.pack_codes(weight, 8) is None
+    finally:
+        torch.set_flush_denormal(False)
+    assert not narrow_linear.codes_of(weight)
+
+
+@CODES
+def test_refuses_codes_that_do_not_fit(codes: int) -> None:
+    packed = narrow_linear.pack_codes(coded(codes, 40, 2), codes)
+    assert packed is not None
+    for inputs, outputs in ((63, 40), (65, 40), (32, 40), (64, 8), (64, 100)):
+        with pytest.raises(RuntimeError, match="not packed for this product"):
+            narrow_linear.narrow_linear(torch.zeros(2, inputs), packed, None, outputs)
+
+
 @CODES
 def test_refuses_to_pack_codes(codes: int) -> None:
     for weight in (torch.zeros(2, 33), torch.zeros(64), torch.zeros(2, 64).half(), torch.zeros(64, 64)[:, :32]):
-        with pytest.raises(RuntimeError, match="pack_codes"):
+        with pytest.raises(RuntimeError, match="codes: the weight"):
             narrow_linear.pack_codes(weight, codes)
-        with pytest.raises(RuntimeError, match="pack_codes"):
+        with pytest.raises(RuntimeError, match="codes: the weight"):
             narrow_linear.codes_of(weight)
     with pytest.raises(RuntimeError, match="4 or 8"):
         torch.ops.fastgen.pack_codes(torch.zeros(2, 64), 5)
@@ -297,7 +370,7 @@ def test_is_measured_beside_all_products_with_the_weight_as_it_is(
 
 
 @pytest.mark.parametrize("dtype", [*narrow.TYPES, *narrow_linear.CODES], ids=str)
-def test_costs_are_measured_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once(dtype: torch.dtype | int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setattr(_timings, "_waits", dict)
     monkeypatch.setenv("FASTGEN_CACHE", "")

@@ -117,13 +117,13 @@ Tensor pack_narrow(Tensor weight) {
   return packed;
 }
 
-// Behind an odd number of inputs there is a zero.
+// The inputs of x with the zero that follows an odd number of them.
 int64_t even(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 
 void check_codes(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.is_contiguous() &&
                       weight.size(1) % fastgen::kGroup == 0,
-                  "pack_codes: the weight must be [outputs, inputs] of float32, its numbers next to each other, with a "
+                  "codes: the weight must be [outputs, inputs] of float32, its numbers next to each other, with a "
                   "multiple of 32 inputs");
 }
 
@@ -144,7 +144,7 @@ int64_t code_bits(Tensor weight) {
 // [outputs, inputs] -> [panels, groups, bytes of a group], if all numbers have codes of so many bits.
 std::optional<Tensor> pack_codes(Tensor weight, int64_t bits) {
   check_codes(weight);
-  STD_TORCH_CHECK(bits == 4 || bits == 8, "pack_codes: codes have 4 or 8 bits");
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "codes: they have 4 or 8 bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
   Tensor packed = torch::stable::new_empty(
       weight, {panels, inputs / fastgen::kGroup, fastgen::group_bytes(bits, width())}, ScalarType::Byte);

@@ -13,8 +13,8 @@ namespace fastgen {
 
 constexpr int64_t kGroup = 32;  // inputs, of one line of the weight
 
-// In a panel, a group has the scales and the minimums of all outputs, and behind them words of 32 bits, one for each output. A
-// word has the codes of 8 or 4 inputs, the first one in its lowest bits.
+// A group of a panel has, for all of its outputs each: scales, minimums, and 4 or 8 lines of words of 32 bits. A word has the
+// codes of 8 or 4 inputs, the first one in its lowest bits.
 constexpr int64_t group_bytes(int64_t bits, int64_t width) {
   return width * (2 * static_cast<int64_t>(sizeof(float)) + kGroup * bits / 8);
 }
@@ -33,11 +33,11 @@ inline uint32_t greatest_common_divisor(uint32_t a, uint32_t b) {
   return a;
 }
 
-// Whether all numbers are so many times the divisor; writes how often. Without branches: the loop becomes vectors.
+// Divides all numbers by the divisor. Returns whether nothing is left over. Without branches, so that the loop becomes vectors.
 inline bool divide(const uint32_t* numbers, uint32_t divisor, uint32_t* quotients) {
   uint32_t lost = 0;
   for (int64_t i = 0; i < kGroup; ++i) {
-    // Of an exact division to the last bit: numbers have 24 bits.
+    // Numbers have at most 24 bits, so a quotient that is whole is exact in float32.
     quotients[i] = static_cast<uint32_t>(
         static_cast<int32_t>(static_cast<float>(static_cast<int32_t>(numbers[i])) / static_cast<float>(divisor)));
     lost |= quotients[i] * divisor ^ numbers[i];
@@ -45,19 +45,23 @@ inline bool divide(const uint32_t* numbers, uint32_t divisor, uint32_t* quotient
   return lost == 0;
 }
 
-// The bits of the largest code, 4 or 8; 0 where the numbers have no such codes. Scales of the formats in few bits are numbers
-// of float16, so weights are multiples of the smallest one of float16. The scale that is found is the greatest one of which
-// all differences are multiples: codes are as small as they can be. Differences have 24 bits, so that they are exact however
-// `code * scale + minimum` is computed. A negative zero is found as a positive one, with which sums are the same.
+// Returns how many bits the largest code needs, 4 or 8, or 0 if the group has no codes.
+//
+// A scale in a file is a float16, so each weight is a multiple of 2^-24, the smallest float16. The scale that is found is the
+// greatest common divisor of the differences from the minimum, so codes are as small as they can be. Differences of more than
+// 24 bits are refused: below that, `code * scale + minimum` is exact, with and without FMA. A negative zero is found as a
+// positive one, with which sums are the same, but for the sign of a zero.
 inline int64_t find_codes(const float* numbers, Group& group) {
   constexpr float kUnits = 0x1p24f;
   int32_t units[kGroup], least = INT32_MAX;
   bool are_whole = true;
   for (int64_t i = 0; i < kGroup; ++i) {
     const float exact = numbers[i] * kUnits;
-    const bool is_small = std::fabs(exact) < 0x1p30f;  // and a number
+    const bool is_small = std::fabs(exact) < 0x1p30f;  // false for NaN, too
     units[i] = static_cast<int32_t>(is_small ? exact : 0.0f);
-    are_whole &= is_small && static_cast<float>(units[i]) == exact;
+    // What is no zero may be taken for one where the processor flushes subnormal numbers.
+    const bool is_known = units[i] != 0 || bits_of(numbers[i]) << 1 == 0;
+    are_whole &= is_small && is_known && static_cast<float>(units[i]) == exact;
     least = std::min(least, units[i]);
   }
   if (!are_whole) return 0;

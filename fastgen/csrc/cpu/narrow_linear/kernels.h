@@ -17,7 +17,7 @@ typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)),
 typedef int32_t Integers __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
 
 // What a weight may be of. A panel has groups, each with what `Scales` reads and `kLines` lines of as many bytes as a vector. A
-// line holds `kInputs` of all outputs of the panel, and `load` has the numbers of one of them.
+// line holds `kInputs` of all outputs of the panel, and `load` returns the numbers of one input, for all outputs.
 struct NoScales {
   static constexpr int64_t kBytes = 0;
   FASTGEN_INLINE explicit NoScales(const uint8_t*) {}
@@ -71,7 +71,7 @@ constexpr int64_t kGroupBytes = Type::Scales::kBytes + Type::kLines * static_cas
 // fewer bytes, an AMD EPYC (Zen 5) does not multiply while it reads memory.
 constexpr int64_t kAhead = 8192;
 
-// part[kRows][kPanels] += one input of all rows, times its weights: one of those of a line.
+// part[kRows][kPanels] += one input of all rows, times its weights; `input` is its number within the line.
 template <class Type, int kRows, int kPanels>
 FASTGEN_INLINE void add_input(const float* rows, const uint8_t* line, int64_t apart, int input,
                               const typename Type::Scales (&scales)[kPanels], Vector (&part)[kRows][kPanels]) {
