@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import fastgen
 from benchmarks import encoder_sides, encoders
@@ -79,6 +80,7 @@ def other_library(tmp_path, monkeypatch):
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     monkeypatch.setattr(elsewhere, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # the script has as many as this process
 
     def make(added: float | str) -> None:
         script = tmp_path / "script.py"
