@@ -29,6 +29,22 @@ def coded(codes: int, outputs: int, groups: int, seed: int = 0) -> torch.Tensor:
     return (numbers * scales + minimums).view(outputs, -1)
 
 
+def check_bits(packed: torch.Tensor, weight: torch.Tensor, rows: int, biased: bool, seed: int) -> None:
+    """Those of a product with the weight, signs of zeros too, with rows that are not next to each other.
+
+    Nothing else is written.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs = weight.shape
+    x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
+    torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [packed], [bias])
+    torch.ops.fastgen.streamed_linear_out(expected, x, weight, bias)
+    assert torch.equal(around[1:-1].view(torch.int32), expected.view(torch.int32))
+    assert around[[0, -1]].isnan().all()
+
+
 @TYPES
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 @given(
@@ -46,17 +62,10 @@ def coded(codes: int, outputs: int, groups: int, seed: int = 0) -> torch.Tensor:
 def test_the_bits_of_a_packed_product(
     name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
 ) -> None:
-    """With rows and lines that are not next to each other. Nothing else is written."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
-    weight = torch.randn(outputs, inputs + 2, generator=generator).to(dtype)[:, :inputs]
-    bias = torch.randn(outputs, generator=generator) if biased else None
-    around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
+    """With lines that are not next to each other."""
+    weight = torch.randn(outputs, inputs + 2, generator=torch.Generator().manual_seed(seed)).to(dtype)[:, :inputs]
     with instruction_set(name):
-        torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [narrow_linear.pack(weight)], [bias])
-        torch.ops.fastgen.streamed_linear_out(expected, x, weight.float(), bias)
-    assert torch.equal(around[1:-1], expected)
-    assert around[[0, -1]].isnan().all()
+        check_bits(narrow_linear.pack(weight), weight.float(), rows, biased, seed + 1)
 
 
 @TYPES
@@ -87,20 +96,12 @@ def test_rows_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> None
 def test_the_bits_of_a_packed_product_with_codes(
     name: str, codes: int, rows: int, groups: int, outputs: int, biased: bool, seed: int
 ) -> None:
-    """Nothing else is written."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = groups * narrow_linear.GROUP
-    x = torch.randn(rows, inputs + 3, generator=generator)[:, :inputs]
     weight = coded(codes, outputs, groups, seed)
-    bias = torch.randn(outputs, generator=generator) if biased else None
-    around, expected = torch.full((rows + 2, outputs), torch.nan), torch.zeros(rows, outputs)
     with instruction_set(name):
         packed = narrow_linear.pack_codes(weight, codes)
-        assert packed is not None and packed.nbytes * 4 <= (outputs + 15) // 16 * 16 * inputs * (3 if codes == 4 else 5)
-        torch.ops.fastgen.narrow_linears_out([around[1:-1]], x, [packed], [bias])
-        torch.ops.fastgen.streamed_linear_out(expected, x, weight, bias)
-    assert torch.equal(around[1:-1].view(torch.int32), expected.view(torch.int32))
-    assert around[[0, -1]].isnan().all()
+        assert packed is not None
+        assert packed.nbytes * 4 <= (outputs + 15) // 16 * 16 * weight.shape[1] * (3 if codes == 4 else 5)
+        check_bits(packed, weight, rows, biased, seed + 1)
 
 
 @CODES

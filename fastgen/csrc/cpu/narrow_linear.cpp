@@ -49,6 +49,9 @@ struct PanelProduct {
   int64_t rows, inputs, outputs;  // of inputs an even number
 };
 
+// The inputs of x with the zero that follows an odd number of them.
+int64_t even(int64_t inputs) { return (inputs + 1) / 2 * 2; }
+
 enum Format { kBFloat16, kFloat16, kCodes4, kCodes8 };
 
 struct Kernel {
@@ -117,9 +120,6 @@ Tensor pack_narrow(Tensor weight) {
   return packed;
 }
 
-// The inputs of x with the zero that follows an odd number of them.
-int64_t even(int64_t inputs) { return (inputs + 1) / 2 * 2; }
-
 void check_codes(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.is_contiguous() &&
                       weight.size(1) % fastgen::kGroup == 0,
@@ -146,14 +146,14 @@ std::optional<Tensor> pack_codes(Tensor weight, int64_t bits) {
   check_codes(weight);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "codes: they have 4 or 8 bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
-  Tensor packed = torch::stable::new_empty(
-      weight, {panels, inputs / fastgen::kGroup, fastgen::group_bytes(bits, width())}, ScalarType::Byte);
+  const int64_t groups = inputs / fastgen::kGroup, bytes = fastgen::group_bytes(bits, width());
+  Tensor packed = torch::stable::new_empty(weight, {panels, groups, bytes}, ScalarType::Byte);
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   std::atomic<bool> have_codes{true};
   fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end && have_codes; ++i) {
-      if (!fastgen::pack_codes(from, outputs, inputs, bits, width(), i, i + 1, to)) have_codes = false;
+      if (!fastgen::pack_codes(from, outputs, inputs, bits, width(), i, to + i * groups * bytes)) have_codes = false;
     }
   });
   return have_codes ? std::optional<Tensor>(packed) : std::nullopt;

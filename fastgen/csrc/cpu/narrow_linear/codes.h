@@ -86,26 +86,22 @@ inline int64_t find_codes(const float* numbers, Group& group) {
   return most > 255 ? 0 : most > 15 ? 8 : 4;
 }
 
-// The panels from `begin` to `end` of a weight, [outputs, inputs], with whole groups of inputs; behind the last output there are
-// zeros. Returns whether all of its numbers have codes of so many bits; otherwise, what it has written is of no use.
-inline bool pack_codes(const float* weight, int64_t outputs, int64_t inputs, int64_t bits, int64_t width, int64_t begin,
-                       int64_t end, uint8_t* to) {
-  const int64_t groups = inputs / kGroup, bytes = group_bytes(bits, width);
+// Writes a panel of a weight, [outputs, inputs], with whole groups of inputs; behind the last output there are zeros. Returns
+// whether all of its numbers have codes of so many bits; otherwise, what it has written is of no use.
+inline bool pack_codes(const float* weight, int64_t outputs, int64_t inputs, int64_t bits, int64_t width, int64_t panel,
+                       uint8_t* to) {
   Group group;
-  for (int64_t panel = begin; panel < end; ++panel) {
-    for (int64_t g = 0; g < groups; ++g) {
-      uint8_t* at = to + (panel * groups + g) * bytes;
-      std::fill_n(at, bytes, uint8_t{0});
-      for (int64_t o = 0; o < std::min(width, outputs - panel * width); ++o) {
-        const int64_t found = find_codes(weight + (panel * width + o) * inputs + g * kGroup, group);
-        if (found == 0 || found > bits) return false;
-        std::memcpy(at + o * sizeof(float), &group.scale, sizeof(float));
-        std::memcpy(at + (width + o) * sizeof(float), &group.minimum, sizeof(float));
-        for (int64_t i = 0; i < kGroup; i += 32 / bits) {
-          uint32_t word = 0;
-          for (int64_t k = 0; k < 32 / bits; ++k) word |= group.codes[i + k] << (k * bits);
-          std::memcpy(at + (2 + i * bits / 32) * width * sizeof(float) + o * sizeof(float), &word, sizeof(word));
-        }
+  for (int64_t k = 0; k < inputs; k += kGroup, to += group_bytes(bits, width)) {
+    std::fill_n(to, group_bytes(bits, width), uint8_t{0});
+    for (int64_t o = 0; o < std::min(width, outputs - panel * width); ++o) {
+      const int64_t found = find_codes(weight + (panel * width + o) * inputs + k, group);
+      if (found == 0 || found > bits) return false;
+      std::memcpy(to + o * sizeof(float), &group.scale, sizeof(float));
+      std::memcpy(to + (width + o) * sizeof(float), &group.minimum, sizeof(float));
+      for (int64_t i = 0; i < kGroup; i += 32 / bits) {
+        uint32_t word = 0;
+        for (int64_t n = 0; n < 32 / bits; ++n) word |= group.codes[i + n] << (n * bits);
+        std::memcpy(to + ((2 + i * bits / 32) * width + o) * sizeof(float), &word, sizeof(word));
       }
     }
   }

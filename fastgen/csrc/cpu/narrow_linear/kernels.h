@@ -180,9 +180,8 @@ struct RowTiles {
 // All rows in tiles, one behind the other.
 inline void lay_out(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
   const RowTiles tiles(rows);
-  const int64_t even = (inputs + 1) / 2 * 2;
   for (int64_t i = 0; i < tiles.count; ++i) {
-    kLayOut[tiles.size(i) - 1](x + tiles.begin(i) * stride, stride, inputs, to + tiles.begin(i) * even);
+    kLayOut[tiles.size(i) - 1](x + tiles.begin(i) * stride, stride, inputs, to + tiles.begin(i) * even(inputs));
   }
 }
 
