@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.backends import BASELINE, Job, Task, make
 from benchmarks.machine import ROOT
+from fastgen import releases
 
 # ---- keys and values
 
@@ -98,7 +99,7 @@ class KeyValueMeter:
 
         @functools.wraps(original)
         def look(model: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.at_end = storage_bytes(held_tensors(outputs.get("past_key_values")))
+            self.at_end = storage_bytes(held_tensors(releases.cache_in(outputs)))
             self.largest = max(self.largest, self.at_end)
             self.steps += 1
             return original(model, outputs, *args, **kwargs)
