@@ -4,11 +4,15 @@ A session is what one user does from the start of a process on, so each backend 
 that ran one after the other would be minutes apart, on machines whose speed changes from minute to minute. Here they
 take turns call by call, so the times of a call are seconds apart. A process that does not have its turn is stopped
 (SIGSTOP): its threads can neither spin nor work ahead, and go on where they were, as if no time had passed.
+
+Where threads wait for one another, a core that other work takes for a moment costs many times that moment. So a call
+begins when the machine is quiet, and the cores that other processes kept busy during it are noted.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +24,11 @@ import torch
 from benchmarks.backends import Backend, Job, Unsupported, elsewhere
 from benchmarks.backends.elsewhere import Elsewhere, Process
 from benchmarks.backends.generate import Patched, Unpatched
-from benchmarks.machine import ROOT, OtherLoad
+from benchmarks.machine import BUSY, ROOT, OtherLoad
 from benchmarks.memory import high_water_mark
 from benchmarks.workload import Outcome
 
+_LOOK_SECONDS, _PATIENCE_SECONDS = 0.1, 120.0
 _GENERATE = Path(elsewhere.__file__).with_name("generate_process.py")
 
 
@@ -122,6 +127,7 @@ def run(
     """
     sessions: dict[str, Session] = {}
     processes: dict[str, Process] = {}
+    patience = _Patience(_PATIENCE_SECONDS)
 
     @contextmanager
     def losing(name: str) -> Iterator[None]:
@@ -141,6 +147,7 @@ def run(
                 log(f"{name} is loaded, after {processes[name].seconds:.1f} s")
         for number, call in enumerate(calls):
             for name in _rotated(list(sessions), turn + number):
+                patience.wait()
                 with losing(name):
                     _make(call, processes[name], sessions[name])
             times = ", ".join(f"{name} {session.seconds[-1]:.2f} s" for name, session in sessions.items())
@@ -165,6 +172,22 @@ def _make(call: Call, process: Process, session: Session) -> None:
     session.seconds.append(process.seconds)
     session.outcomes.append(Outcome(torch.tensor(tokens), stats))
     session.peak_bytes = high_water_mark(process.pid)
+
+
+class _Patience:
+    """Waits for a quiet machine while the processes of the sides are stopped: so many seconds in a whole session."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    def wait(self) -> None:
+        """Until other processes do nothing, or no patience is left."""
+        while self._left > 0:
+            load = OtherLoad()
+            time.sleep(_LOOK_SECONDS)
+            if load.cores() <= BUSY:
+                return
+            self._left -= _LOOK_SECONDS
 
 
 def _rotated(names: list[str], by: int) -> list[str]:

@@ -17,6 +17,8 @@ import torch
 import fastgen
 
 ROOT = Path(__file__).resolve().parent.parent
+# Above this many cores busy with other work, a measurement is marked.
+BUSY = 0.15
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 MODEL is smollm2, smollm2-bfloat16, opus-mt or bart-base. The table has, for each call, the seconds of every side as
 medians over its processes, how many times as fast as the library FastGen is, and whether it had a captured step. A call
-in which other processes kept a core busy is marked (!): a time of it is worth little.
+is marked (!) if other processes kept a core busy whenever it was made: its times are worth little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks import backends
 from benchmarks.__main__ import FAILED, run_workload
 from benchmarks.backends import SUBJECT
 from benchmarks.record import Record
-from benchmarks.tables import BUSY
 from benchmarks.workload import Context
 from benchmarks.workloads.ordinary_session import WORKLOADS
 
@@ -63,7 +62,7 @@ def table(record: Record) -> Iterator[str]:
         sizes = f"{len(call['lengths'])} x {max(call['lengths'])}"
         seconds = "".join(f"{call['seconds'][name]:16.3f} s" for name in names)
         ratio = f"{call['ratio']:.2f}  {'yes' if call['captured'] else '   '}" if "ratio" in call else ""
-        busy = "  (!)" if call["other_load"] > BUSY else ""
+        busy = "  (!)" if call["disturbed"] else ""
         yield f"{number:4}  {sizes:<12} {call['new_tokens']:5}  {seconds}    {ratio}{busy}".rstrip()
     yield "all".ljust(27) + "".join(f"{record.backends[name]['median']:16.2f} s" for name in names)
     memory = [record.memory.get(name, {}).get("peak_bytes", 0) / 2**20 for name in names]

@@ -25,7 +25,7 @@ from benchmarks import backends, lockstep, smollm2
 from benchmarks.backends import BASELINE, SUBJECT, Backend, Job
 from benchmarks.backends.generate import CAPTURED_STEP
 from benchmarks.lockstep import Call, Session, Side
-from benchmarks.machine import ROOT
+from benchmarks.machine import BUSY, ROOT
 from benchmarks.measure import summary
 from benchmarks.record import Record, Target
 from benchmarks.workload import Context, Generation, Outcome, Workload, check_code, check_tokens, faster_than, skip
@@ -48,7 +48,9 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OrdinarySession(Workload):
-    """The time of a backend is that of all calls of one process together.
+    """The time of a backend is that of all calls of one process together; as a median, the sum of the calls' medians.
+
+    Calls that other work disturbed do not count where the same call of another process was not.
 
     Attributes:
         work: says what the longest call is: `shortest` and `length` are the tokens of an input, `new_tokens` the most
@@ -169,8 +171,11 @@ class OrdinarySession(Workload):
         made: Mapping[str, Backend],
     ) -> None:
         """Everything that the record says of these processes."""
+        medians = {name: _medians(runs) for name, runs in sessions.items()}
         for name, runs in sessions.items():
             record.backends[name] = summary([sum(session.seconds) for session in runs])
+            # Each call's own median: of every process some calls may have been disturbed.
+            record.backends[name]["median"] = sum(medians[name])
             record.backends[name]["version"] = runs[0].version
         record.compare(backends.pairs(made[name] for name in sessions))
         outcomes = {name: [each for run in runs for each in run.outcomes] for name, runs in sessions.items()}
@@ -181,8 +186,8 @@ class OrdinarySession(Workload):
             {
                 "lengths": list(request.lengths),
                 "new_tokens": request.new_tokens,
-                "seconds": {name: _median_of_call(runs, number) for name, runs in sessions.items()},
-                "other_load": max(run.other_load[number] for runs in sessions.values() for run in runs),
+                "seconds": {name: times[number] for name, times in medians.items()},
+                "disturbed": any(all(_is_disturbed(number, run) for run in runs) for runs in sessions.values()),
             }
             for number, request in enumerate(requests)
         ]
@@ -211,13 +216,13 @@ class OrdinarySession(Workload):
     ) -> None:
         """FastGen against the library, call by call. A call's ratio is the median over the pairs of processes."""
         ratios = [
-            statistics.median(a.seconds[number] / b.seconds[number] for a, b in zip(library, ours, strict=True))
+            statistics.median(a.seconds[number] / b.seconds[number] for a, b in _undisturbed(number, library, ours))
             for number in range(self.calls)
         ]
         captured = [min(_has_captured_step(run.outcomes[number]) for run in ours) for number in range(self.calls)]
         for call, ratio, with_step in zip(record.parameters["calls"], ratios, captured, strict=True):
             call |= {"ratio": round(ratio, 3), "captured": with_step}
-        first = [statistics.median(sum(run.seconds[:FIRST_CALLS]) for run in runs) for runs in (library, ours)]
+        first = [sum(_medians(runs)[:FIRST_CALLS]) for runs in (library, ours)]
         slowest = min(range(self.calls), key=ratios.__getitem__)
         record.metrics |= {
             "first_calls": first[0] / first[1],
@@ -232,8 +237,20 @@ class OrdinarySession(Workload):
         )
 
 
-def _median_of_call(runs: list[Session], number: int) -> float:
-    return statistics.median(run.seconds[number] for run in runs)
+def _is_disturbed(number: int, run: Session) -> bool:
+    return run.other_load[number] > BUSY
+
+
+def _undisturbed(number: int, *sides: list[Session]) -> list[tuple[Session, ...]]:
+    """The processes, side by side, in which other work took no part of this call; all if there are none."""
+    together = list(zip(*sides, strict=True))
+    return [runs for runs in together if not any(_is_disturbed(number, run) for run in runs)] or together
+
+
+def _medians(runs: list[Session]) -> list[float]:
+    """Of each call."""
+    calls = range(len(runs[0].seconds))
+    return [statistics.median(run.seconds[number] for (run,) in _undisturbed(number, runs)) for number in calls]
 
 
 def _has_captured_step(outcome: Outcome) -> bool:

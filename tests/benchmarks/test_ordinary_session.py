@@ -151,7 +151,8 @@ def load(asked):
 
 
 @pytest.fixture
-def make_side(tmp_path):
+def make_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.0)
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
 
@@ -211,10 +212,31 @@ def test_what_has_no_process_of_its_own_is_refused(tmp_path):
     assert settings == {"transformers": None, "fastgen": {}, "fastgen-captured": {"captured_step": "always"}}
 
 
+def test_a_call_waits_until_the_machine_is_quiet(monkeypatch):
+    loads = iter([2.0, 0.5, 0.1])
+    looked = []
+    monkeypatch.setattr(lockstep.OtherLoad, "cores", lambda self: looked.append(next(loads)) or looked[-1])
+    monkeypatch.setattr(lockstep, "_LOOK_SECONDS", 0.125)
+    monkeypatch.setattr(lockstep.time, "sleep", lambda seconds: None)
+    patience = lockstep._Patience(1.0)
+    patience.wait()
+    assert looked == [2.0, 0.5, 0.1]
+    loads = iter([2.0] * 6 + [0.0])  # 0.75 s of patience are left
+    patience.wait()
+    patience.wait()
+    assert next(loads) == 0.0 and len(looked) == 9
+
+
 # ---- whole sessions
 
 
-def test_a_session_in_fresh_processes():
+@pytest.fixture
+def at_once(monkeypatch) -> None:
+    """Tests run beside others."""
+    monkeypatch.setattr(lockstep, "_PATIENCE_SECONDS", 0.0)
+
+
+def test_a_session_in_fresh_processes(at_once):
     names = ("transformers", "ctranslate2", "fastgen", "fastgen-captured")
     record = run_workload(tiny("opus-mt"), Context(threads=1, backends=names))
     assert record.errors == [] and set(record.skipped) <= {"ctranslate2"}
@@ -230,7 +252,7 @@ def test_a_session_in_fresh_processes():
     json.dumps(record.to_json())
 
 
-def test_a_session_in_bfloat16(tiny_smollm2):
+def test_a_session_in_bfloat16(tiny_smollm2, at_once):
     workload = replace(_ALL["smollm2-bfloat16"], calls=1, repetitions=1, targets=(), further_backends=())
     record = run_workload(replace(workload, fewest_new_tokens=96), Context(threads=1, backends=("fastgen-captured",)))
     assert record.errors == [] and record.identical is None
@@ -238,9 +260,13 @@ def test_a_session_in_bfloat16(tiny_smollm2):
     assert record.fallbacks == {} and list(record.backends) == ["fastgen-captured"]
 
 
-def made_up(monkeypatch, seconds: dict[str, list[list[float]]], tokens: dict[str, int] | None = None, **stats) -> None:
-    """Sessions with these seconds by side, process and call; FastGen's second call has a captured step."""
+def made_up(monkeypatch, seconds, tokens=None, busy=None, **stats) -> None:
+    """Sessions with these seconds by side, process and call; FastGen's second call has a captured step.
+
+    `tokens` of a side's second call are others; `busy` has the load of its calls, by process.
+    """
     runs = {name: iter(processes) for name, processes in seconds.items()}
+    loads = {name: iter((busy or {}).get(name, [[0.0, 0.1]] * len(processes))) for name, processes in seconds.items()}
 
     def outcome(name: str, number: int) -> Outcome:
         own = {"transformers.generate": {"accelerated": 1, "fallback": {}}} if name == "fastgen" else {}
@@ -255,27 +281,41 @@ def made_up(monkeypatch, seconds: dict[str, list[list[float]]], tokens: dict[str
             assert len(times) == len(calls)
             peak = {"transformers": 100, "fastgen": 110}.get(name, 50)
             outcomes = [outcome(name, number) for number in range(len(calls))]
-            found[name] = Session("7", times, outcomes, [0.1, 0.3], 40, peak)
+            found[name] = Session("7", times, outcomes, next(loads[name]), 40, peak)
         return found
 
     monkeypatch.setattr(sessions.lockstep, "run", run)
 
 
 _LIBRARY = [[4.0, 9.0], [6.0, 3.0], [8.0, 6.0]]
-_OURS = [[1.0, 3.0], [2.0, 6.0], [4.0, 2.0]]  # ratios 4, 3, 2 and 3, 1/2, 3; totals 13, 9, 14 and 4, 8, 6
+_OURS = [[1.0, 3.0], [2.0, 6.0], [4.0, 2.0]]  # ratios 4, 3, 2 and 3, 1/2, 3
 
 
 def test_ratios_are_those_of_pairs_of_calls(monkeypatch):
     made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS})
     record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
     assert record.errors == [] and record.identical is True and record.accelerated is True
-    assert record.metrics["ratio"] == 13 / 6 and record.metrics["ratio_min"] == 9 / 8
-    assert record.metrics["first_calls"] == 13 / 6  # there are fewer than five
+    # Of the medians of the calls, 6 and 6, 2 and 3; of processes as a whole, 13, 9 and 14, and 4, 8 and 6.
+    assert record.metrics["ratio"] == 12 / 5 and record.metrics["ratio_min"] == 9 / 8
+    assert record.metrics["first_calls"] == 12 / 5  # there are fewer than five
     assert record.metrics["mean_of_calls"] == 3.0 and record.metrics["slowest"] == 3.0
     assert record.metrics["captured"] == 1 and record.metrics["peak_ratio"] == 1.1
     first, second = record.parameters["calls"]
     assert first["seconds"] == {"transformers": 6.0, "fastgen": 2.0} and not first["captured"] and second["captured"]
     assert "1 calls had a captured step" in record.notes[-1]
+    assert not first["disturbed"] and not second["disturbed"]
+
+
+def test_calls_that_were_disturbed_do_not_count(monkeypatch):
+    busy = {"transformers": [[0.5, 0.5], [0, 0.5], [0, 0.5]], "fastgen": [[0, 0], [0.5, 0], [0, 0]]}
+    made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS}, busy=busy)
+    record = run_workload(tiny("opus-mt", further_backends=(), repetitions=3), Context(threads=1))
+    first, second = record.parameters["calls"]
+    # Of the first call the last two of the library, and the first and the last of ours; of the second all.
+    assert first["seconds"] == {"transformers": 7.0, "fastgen": 2.5} and first["ratio"] == 2.0
+    assert second["seconds"] == {"transformers": 6.0, "fastgen": 3.0} and second["ratio"] == 3.0
+    assert not first["disturbed"] and second["disturbed"]
+    assert record.metrics["ratio"] == record.metrics["first_calls"] == 13 / 5.5
 
 
 def test_other_tokens_are_noticed(monkeypatch):
@@ -314,15 +354,16 @@ def test_a_session_without_its_model(monkeypatch):
 
 
 def test_the_table_of_the_command(monkeypatch, capsys, tmp_path):
-    made_up(monkeypatch, {"transformers": _LIBRARY, "ctranslate2": [[1.0, 1.0]] * 3, "fastgen": _OURS})
+    seconds = {"transformers": _LIBRARY, "ctranslate2": [[1.0, 1.0]] * 3, "fastgen": _OURS}
+    made_up(monkeypatch, seconds, busy={"ctranslate2": [[0.0, 0.3]] * 3})
     monkeypatch.setattr(ordinary_session, "_MODELS", {"opus-mt": tiny("opus-mt", repetitions=3)})
     options = ["opus-mt", "--calls", "2", "--repetitions", "3", "--seed", "4", "--quiet", "--threads", "1"]
     assert ordinary_session.main([*options, "--json", str(tmp_path / "record.json")]) == 0
     title, head, first, second, *rest = capsys.readouterr().out.splitlines()
     assert "seed 4, 3 processes" in title and head.split()[-2:] == ["ratio", "captured"]
     assert first.split()[-1] == "3.00" and second.split()[-3:] == ["3.00", "yes", "(!)"]
-    assert "fastgen: 2.17 times as fast as transformers (1.12 to 3.25)" in rest
-    assert "fastgen: 0.33 times as fast as ctranslate2 (0.25 to 0.50)" in rest and "tokens: identical" in rest
+    assert "fastgen: 2.40 times as fast as transformers (1.12 to 3.25)" in rest
+    assert "fastgen: 0.40 times as fast as ctranslate2 (0.25 to 0.50)" in rest and "tokens: identical" in rest
     assert json.loads((tmp_path / "record.json").read_text())["metrics"]["slowest"] == 3.0
 
 
