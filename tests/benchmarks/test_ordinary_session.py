@@ -325,6 +325,23 @@ def test_other_tokens_are_noticed(monkeypatch):
     assert "call 2, run 1 of fastgen: 1 of 1 sequences differ, the first at position 1" in record.notes
 
 
+def test_a_library_that_makes_fewer_tokens_costs_its_row(monkeypatch):
+    seconds = {"transformers": _LIBRARY, "ctranslate2": [[1.0, 1.0]] * 3, "fastgen": _OURS}
+    made_up(monkeypatch, seconds)
+    run = sessions.lockstep.run
+
+    def shorter(*given):
+        found = run(*given)
+        if "ctranslate2" in found:
+            found["ctranslate2"].outcomes[1] = Outcome(torch.tensor([[5]]), {})
+        return found
+
+    monkeypatch.setattr(sessions.lockstep, "run", shorter)
+    record = run_workload(tiny("opus-mt", repetitions=3), Context(threads=1))
+    assert "shape (1, 1) instead of (1, 2) in call 2" in record.skipped["ctranslate2"]
+    assert list(record.backends) == ["transformers", "fastgen"] and record.status == "ok"
+
+
 def test_other_tokens_in_half_precision_are_counted(monkeypatch):
     made_up(monkeypatch, {"transformers": _LIBRARY, "fastgen": _OURS}, tokens={"fastgen": 1})
     workload = tiny("opus-mt", further_backends=(), repetitions=3)
