@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import backends
-from benchmarks.__main__ import FAILED, run_workload
+from benchmarks.__main__ import DONE, FAILED, INTERRUPTED, run_workload
 from benchmarks.backends import SUBJECT
 from benchmarks.record import Record
 from benchmarks.workload import Context
@@ -107,12 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends=None if options.sides is None else tuple(options.sides),
         log=lambda line: None if options.quiet else print(line, file=sys.stderr, flush=True),
     )
-    record = run_workload(replace(_MODELS[options.model], seed=options.seed, calls=options.calls), context)
+    try:
+        record = run_workload(replace(_MODELS[options.model], seed=options.seed, calls=options.calls), context)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     if options.json is not None:
         options.json.write_text(json.dumps(record.to_json(), indent=1) + "\n", encoding="utf-8")
     print(f"{record.title}; seed {options.seed}, {options.repetitions} processes of each side")
     print(*table(record), *conclusions(record), sep="\n")
-    return FAILED if record.status != "ok" else 0
+    return FAILED if record.status != "ok" else DONE
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import backends, lockstep, ordinary_session, smollm2
-from benchmarks.__main__ import FAILED, run_workload
+from benchmarks.__main__ import FAILED, INTERRUPTED, run_workload
 from benchmarks.backends import Job, Unsupported
 from benchmarks.backends.generate import CAPTURED_STEP
 from benchmarks.lockstep import Call, Session, Side
@@ -389,6 +389,13 @@ def test_the_command_tells_what_failed(monkeypatch, capsys):
     monkeypatch.setattr(sessions.lockstep, "run", lambda *given: _fail("transformers", RuntimeError("it broke")))
     assert ordinary_session.main(["opus-mt", "--quiet", "--threads", "1"]) == FAILED
     assert "FAILED: RuntimeError: it broke" in capsys.readouterr().out
+
+
+def test_the_command_can_be_interrupted(monkeypatch, capsys):
+    monkeypatch.setattr(ordinary_session, "_MODELS", {"opus-mt": tiny("opus-mt")})
+    monkeypatch.setattr(sessions.lockstep, "run", lambda *given: _fail("transformers", KeyboardInterrupt()))
+    assert ordinary_session.main(["opus-mt", "--quiet", "--threads", "1"]) == INTERRUPTED
+    assert capsys.readouterr().out == ""
 
 
 # ---- first calls
