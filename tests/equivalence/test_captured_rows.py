@@ -12,6 +12,7 @@ from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import linear
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Host, Key, Prompt
 from tests.equivalence.captured import KNOWN
 from tests.equivalence.models import PAD
@@ -50,14 +51,15 @@ def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: boo
 
 
 def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> CapturedStep:
+    sizes = Sizes(PROMPT, PROMPT, NEW + 8, 0)
     key = {
-        "batch": BATCH, "per_input": beams, "prompt_capacity": PROMPT, "new_capacity": NEW, "stored_capacity": PROMPT,
-        "capacity": NEW + 8, "width": 1, "encoder": None, "source_in_front": False,
-        "early_stopping": None if beams == 1 else False, "samples": False, "eos": eos, "processors": (),
+        "batch": BATCH, "per_input": beams, "sizes": sizes, "width": 1, "encoder": None, "source_in_front": False,
+        "early_stopping": None if beams == 1 else False, "samples": False, "ends": len(eos), "processors": (),
         "has_criteria": False, "kept": (), "tensors": ("attention_mask", "position_ids"),
         "constants": (("use_cache", True),), "kv": (), "windows": (None,) * len(prompt.own),
     }  # fmt: skip
-    return CapturedStep(Key(**(key | changes)), prompt, ())
+    prompt.eos = eos
+    return CapturedStep(Key(**(key | changes)), prompt, (), sizes)
 
 
 def alone(model: Any, tokens: torch.Tensor, new_tokens: int, beams: int, eos: tuple[int, ...]) -> list[int]:

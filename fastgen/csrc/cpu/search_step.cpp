@@ -191,22 +191,25 @@ struct Histories {
   std::vector<T> before{};
 
   // Running sequence j goes on with candidate chosen[j], and finished sequence j becomes kept[j]: one of those that there
-  // were, or a candidate. The candidate c has added[c] at position `at`.
+  // were, or a candidate. The candidate c has added[c] at position `at`. Behind it, all sequences of an input are alike.
   void take(int64_t input, const std::vector<Candidate>& chosen, const std::vector<Candidate>& kept,
             const int64_t* parents, const std::vector<T>& added, int64_t at) {
+    const int64_t count = std::clamp<int64_t>(at, 0, width);
     T* to_running = running + input * beams * width;
     T* to_finished = finished + input * beams * width;
-    before.assign(to_running, to_running + beams * width);
-    before.insert(before.end(), to_finished, to_finished + beams * width);
+    before.clear();
+    for (const T* from : {to_running, to_finished}) {
+      for (int64_t j = 0; j < beams; ++j) before.insert(before.end(), from + j * width, from + j * width + count);
+    }
     const auto put = [&](T* to, int64_t candidate) {
-      std::copy_n(before.begin() + parents[candidate] * width, width, to);
+      std::copy_n(before.begin() + parents[candidate] * count, count, to);
       if (at >= 0 && at < width) to[at] = added[candidate];
     };
     for (int64_t j = 0; j < beams; ++j) {
       put(to_running + j * width, chosen[j].index);
       const int64_t from = kept[j].index;
       if (from >= beams) put(to_finished + j * width, from - beams);
-      else std::copy_n(before.begin() + (beams + from) * width, width, to_finished + j * width);
+      else std::copy_n(before.begin() + (beams + from) * count, count, to_finished + j * width);
     }
   }
 };
@@ -215,9 +218,9 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                  Tensor eos, Tensor penalties, Tensor favours_length, Tensor is_real, Tensor limit, Tensor is_spoilt,
                  Tensor running_sequences, Tensor running_indices, Tensor running_scores, Tensor sequences,
                  Tensor indices, Tensor scores, Tensor finished, Tensor improvable, Tensor next_tokens, Tensor parents,
-                 Tensor length, Tensor taken, Tensor unfinished, Tensor done, int64_t prompt_capacity,
-                 int64_t early_stopping) {
+                 Tensor length, Tensor taken, Tensor unfinished, Tensor done, Tensor prompt, int64_t early_stopping) {
   Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
+  const int64_t prompt_capacity = *checked<const int64_t>(prompt, {}, "prompt");
   const int64_t batch = progress.batch, beams = progress.per_input, width = progress.width;
   STD_TORCH_CHECK(candidate_scores.dim() == 2 && running_indices.dim() == 3 && penalties.dim() == 2,
                   "search_step: wrong shapes");
@@ -333,9 +336,10 @@ void mark(const Tensor& mask, int64_t row, int64_t at, int64_t end) {
   std::fill(first + at, first + end, T{1});
 }
 
-void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tensor numbers,
+void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positions, Tensor numbers,
               std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks,
               int64_t width) {
+  const int64_t stored = *checked<const int64_t>(stored_positions, {}, "stored");
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
   STD_TORCH_CHECK(width >= 0, "search_step: a width below zero");
@@ -363,13 +367,20 @@ void advance_(std::optional<Tensor> parents, Tensor taken, int64_t stored, Tenso
                     "search_step: a mask must be [rows, positions] of int64, int32, float32 or bool");
   }
 
+  const int64_t longest_before = *std::max_element(number, number + rows);
   for (int64_t i = 0; i < all; ++i) number[i] += count[i % rows];
-  *longest = stored + *std::max_element(number, number + rows);
-  const std::vector<int32_t> before(table, table + (table ? rows * capacity : 0));
+  const int64_t longest_now = *std::max_element(number, number + rows);
+  *longest = stored + longest_now;
+  // Behind what any row has reached, each position lies in the row itself.
+  const int64_t reach = std::clamp<int64_t>(std::max(longest_before, longest_now), 0, capacity);
+  std::vector<int32_t> before;
   for (int64_t row = 0; table && row < rows; ++row) {
-    const int64_t own = std::clamp<int64_t>(number[row], 0, capacity);
-    std::copy_n(before.begin() + parent[row] * capacity, own, table + row * capacity);
-    std::fill(table + row * capacity + own, table + (row + 1) * capacity, static_cast<int32_t>(row));
+    before.insert(before.end(), table + row * capacity, table + row * capacity + reach);
+  }
+  for (int64_t row = 0; table && row < rows; ++row) {
+    const int64_t own = std::clamp<int64_t>(number[row], 0, reach);
+    std::copy_n(before.begin() + parent[row] * reach, own, table + row * capacity);
+    std::fill(table + row * capacity + own, table + row * capacity + reach, static_cast<int32_t>(row));
   }
   for (int64_t row = 0; row < rows; ++row) {
     for (const Tensor& each : positions) static_cast<int64_t*>(each.mutable_data_ptr())[row] += count[row];

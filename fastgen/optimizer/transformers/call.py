@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,6 +57,14 @@ class NotAccelerated(Exception):
 
 class Unexpected(CannotBeCaptured):
     """A step cannot be captured because a model does something that those of tested releases do not do."""
+
+
+class DoesNotPay(CannotBeCaptured):
+    """The call is too short for recording its step. `note` gets how many tokens it has generated."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        super().__init__("too few steps so far to pay for recording one, on the CPU")
+        self.note = note
 
 
 def fall_back(model: Any, reason: str) -> None:

@@ -23,10 +23,10 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import speculation, user_code
-from fastgen.optimizer.transformers.call import Call, Unexpected
+from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.decoding import LAST, MASKS, Decoding
-from fastgen.optimizer.transformers.captured.step import POSITIONS
+from fastgen.optimizer.transformers.captured.decoding import LAST, Decoding
+from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
 from fastgen.optimizer.transformers.prefill import WITHOUT_ROWS
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
@@ -81,6 +81,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
         result = wrapped(**arguments, **model_kwargs)
+        if isinstance(reason, DoesNotPay):
+            sequences = result if isinstance(result, Tensor) else result.sequences
+            reason.note(sequences.shape[1] - arguments["input_ids"].shape[1])
         if isinstance(reason, Unexpected) and call.accelerated:
             releases.note(model, str(reason), what="generate has no captured steps")
         return result

@@ -80,7 +80,7 @@ def _prefill(
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
             outputs[name] = _repeat(outputs[name], batch, per_input)
-    call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
+    call.layers.expect(certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -118,7 +118,7 @@ def _one_row_each(
     return one_row_ids, one_row_kwargs
 
 
-def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
+def certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
     """Steps that will follow the prefill whatever the model says."""
     if call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
         return 0
