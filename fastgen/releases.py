@@ -85,12 +85,22 @@ TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 
 
 @functools.cache
-def cache_name() -> str:
-    """What models of the installed release call the K/V cache in their arguments and outputs."""
+def _known_cache_name() -> str | None:
     from transformers.generation.utils import GenerationMixin
 
     parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_name() -> str:
+    """What models of the installed release call the K/V cache in their arguments and outputs."""
+    return _known_cache_name() or CACHE_NAMES[0]
+
+
+def why_no_cache() -> str:
+    """Why a call of `generate` with a cache has none where FastGen looks for it."""
+    unknown = f"the release has another name for it than {', '.join(CACHE_NAMES)}"
+    return f"no K/V cache ({'a model without one' if _known_cache_name() else unknown})"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ({"cache": "kv_store"}, "no K/V cache"),
+        ({"cache": "kv_store"}, "no K/V cache (the release has another name for it"),
         ({"_prefill": "_first_pass"}, "has no attribute '_prefill'"),
         ({"_sample": "_draw", "_beam_search": "_search"}, "has a decoding loop of its own"),
         ({"DynamicLayer": "GrowingLayer"}, "cannot import name 'DynamicLayer'"),

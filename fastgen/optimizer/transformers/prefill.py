@@ -105,7 +105,7 @@ def _one_row_each(
     if not model_kwargs.get("use_cache"):
         raise NotAccelerated(Usual("no K/V cache (use_cache=False)"))
     if cache is None:
-        raise NotAccelerated("no K/V cache (a model without one)")
+        raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
