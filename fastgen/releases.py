@@ -158,6 +158,55 @@ def takes_cache(forward: Function) -> Function:
     return renamed  # type: ignore[return-value]
 
 
+# Of a cache, from 5.17 on: positions in front of the queries, where masks of a layer begin.
+QUERY_OFFSET = "get_query_offset"
+
+
+def records_past(layer: Any) -> bool:
+    """Whether a layer of the K/V cache keeps states to go back to: from 5.17 on."""
+    return bool(getattr(layer, "record_past", False))
+
+
+# ---- arguments
+
+# Options of `generate` that say how it is assisted, and that only later releases have.
+ASSISTANCE = ("assistant_ensemble_weight", "speculation_type", "use_mtp")
+# Up to 5.23, attention functions get the paged cache of continuous batching by this name.
+PAGED_CACHE = "cache"
+
+
+def is_tokenizer(value: Any) -> bool:
+    """Whether an argument of a model is the tokenizer of `stop_strings`: up to 5.10 it is among them."""
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    return isinstance(value, PreTrainedTokenizerBase)
+
+
+# ---- logits processors
+
+# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
+GROUPED_BIASES = "multi_token_biases"
+# What `TopKLogitsWarper` has from 5.10 on, and does not use.
+KEPT_BY_TOP_K = "min_tokens_to_keep"
+
+
+# ---- GGUF files
+
+# The function that reads the header of such a file, from 5.17 on, and its module behind "transformers.".
+GGUF_HEADER = ("integrations.gguf.reader", "read_gguf_metadata")
+
+
+def gguf_quantizer() -> type[Any]:
+    """What the library reads GGUF files with.
+
+    Raises:
+        ImportError: up to 5.10, which read them in another way.
+    """
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+    return GgufHfQuantizer
+
+
 # ---- behaviour
 
 
@@ -186,10 +235,6 @@ def length_penalty_keeps_bans() -> bool:
 
     processor: Any = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
     return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()
-
-
-# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
-GROUPED_BIASES = "multi_token_biases"
 
 
 # ---- releases that are not tested

@@ -26,8 +26,6 @@ from fastgen.decoding.shared import CannotBeCaptured
 class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
-    is_croppable = False
-
     def __init__(self, kv: Any) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
         self.kv = kv
@@ -254,7 +252,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
         for layer in part.layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 return f"the cache has layers of type {type(layer).__name__}"
-            if getattr(layer, "record_past", False):
+            if releases.records_past(layer):
                 return "the cache records its past states"
             window = _window(layer)
             if window is not None and prompt + to_generate > window:
@@ -299,5 +297,5 @@ def cache_of(
         cache.layer_class_to_replicate = None
     cache = EncoderDecoderCache(*caches) if cross else caches[0]
     if of_rows is not None:
-        cache.get_query_offset = lambda layer_idx=0: seen
+        setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
     return cache
