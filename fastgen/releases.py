@@ -123,17 +123,21 @@ def is_cache(name: str) -> bool:
     return name in CACHE_NAMES
 
 
+def has_former_names(given: Mapping[str, Any]) -> bool:
+    """Whether keywords have a name that the installed release has given up, of which it warns."""
+    return cache_name() == CACHE_NAMES[0] and any(name in given for name in CACHE_NAMES[1:])
+
+
 def with_current_names(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate`, with those that the installed release calls by a former name under the present one.
 
     The library does the same, and warns: once is enough where it is called twice.
     """
-    now = cache_name()
-    former = {name for name in CACHE_NAMES if name != now and name in arguments}
-    if now != CACHE_NAMES[0] or not former:
+    if not has_former_names(arguments):
         return arguments
+    former = [name for name in CACHE_NAMES[1:] if name in arguments]
     found = {name: value for name, value in arguments.items() if name not in former}
-    return {now: next(arguments[name] for name in CACHE_NAMES if name in former), **found}
+    return {cache_name(): arguments[former[0]], **found}
 
 
 def takes_cache(forward: Function) -> Function:

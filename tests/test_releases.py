@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -18,6 +19,7 @@ import transformers
 import fastgen
 from fastgen import releases
 from fastgen.models.unilm import UniLMForSeq2SeqLM
+from fastgen.ops import triton as operators
 from tests import stub_release
 from tests.equivalence.models import BY_NAME, FAMILIES
 
@@ -115,12 +117,12 @@ def test_a_cache_of_the_users_by_both_names(name: str) -> None:
         pytest.skip("a name that this release does not know")
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
 
-    def run() -> tuple[torch.Tensor, int, list[str]]:
+    def run() -> tuple[torch.Tensor, int, list[tuple[str, str, int]]]:
         cache = transformers.DynamicCache(config=model.config)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = model.generate(**inputs, **{name: cache}, num_beams=2)
-        return found, cache.get_seq_length(), [str(each.message) for each in caught]
+        return found, cache.get_seq_length(), [(str(each.message), each.filename, each.lineno) for each in caught]
 
     with fastgen.disabled():
         expected = run()
@@ -143,6 +145,71 @@ def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest
     messages = [str(each.message) for each in caught]
     assert len([each for each in messages if "past_key_values" in each]) == 1
     assert len([each for each in messages if "ZeroDivisionError" in each]) == 1
+
+
+def test_a_warning_about_the_inputs_of_a_step_names_the_models_code() -> None:
+    if releases.cache_name() != "cache":
+        pytest.skip("this release has but one name")
+
+    class OwnInputs(transformers.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> dict[str, Any]:
+            return super().prepare_inputs_for_generation(input_ids, past_key_values=cache, **kwargs)
+
+    model = OwnInputs(LLAMA.build().config).eval()
+
+    def run() -> list[tuple[str, str, int]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FutureWarning)
+            model.generate(**LLAMA.make_inputs(), max_new_tokens=3)
+        return [(str(each.message), each.filename, each.lineno) for each in caught]
+
+    with fastgen.disabled():
+        expected = run()
+    assert run() == expected and {filename for _, filename, _ in expected} == {__file__}
+
+
+@pytest.mark.parametrize("captured_step", ["never", "always"])
+@pytest.mark.parametrize("name", ["llama", "bart", "mistral-long-window"])
+def test_a_returned_cache_has_what_the_release_puts_into_one(
+    name: str, captured_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers have no `dtype` from 5.24 on, and other things before."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs()
+
+    def run() -> list[dict[str, Any]]:
+        found = model.generate(**inputs, num_beams=2, max_new_tokens=20, return_dict_in_generate=True)
+        cache = releases.cache_in(found)
+        parts = [getattr(cache, part, None) for part in ("self_attention_cache", "cross_attention_cache")]
+        layers = [layer for part in parts if part is not None for layer in part.layers] or cache.layers
+        return [
+            {key: value.shape if isinstance(value, torch.Tensor) else value for key, value in vars(layer).items()}
+            for layer in layers
+        ]
+
+    with fastgen.disabled():
+        expected = run()
+    fastgen.reset_stats()
+    with fastgen.settings.changed(captured_step=captured_step):
+        assert run() == expected
+    assert fastgen.stats()["transformers.generate"]["accelerated"] == 1
+
+
+def test_continuous_batching_is_the_librarys() -> None:
+    """Its paged cache is handed on by attention functions up to 5.23, and by models from 5.24 on."""
+    prompts = LLAMA.make_inputs(padding=None)["input_ids"].tolist()
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+
+    def run() -> list[list[int]]:
+        model = copy.deepcopy(LLAMA.build())
+        found = model.generate_batch(inputs=prompts, generation_config=config)
+        return [each.generated_tokens for each in found.values()]
+
+    with fastgen.disabled():
+        expected = run()
+    fastgen.reset_stats()
+    assert run() == expected and len(expected) == len(prompts)
+    assert fastgen.stats() == {}
 
 
 # ---- a release that does not exist

@@ -66,6 +66,7 @@ def _is_served(model: Any, option: Any) -> bool:
         and not any(option(name) for name in _NOT_SERVED)
         and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
         and (option("num_beams") or own.num_beams or 1) == 1
+        and (option("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
     )
 
 
