@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
+CHECK_WHEEL ?=
 FAIRSEQ ?= fairseq==0.12.2
 OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 nncf
 ONNXRUNTIME ?= onnxruntime==1.32.0 onnx==1.23.2
@@ -74,7 +75,7 @@ wheel: .venv/.dependencies ## build a wheel into dist
 endif
 
 check-wheel: wheel ## install the wheel where there is no compiler, for PYTHONS="python3.10 ...", and compare tokens
-	$(BIN)/python tools/check_wheel.py $(PYTHONS)
+	$(BIN)/python tools/check_wheel.py $(CHECK_WHEEL) $(PYTHONS)
 
 check-fresh: ## run `make demo` and `make test` in a fresh clone with an empty HOME and no settings of pip
 	tools/check_fresh.sh $(MAKEOVERRIDES)

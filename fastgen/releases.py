@@ -54,26 +54,6 @@ MODELS = frozenset(
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# ---- names besides the K/V cache's
-
-# The part of `generate` that runs the encoder: its name now, and a former one.
-RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
-
-
-class CacheLayerNames:
-    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
-
-    def capacity(self) -> int:
-        """Positions at the most; -1 for as many as there come."""
-        raise NotImplementedError
-
-    def get_max_length(self) -> int:
-        return self.capacity()
-
-    def get_max_cache_shape(self) -> int:
-        return self.capacity()
-
-
 # ---- the K/V cache
 
 # Its names among the arguments and outputs of models, newest first: up to 5.23 it has one of the others.
@@ -162,6 +142,23 @@ def takes_cache(forward: Function) -> Function:
     return renamed  # type: ignore[return-value]
 
 
+# ---- what is in a K/V cache
+
+
+class CacheLayerNames:
+    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
+
+    def capacity(self) -> int:
+        """Positions at the most; -1 for as many as there come."""
+        raise NotImplementedError
+
+    def get_max_length(self) -> int:
+        return self.capacity()
+
+    def get_max_cache_shape(self) -> int:
+        return self.capacity()
+
+
 # Of a cache, from 5.17 on: positions in front of the queries, where masks of a layer begin.
 QUERY_OFFSET = "get_query_offset"
 
@@ -171,8 +168,10 @@ def records_past(layer: Any) -> bool:
     return bool(getattr(layer, "record_past", False))
 
 
-# ---- arguments
+# ---- generate
 
+# The part of `generate` that runs the encoder: its name now, and a former one.
+RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
 # Options of `generate` that say how it is assisted, and that only later releases have.
 ASSISTANCE = ("assistant_ensemble_weight", "speculation_type", "use_mtp")
 # Up to 5.23, attention functions get the paged cache of continuous batching by this name.

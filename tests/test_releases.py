@@ -68,6 +68,21 @@ def test_the_installed_release_is_a_tested_one() -> None:
     assert releases.cache_name() in inspect.signature(type(LLAMA.build()).forward).parameters
 
 
+def test_the_tested_releases_are_the_same_wherever_they_are_named() -> None:
+    first, last = releases.TESTED
+    makefile, constraints, *pages = (
+        (ROOT / name).read_text()
+        for name in ("Makefile", "constraints.txt", "README.md", "docs/index.md", "CHANGELOG.md", "docs/support.md")
+    )
+    tried = re.search(r"^TRANSFORMERS_VERSIONS \?= (.*)$", makefile, re.M)
+    pinned = re.search(r"^transformers==(.*)$", constraints, re.M)
+    assert tried is not None and pinned is not None and pinned[1] == tried[1].split()[-1]
+    assert [re.sub(r"\.\d+$", "", tried[1].split()[place]) for place in (0, -1)] == [first, last]
+    assert all(f"Transformers {first} to {last}" in page for page in pages)
+    assert f"with transformers {pinned[1]}." in pages[-1]
+    assert f'"transformers>={first}"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize(
     ("release", "tested"),
     [("5.4.0", True), ("5.24.3", True), ("5.10.0.dev0", True), ("5.3.9", False), ("5.25.0", False), ("6.0", False)],
