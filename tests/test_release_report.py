@@ -8,8 +8,10 @@ import torch
 import fastgen
 from fastgen import releases
 from fastgen.decoding.captured import graph
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import models
+from fastgen.optimizer.transformers.cache import StepLayer
 from fastgen.releases import Usual
 from tests import survey
 from tests.equivalence.models import BY_NAME
@@ -68,6 +70,16 @@ def test_models_that_decline_are_listed_by_the_reason(monkeypatch):
     assert reason == "original: a reason"
     for where in ("T5ForConditionalGeneration (greedy)", "BartForConditionalGeneration (beam sampling)"):
         assert where in report.problems[reason]
+
+
+def test_models_that_are_not_captured_are_listed(monkeypatch):
+    def refuse(*_):
+        raise CannotBeCaptured("a reason")
+
+    monkeypatch.setattr(StepLayer, "get_mask_sizes", refuse)
+    report = report_of("bloom")
+    assert list(report.problems) == ["not captured: a reason"] and "1 to be mended" in str(report)
+    assert "BloomForCausalLM (greedy)" in report.problems["not captured: a reason"]
 
 
 def test_other_results_are_a_problem(monkeypatch):

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    StaticCache,
 )
 
 from fastgen import releases
@@ -122,6 +123,16 @@ class StepLayer(StoredLayer):
 
     def capacity(self) -> int:
         return self.kv.length
+
+
+class StepCache(StaticCache):
+    """`StepLayer`s. It is a static cache because some models of some releases ask for that class.
+
+    Up to 5.17 BLOOM makes its mask of two dimensions for a static cache only, and cannot use the library's, of four.
+    """
+
+    def __init__(self, layers: list[StepLayer]) -> None:
+        Cache.__init__(self, layers=layers)  # StaticCache's makes layers of its own
 
 
 class StoreInCache:
@@ -290,12 +301,9 @@ def cache_of(
 
     With `of_rows` that is what positions are computed from. Masks are made for the longest row, whose `seen` is.
     """
-    caches = DynamicCache(), DynamicCache()
-    caches[0].layers = [StepLayer(kv, seen if of_rows is None else of_rows) for kv in own]
-    caches[1].layers = [StepLayer(kv, kv.prefix_capacity) for kv in cross]
-    for cache in caches:
-        cache.layer_class_to_replicate = None
-    cache = EncoderDecoderCache(*caches) if cross else caches[0]
+    cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
+    if cross:
+        cache = EncoderDecoderCache(cache, StepCache([StepLayer(kv, kv.prefix_capacity) for kv in cross]))
     if of_rows is not None:
         setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
     return cache
