@@ -129,7 +129,12 @@ class StepCache(StaticCache):
     """`StepLayer`s. It is a static cache because some models of some releases ask for that class.
 
     Up to 5.17 BLOOM makes its mask of two dimensions for a static cache only, and cannot use the library's, of four.
+
+    Attributes:
+        drops_last: the last positions can be given up, as UniLM does. Not every release's static cache can do that.
     """
+
+    drops_last = True
 
     def __init__(self, layers: list[StepLayer]) -> None:
         Cache.__init__(self, layers=layers)  # StaticCache's makes layers of its own
