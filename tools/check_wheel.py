@@ -43,7 +43,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 assert Path(sys.prefix) in Path(fastgen.__file__).parents, fastgen.__file__
 print(fastgen.status())
-assert all(backend.startswith("C++") for backend in ops.backends().values()), ops.backends()
+some = ("split_linear", "widened_linear")  # what they need, not every processor has
+others = {name: backend for name, backend in ops.backends().items() if not backend.startswith("C++")}
+assert not others.keys() - set(some), others
 try:
     torch.ops.fastgen.no_repeat_ngram_(torch.zeros(1, 4), torch.tensor([[1, 2, 1]]), None, 0)
 except RuntimeError as error:

@@ -221,7 +221,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
 
         # There is nothing to attend to across: an encoder-decoder cache's other part stays empty.
-        own = getattr(cache, "self_attention_cache", cache)
+        own: Any = getattr(cache, "self_attention_cache", cache)
         if own is not None and not getattr(own, "drops_last", isinstance(own, DynamicCache)):
             kind = type(own).__name__
             raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {kind} cannot do that")
