@@ -12,10 +12,12 @@ from typing import Any
 from fastgen import settings
 from fastgen.locks import ForkableLock
 
-# What calls of `generate`, their captured steps, and speculative decoding are counted under.
+# What calls of `generate`, their captured steps, and speculative decoding are counted under, and those of encoders.
 GENERATE = "transformers.generate"
 CAPTURED_STEP = "transformers.captured_step"
 DRAFTS = "transformers.speculation"
+OF_FAIRSEQ = "fairseq.generate"
+ENCODER = "transformers.encoder"
 
 
 class FallbackError(RuntimeError):
@@ -134,3 +136,43 @@ class Drafts:
     def __str__(self) -> str:
         share, each = f"{100 * self.accepted / self.drafted:.1f} %", f"{self.accepted / self.checks:.2f}"
         return f"{self.drafted} tokens drafted, {share} of them accepted, {each} in each of {self.checks} checks"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of calls: how many were accelerated, and why the others were not. `str` says so on one line."""
+
+    accelerated: int
+    captured: int
+    """Those of them that had a captured step."""
+    reasons: Mapping[str, int]
+    """Of the other calls, with their number."""
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any], entry_point: str) -> Outcome:
+        """Of the calls that a snapshot counts under an entry point and its parts, which are named behind a comma."""
+        accelerated, reasons = 0, Counter[str]()
+        for name, entry in stats.items():
+            if name.partition(",")[0] == entry_point:
+                accelerated += entry["accelerated"]
+                reasons.update(entry["fallback"])
+                reasons.update(entry.get("not used", {}))
+        captured = stats.get(CAPTURED_STEP, {}).get("accelerated", 0) if entry_point == GENERATE else 0
+        return cls(accelerated, captured, reasons)
+
+    def __str__(self) -> str:
+        others = sum(self.reasons.values())
+        calls = self.accelerated + others
+        ranked = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
+        if not self.accelerated:
+            why = [reason if len(ranked) == 1 else f"{reason} ({_calls(count)})" for reason, count in ranked]
+            return f"not accelerated: {'; '.join(why)}"
+        captured = f", {self.captured} with captured steps" if self.captured else ""
+        if not others:
+            return f"accelerated by FastGen: {'all ' if calls > 1 else ''}{_calls(calls)}{captured}"
+        why = [f"{reason} ({_calls(count)})" for reason, count in ranked]
+        return f"accelerated by FastGen: {self.accelerated} of {calls} calls{captured}; the others: {'; '.join(why)}"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' if count != 1 else ''}"

@@ -136,6 +136,24 @@ def _function(original: Any, wrapper: Wrapper, binds: bool) -> Any:
     return call
 
 
+_PACKAGE = __file__.rpartition("patching")[0]
+# On one line: it is the caller's, below.
+_call = lambda function, /, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+
+
+def on_behalf(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """A target, for a wrapper of it to call as if the code that has called the wrapper did so itself.
+
+    A warning of the target's that names its caller names that place, and is shown once for each such place.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    code = frame.f_code
+    call = _call.__code__.replace(co_filename=code.co_filename, co_firstlineno=frame.f_lineno, co_name=code.co_name)
+    return functools.partial(FunctionType(call, frame.f_globals), wrapped)
+
+
 @dataclass(eq=False)
 class Patch:
     """One function of another library, wrapped."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastgen.counters import ENCODER
 from fastgen_cli.options import Parser, add_options
-from fastgen_cli.over_data import run_over_data, skipped
+from fastgen_cli.over_data import ended, run_over_data
 from fastgen_cli.shared import allow_interrupts, interrupts_end, renamed, reported, standard_streams
 
 if TYPE_CHECKING:
@@ -85,4 +86,4 @@ def _run(command: Command, words: Sequence[str]) -> int:
             f"{command.program}: {report.truncated} of {report.samples} inputs were cut: see --max-length",
             file=sys.stderr,
         )
-    return skipped(command.program, report)
+    return ended(command.program, report, settings, ENCODER)

@@ -24,7 +24,7 @@ from tests.equivalence.others import OTHERS
 from tests.recorded_graph import RecordedGraph
 
 # Models whose steps can be captured in some releases of Transformers.
-BY_RELEASE = {"bloom", "gpt-bigcode", "deepseek-v3"}
+BY_RELEASE = {"gpt-bigcode", "deepseek-v3"}
 
 
 def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

@@ -291,6 +291,26 @@ def test_what_is_left_to_others() -> None:
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
 
 
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_a_static_cache_is_left_to_the_library(name: str) -> None:
+    """Whether it drafts with one, and compiles, depends on the release. A model with an encoder may be refused."""
+    family = KNOWN[name]
+    options = {**GREEDY, "prompt_lookup_num_tokens": 3, "cache_implementation": "static"}
+
+    def outcome() -> Any:
+        model = copy.deepcopy(family.build())  # it keeps the cache
+        try:
+            return model.generate(**family.make_inputs(1, SHORT), **options).tolist()
+        except (TypeError, ValueError) as error:
+            return type(error)
+
+    with fastgen.disabled():
+        expected = outcome()
+    fastgen.reset_stats()
+    assert outcome() == expected
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
+
+
 def test_random_calls() -> None:
     """Models, batches, lengths, paddings and drafts drawn at random, several calls of a model in a row."""
     draw = random.Random(11)

@@ -19,10 +19,13 @@ from fastgen.releases import Usual
 
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin.generate`."""
+    original = wrapped
+    if releases.has_former_names(kwargs):
+        wrapped = patching.on_behalf(wrapped)
     if not patching.is_active():
         return wrapped(*args, **kwargs)
     try:
-        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
         return wrapped(*args, **kwargs)  # which raises it
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}

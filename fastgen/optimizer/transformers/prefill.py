@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers.modeling_outputs import ModelOutput
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import patching, releases
 from fastgen.decoding.beams import Beams
@@ -24,10 +23,10 @@ from fastgen.optimizer.transformers.loop_hooks import may_leave
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-# Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
-_NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
+# Arguments of the model that have no rows.
+_NOT_PER_ROW = (bool, int, float, str)
 # With beams, the library hands on an assistant, and ignores it.
-WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
+_WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
@@ -105,7 +104,7 @@ def _one_row_each(
     if not model_kwargs.get("use_cache"):
         raise NotAccelerated(Usual("no K/V cache (use_cache=False)"))
     if cache is None:
-        raise NotAccelerated("no K/V cache (a model without one)")
+        raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
@@ -138,12 +137,17 @@ def _needs_window(model: Any, config: Any) -> str | None:
     return "the model relies on the cache for its sliding window"
 
 
+def has_no_rows(name: str, value: Any) -> bool:
+    """Whether an argument of the model is none of one row per sequence."""
+    return isinstance(value, _NOT_PER_ROW) or name in _WITHOUT_ROWS or releases.is_tokenizer(value)
+
+
 def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     """One row per input of what has been repeated `per_input` times.
 
     That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
-    if value is None or isinstance(value, _NOT_PER_ROW) or name in WITHOUT_ROWS or per_input == 1:
+    if value is None or has_no_rows(name, value) or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 or not caches.rows_agree(value, per_input):

@@ -57,7 +57,9 @@ def test_padding_is_left_out(bert, inputs, tmp_path):
     run(bert, inputs, tmp_path / "out.npy", batch_size=64, max_tokens=100000, report=str(tmp_path / "report.json"))
     stats = json.loads((tmp_path / "report.json").read_text())["fastgen"]["stats"]
     assert stats["transformers.encoder, padding zero"]["accelerated"] >= 1
-    assert not any("not used" in entry for name, entry in stats.items() if name.startswith("transformers.encoder"))
+    # The pass that finds out how long vectors are has one text.
+    reasons = [entry.get("not used", {}) for name, entry in stats.items() if name.startswith("transformers.encoder")]
+    assert [reason for reason in reasons if reason] == [{"hardly any padding that could be left out": 1}]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

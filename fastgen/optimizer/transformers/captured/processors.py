@@ -258,7 +258,7 @@ _READERS_BY_NAME = {
     "SequenceBiasLogitsProcessor": _BIASES,
     "NoBadWordsLogitsProcessor": _BIASES,
     "TemperatureLogitsWarper": _library("temperature"),
-    "TopKLogitsWarper": _library(None, "top_k", "filter_value", others=("min_tokens_to_keep",)),
+    "TopKLogitsWarper": _library(None, "top_k", "filter_value", others=(releases.KEPT_BY_TOP_K,)),
     "TopPLogitsWarper": _library("top_p", *_KEPT),
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),

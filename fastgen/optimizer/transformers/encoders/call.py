@@ -31,12 +31,13 @@ from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
-ENTRY_POINT = "transformers.encoder"
+ENTRY_POINT = counters.ENCODER
 # Padding is left out when it is so large a part of the positions.
 MIN_PADDING = 0.1
 # Arguments with which a call does more than encode, or shows more than the last states.
 _MORE = ("encoder_hidden_states", *releases.CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states")
+_NO_PADDING = "hardly any padding that could be left out"
 _READS_PADDING = "padded positions are in the results, or what these depend on"
 
 # Of the outermost model: others run inside its call.
@@ -108,11 +109,16 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
     Args:
         padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
     """
-    with patching.held(_inside, True), host_memory.kept(model.device), _layers_of_pass(model):
+    with patching.held(_inside, True), host_memory.kept(model.device), _layers_of_pass(model) as layers:
         known, mask = known_of(model), _padding_mask(given)
-        if mask is None:  # nothing is left out; and nothing is worth counting
-            with _many_rows(model, given):
-                return forward()
+        if mask is None:  # nothing is left out
+            with _many_rows(model, given) as are_many:
+                result = forward()
+            if are_many or layers is not None or _has_layers.get():
+                counters.count_accelerated(f"{ENTRY_POINT}, layers")
+            else:
+                counters.count_not_used(ENTRY_POINT, _NO_PADDING)
+            return result
         key = _key(given, mask, padding)
         reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
         reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
@@ -177,10 +183,10 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
+def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
     """The faster form of layers and attention in float32, where looking at all layers takes little of the time.
 
-    What is left to the original code runs outside of it.
+    What is left to the original code runs outside of it. Yields whether it is in force.
     """
     now = settings.current()
     is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
@@ -188,10 +194,10 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
     is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
     is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
     if not is_wanted or not linear.is_available():
-        yield
+        yield False
         return
     with fast_layers(model), attention.in_force():
-        yield
+        yield True
 
 
 def _positions(given: dict[str, Any]) -> int:

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as library
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from fastgen import counters
+from fastgen import counters, releases
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
 from fastgen.optimizer.transformers.quantized.gguf_hooks import reading_gguf
 from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 
+_LIBRARYS: Any = releases.gguf_quantizer()
 _MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
 
 
@@ -39,10 +39,10 @@ class _Kept(NamedTuple):
 
 def replaces(quantizer: Any) -> bool:
     """Whether this is the library's quantizer that `GgufBlocksQuantizer` stands for."""
-    return type(quantizer) is GgufHfQuantizer
+    return type(quantizer) is _LIBRARYS
 
 
-class GgufBlocksQuantizer(GgufHfQuantizer):
+class GgufBlocksQuantizer(_LIBRARYS):
     """What the library calls around the loading of a GGUF file."""
 
     def __init__(self, config: Any, **named: Any) -> None:

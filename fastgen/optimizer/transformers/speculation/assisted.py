@@ -23,8 +23,8 @@ from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Dr
 OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 # With these the call is left to the library.
 _NOT_SERVED = (
-    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "output_attentions",
-    "output_hidden_states", "dola_layers", "penalty_alpha", *releases.CACHE_NAMES,
+    "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
+    *releases.ASSISTANCE, *releases.CACHE_NAMES,
 )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def _is_served(model: Any, option: Any) -> bool:
         and not any(option(name) for name in _NOT_SERVED)
         and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
         and (option("num_beams") or own.num_beams or 1) == 1
+        and (option("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
     )
 
 
