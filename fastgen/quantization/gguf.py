@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,7 +170,8 @@ class Blocks:
         scales, minimums = (None if each is None else each.reshape(outputs, -1) for each in factors)
         assert scales is not None
         if multiples is not None:
-            multiples = Multiples(*(None if each is None else each.reshape(outputs, -1) for each in multiples))
+            parts: list[Any] = [None if each is None else each.reshape(outputs, -1) for each in multiples]
+            multiples = Multiples(*parts)
         bits, group_size = self.type.bits, self.type.group_size
         return GroupedWeight(
             numbers.reshape(outputs, inputs), scales, None, minimums, bits, group_size, None, multiples

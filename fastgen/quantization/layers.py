@@ -100,7 +100,7 @@ class QuantizedWeight(nn.Module):
         return PackedWeight(**parts, sizes=self.sizes)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         """The weight in floating point, for code that looks at weights; layers do not use it.
 
         It is on the device "meta" as long as nothing has been loaded, and then unpacked by the first operation on it:
@@ -114,6 +114,11 @@ class QuantizedWeight(nn.Module):
     def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
         found = dequantized(products.unpack(packed), dtype)
         return found.t().contiguous() if self.transposed else found
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":
+            raise RuntimeError(f"weights that are kept in their bits cannot be replaced: {UNPACK}")
+        super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Refuses to be trained: there is nothing here that could be."""
@@ -209,7 +214,7 @@ class QuantizedProduct(QuantizedWeight):
         bias: of the layer that this stands for, or None.
     """
 
-    bias: nn.Parameter | None
+    bias: Any  # the parameter, or None
 
     def __init__(
         self,
@@ -227,7 +232,7 @@ class QuantizedProduct(QuantizedWeight):
         return products.multiply(x, self.packed, self.bias, self.activations)
 
 
-class QuantizedLinear(QuantizedProduct, nn.Linear):
+class QuantizedLinear(QuantizedProduct, nn.Linear):  # type: ignore[override]  # its weight is no parameter
     """In the place of a linear layer of torch."""
 
     def __init__(self, outputs: int, inputs: int, *stored: Any) -> None:
@@ -248,7 +253,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-class QuantizedEmbedding(QuantizedWeight, nn.Embedding):
+class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[override]  # its weight is no parameter
     """An embedding on a low-bit weight, [tokens, size]; only the rows that are asked for are unpacked."""
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False

@@ -157,10 +157,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (of_result,) = gradients
-        of_x, packed = None, ctx.packed
+        packed = ctx.packed
+        of_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            pieces = _pieces(packed, of_result.dtype)
-            of_x = sum((of_result[..., start : start + len(some)] @ some for start, some in pieces), start=0)
+            of_x = of_result.new_zeros(*of_result.shape[:-1], packed.sizes.inputs)
+            for start, some in _pieces(packed, of_result.dtype):
+                of_x += of_result[..., start : start + len(some)] @ some
             of_x = of_x if packed.order is None else of_x.index_select(-1, torch.argsort(packed.order))
         has_gradient = ctx.has_bias and ctx.needs_input_grad[1]
         of_bias = of_result.reshape(-1, packed.sizes.outputs).sum(0) if has_gradient else None

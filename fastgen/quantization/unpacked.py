@@ -58,7 +58,7 @@ class Unpacked(Tensor):
         """What does not become an operator: it gets the memory of the numbers, or is refused."""
         kwargs = kwargs or {}
         if isinstance(args[0] if args else None, Unpacked):
-            if func is Tensor.data.__get__:
+            if func is _DATA.__get__:
                 return args[0].detach()
             # Without gradients it has none already.
             needs_none = func in _OF_GRADIENTS and not (*args[1:], *kwargs.values(), True)[0]
@@ -103,8 +103,10 @@ def _view(leaf: Any) -> Any:
     return Unpacked._view(leaf, _Numbers(lambda: leaf))
 
 
-_OF_GRADIENTS = frozenset({Tensor.requires_grad.__set__, Tensor.requires_grad_})
-_WRITING = _OF_GRADIENTS | {Tensor.__setitem__, Tensor.data.__set__, Tensor.resize_, Tensor.set_}
+_DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_OF_GRADIENTS: frozenset[Any] = frozenset({_REQUIRES_GRAD.__set__, Tensor.requires_grad_})
+_WRITING = _OF_GRADIENTS | {Tensor.__setitem__, _DATA.__set__, Tensor.resize_, Tensor.set_}
 _OF_MEMORY = frozenset(
     {
         Tensor.__array__,
