@@ -7,6 +7,7 @@ object back. Wrapping is wrapt's, so signatures, docstrings and introspection st
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import sys
@@ -49,6 +50,34 @@ def held(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 def suspended() -> AbstractContextManager[None]:
     """Inside this block wrappers pass every call of this thread through to the original code."""
     return held(_suspended, True)
+
+
+class _Bound(wrapt.BoundFunctionWrapper):
+    """A wrapped method of an object, which is copied and pickled as an ordinary one: some keep it as an attribute."""
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._self_instance, self.__name__)
+
+
+class _Function(wrapt.FunctionWrapper):
+    """A wrapped function, which is copied and pickled as an ordinary one."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__qualname__
 
 
 def has(parameters: str) -> Condition:
@@ -135,7 +164,7 @@ class Patch:
                 return str(error)
             # The wrapper needs a module that is being imported right now. It will be there when it is called.
             wrapper = self._find_at_call
-        self._installed = wrapt.FunctionWrapper(original, wrapper)
+        self._installed = _Function(original, wrapper)
         self._owner, self._attribute, self._original = owner, attribute, original
         setattr(owner, attribute, self._installed)
         return None

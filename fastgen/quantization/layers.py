@@ -11,7 +11,7 @@ be written to.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -108,23 +108,28 @@ class QuantizedWeight(nn.Module):
         """
         if self.sizes is None:
             return self.placeholder
-        packed, like = self.packed, self.like
-        return Unpacked.of(self.placeholder.shape, like.dtype, like.device, lambda: self._shown(packed, like.dtype))
+        packed, like, shape = self.packed, self.like, self.placeholder.shape
+        return Unpacked.of(shape, like.dtype, like.device, self, lambda: self._shown(packed, like.dtype))
 
     def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
         found = dequantized(products.unpack(packed), dtype)
         return found.t().contiguous() if self.transposed else found
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name == "weight":
+        if name != "weight":
+            super().register_parameter(name, param)
+        elif (
+            isinstance(param, Unpacked) and isinstance(param.owner, QuantizedWeight) and _have_equal_sizes(self, param)
+        ):
+            self.share(param.owner)  # as code does that ties weights
+        else:
             raise RuntimeError(f"weights that are kept in their bits cannot be replaced: {UNPACK}")
-        super().register_parameter(name, param)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Refuses to be trained: there is nothing here that could be."""
-        if requires_grad:
-            raise RuntimeError(f"weights that are kept in their bits cannot be trained: {UNPACK}")
-        return super().requires_grad_(requires_grad)
+    def named_parameters(self, prefix: str = "", *rest: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """With the weight, where this layer alone is asked: it refuses to be trained. A model's have none of these."""
+        if self.sizes is not None:
+            yield f"{prefix}.weight" if prefix else "weight", self.weight
+        yield from super().named_parameters(prefix, *rest, **named)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
@@ -157,11 +162,13 @@ class QuantizedWeight(nn.Module):
         return other.packed
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.sizes is not None:
+            self._save_weight(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.sizes is None:
-            return
+
+    def _save_weight(self, destination: dict[str, Any], prefix: str) -> None:
         if not self.form.writable:
-            destination[f"{prefix}weight"] = self.weight
+            destination[f"{prefix}weight"] = self.weight.detach()
             return
         tensors = self.form.write(products.unpack(self.packed))
         for name, dtype in self.stored_dtypes.items():
@@ -205,6 +212,10 @@ class QuantizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
+
+
+def _have_equal_sizes(layer: QuantizedWeight, weight: Tensor) -> bool:
+    return layer.placeholder.shape == weight.shape
 
 
 class QuantizedProduct(QuantizedWeight):

@@ -34,15 +34,22 @@ class _Numbers:
 
 
 class Unpacked(Tensor):
-    """A weight, or a view of one. Use `of` to make one."""
+    """A weight, or a view of one. Use `of` to make one.
+
+    A weight counts as a parameter, as that of an ordinary layer does. `owner` is what it belongs to; a view has none.
+    """
 
     _numbers: _Numbers
+    owner: Any
 
     @staticmethod
-    def of(shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: Callable[[], Tensor]) -> Unpacked:
+    def of(
+        shape: Sequence[int], dtype: torch.dtype, device: torch.device, owner: Any, compute: Callable[[], Tensor]
+    ) -> Unpacked:
         """What `compute` returns when it is needed: contiguous, of this shape and type, on this device."""
         found = Tensor._make_wrapper_subclass(Unpacked, torch.Size(shape), dtype=dtype, device=device)
-        found._numbers = _Numbers(compute)
+        found._numbers, found.owner = _Numbers(compute), owner
+        found._is_param = True  # what makes it an instance of torch.nn.Parameter
         return found
 
     @staticmethod
@@ -50,7 +57,7 @@ class Unpacked(Tensor):
         found = Tensor._make_wrapper_subclass(
             Unpacked, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        found._numbers = numbers
+        found._numbers, found.owner = numbers, None
         return found
 
     @classmethod
