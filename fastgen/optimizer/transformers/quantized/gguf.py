@@ -22,7 +22,6 @@ from fastgen import counters
 from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
-from fastgen.optimizer.transformers.quantized.gguf_hooks import reading_gguf
 from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 
@@ -55,8 +54,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         if self.supported:
             raise NotServed(f"gguf: the library has its own blocks for {self.header.architecture}")
         (file,) = checkpoint_files
-        with reading_gguf():
-            self._file = _File(file, model)
+        self._file = _File(file, model)
         for name, kept in self._file.blocks(model).items():
             with_it = replacing.tied_to(model, kept.layer)
             if all(replacing.sizes(model.get_submodule(layer)) is not None for layer in with_it):

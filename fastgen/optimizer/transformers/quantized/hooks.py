@@ -8,6 +8,7 @@ repeated with the library's own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -29,13 +30,16 @@ _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=
 def from_pretrained(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around `PreTrainedModel.from_pretrained`: repeats the call for a checkpoint that turns out not to be served."""
     asked = _asked(kwargs.get("quantization_config"))
-    try:
-        with patching.held(gguf_hooks.keeping, asked is not None or settings.current().keep_bits):
+    is_keeping = asked is not None or settings.current().keep_bits
+    is_gguf = kwargs.get("gguf_file") is not None and patching.is_active()
+    with gguf_hooks.reading_gguf() if is_gguf else contextlib.nullcontext():
+        try:
+            with patching.held(gguf_hooks.keeping, is_keeping):
+                return wrapped(*args, **kwargs)
+        except NotServed as reason:
+            _decline(reason, asked)
+        with patching.held(_declined, True):
             return wrapped(*args, **kwargs)
-    except NotServed as reason:
-        _decline(reason, asked)
-    with patching.held(_declined, True):
-        return wrapped(*args, **kwargs)
 
 
 def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

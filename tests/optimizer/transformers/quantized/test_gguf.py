@@ -173,7 +173,8 @@ def test_tied_weights_are_in_memory_once(tmp_path: Path) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert type(embedding) is QuantizedEmbedding and type(head) is QuantizedLinear
     assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
-    held = [tensor for layer in (embedding, head) for tensor in (*layer.parameters(), *layer.buffers())]
+    both = nn.ModuleList([embedding, head])
+    held = [*both.parameters(), *both.buffers()]
     assert all(tensor.numel() == 0 or tensor.dtype in (torch.uint8, torch.float16) for tensor in held)
 
 
@@ -274,7 +275,10 @@ def test_truncated_files(part: float, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_library_reads_plain_arrays_and_makes_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep_bits", [True, False])
+def test_the_library_reads_plain_arrays_and_makes_names_once(
+    keep_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_llama(tmp_path / "model.gguf")
     made, parts = [], []
     of_names, of_parts = gguf.tensor_mapping.TensorNameMap.__init__, gguf.GGUFReader._push_field
@@ -284,7 +288,8 @@ def test_the_library_reads_plain_arrays_and_makes_names_once(tmp_path: Path, mon
     monkeypatch.setattr(
         gguf.GGUFReader, "_push_field", lambda *field, **named: (parts.append(field[1]), of_parts(*field, **named))[1]
     )
-    load(tmp_path / "model.gguf")
+    with settings.changed(keep_bits=keep_bits):
+        load(tmp_path / "model.gguf")
     assert len(made) == 1
     assert parts and {type(part) for field in parts for part in field.parts} == {np.ndarray}
 
