@@ -11,7 +11,6 @@ In memory, numbers have the bits of their type, or 4 if these are fewer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -149,12 +148,14 @@ BLOCK_TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Blocks of one type: the tensor `blocks`, uint8 [outputs, bytes of a row]."""
 
     type: BlockType
-    writable = False
+
+    @property
+    def writable(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:

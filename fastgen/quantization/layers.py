@@ -52,8 +52,6 @@ class QuantizedWeight(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         for part in PARTS:
             self.register_buffer(f"packed_{part}", None, persistent=False)
-        shape = (inputs, outputs) if self.transposed else (outputs, inputs)
-        self.placeholder = torch.empty(shape, dtype=dtype, device="meta")  # for the weight, until it is loaded
         # Holds the dtype, and follows `module.to(dtype)`; the parts of the weight do not.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
@@ -106,10 +104,14 @@ class QuantizedWeight(nn.Module):
         It is on the device "meta" as long as nothing has been loaded, and then unpacked by the first operation on it:
         T5, for one, asks for its type alone.
         """
+        like, shape = self.like, self._shown_shape()
         if self.sizes is None:
-            return self.placeholder
-        packed, like, shape = self.packed, self.like, self.placeholder.shape
+            return torch.empty(shape, dtype=like.dtype, device="meta")
+        packed = self.packed
         return Unpacked.of(shape, like.dtype, like.device, self, lambda: self._shown(packed, like.dtype))
+
+    def _shown_shape(self) -> tuple[int, int]:
+        return (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
 
     def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
         found = dequantized(products.unpack(packed), dtype)
@@ -118,9 +120,7 @@ class QuantizedWeight(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name != "weight":
             super().register_parameter(name, param)
-        elif (
-            isinstance(param, Unpacked) and isinstance(param.owner, QuantizedWeight) and _have_equal_sizes(self, param)
-        ):
+        elif isinstance(param, Unpacked) and param.owner is not None and param.shape == self._shown_shape():
             self.share(param.owner)  # as code does that ties weights
         else:
             raise RuntimeError(f"weights that are kept in their bits cannot be replaced: {UNPACK}")
@@ -212,10 +212,6 @@ class QuantizedWeight(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
-
-
-def _have_equal_sizes(layer: QuantizedWeight, weight: Tensor) -> bool:
-    return layer.placeholder.shape == weight.shape
 
 
 class QuantizedProduct(QuantizedWeight):

@@ -132,7 +132,7 @@ def test_no_floating_copy_is_left(tmp_path: Path) -> None:
     model = load(tmp_path)
     for name in few_bits(model):
         layer = model.get_submodule(name)
-        held = [*layer.parameters(), *layer.buffers()]
+        held = [*nn.ModuleList([layer]).parameters(), *layer.buffers()]
         assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
     assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
 
@@ -170,6 +170,7 @@ def _large(least: int) -> list[torch.Tensor]:
 def test_status(tmp_path: Path) -> None:
     reference, tensors = quantize(llama(), CASES["awq"])
     save(tmp_path, reference, tensors, CASES["awq"].config)
+    gc.collect()  # models of other tests
     model = load(tmp_path)
     (line,) = [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
     assert line.startswith("LlamaForCausalLM read from awq: 14 layers of 4 bits in ")
