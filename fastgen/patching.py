@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -52,6 +53,11 @@ def suspended() -> AbstractContextManager[None]:
     return held(_suspended, True)
 
 
+def _located(module: str, path: str) -> Any:
+    """What has this path in a module."""
+    return attrgetter(path)(importlib.import_module(module))
+
+
 class _Bound(wrapt.BoundFunctionWrapper):
     """A wrapped method of an object, which is copied and pickled as an ordinary one: some keep it as an attribute."""
 
@@ -59,9 +65,13 @@ class _Bound(wrapt.BoundFunctionWrapper):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._self_instance is None:
+            return self
         return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._self_instance is None:
+            return _located, (self.__module__, self.__qualname__)
         return getattr, (self._self_instance, self.__name__)
 
 
@@ -77,7 +87,7 @@ class _Function(wrapt.FunctionWrapper):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__qualname__
+        return _located, (self.__module__, self.__qualname__)
 
 
 def has(parameters: str) -> Condition:
