@@ -97,7 +97,7 @@ class LlamaCpp:
         self._process.close()
 
     def generate(self, count: int) -> Any:
-        return self._process.ask(count)
+        return self._process.ask({"new_tokens": count})
 
 
 def compared(sides: dict[str, Callable[[], Any]], repetitions: int) -> str:

@@ -17,6 +17,8 @@ import torch
 import fastgen
 
 ROOT = Path(__file__).resolve().parent.parent
+# Above this many cores busy with other work, a measurement is marked.
+BUSY = 0.15
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -84,9 +86,14 @@ def _cpu_model() -> str:
 
 
 class OtherLoad:
-    """How many cores processes other than this one and its children keep busy, from the start to `cores()`."""
+    """How many cores other processes keep busy, from the start to `cores()`.
 
-    def __init__(self) -> None:
+    Args:
+        own: the process that is not counted, nor are its children that have ended by then; by default this one.
+    """
+
+    def __init__(self, own: int | None = None) -> None:
+        self._own = psutil.Process(own)
         self._start = self._read()
 
     def cores(self) -> float:
@@ -94,10 +101,9 @@ class OtherLoad:
         wall, busy, own = (now - then for now, then in zip(self._read(), self._start, strict=True))
         return max(busy - own, 0.0) / wall if wall > 0 else 0.0
 
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
+    def _read(self) -> tuple[float, float, float]:
         system = psutil.cpu_times()
-        own = psutil.Process().cpu_times()
+        own = self._own.cpu_times()
         idle = system.idle + getattr(system, "iowait", 0.0)
         # Guest time is part of user time already.
         guest = getattr(system, "guest", 0.0) + getattr(system, "guest_nice", 0.0)

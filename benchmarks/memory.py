@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.backends import BASELINE, Job, Task, make
 from benchmarks.machine import ROOT
+from fastgen import releases
 
 # ---- keys and values
 
@@ -98,7 +99,7 @@ class KeyValueMeter:
 
         @functools.wraps(original)
         def look(model: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.at_end = storage_bytes(held_tensors(outputs.get("past_key_values")))
+            self.at_end = storage_bytes(held_tensors(releases.cache_in(outputs)))
             self.largest = max(self.largest, self.at_end)
             self.steps += 1
             return original(model, outputs, *args, **kwargs)
@@ -151,7 +152,7 @@ class PeakMemory:
             self._stop.set()
             self._sampler.join()
         else:
-            self.bytes = max((_high_water_mark() or 0) - self._start, 0)
+            self.bytes = max((high_water_mark() or 0) - self._start, 0)
 
     def _sample(self) -> None:
         process = psutil.Process()
@@ -161,7 +162,7 @@ class PeakMemory:
 
 def _reset_high_water_mark() -> bool:
     """Lets Linux forget the largest resident set so far; False where it cannot."""
-    before = _high_water_mark()
+    before = high_water_mark()
     if before is None:
         return False
     try:
@@ -169,13 +170,14 @@ def _reset_high_water_mark() -> bool:
     except OSError:
         return False
     # Systems that accept the write and do nothing would report a peak from before the run.
-    after, now = _high_water_mark(), psutil.Process().memory_info().rss
+    after, now = high_water_mark(), psutil.Process().memory_info().rss
     return after is not None and after <= max(now * 1.02, now + 2**20)
 
 
-def _high_water_mark() -> int | None:
+def high_water_mark(process: int | str = "self") -> int | None:
+    """The largest resident set so far of the process of this number, in bytes; None where the system does not tell."""
     try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None

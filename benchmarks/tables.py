@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.machine import BUSY
 from benchmarks.measure import format_seconds
 from benchmarks.profile import OTHERS
 from benchmarks.record import Record
-
-# Above this many cores busy with other work, a measurement is marked.
-BUSY = 0.15
 
 
 def markdown(about: dict[str, Any], records: list[Record]) -> str:

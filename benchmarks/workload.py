@@ -159,14 +159,12 @@ class Generation(Workload):
     def build(self, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
         """The model and what `generate` gets as input."""
         torch.manual_seed(self.seed)
-        model = self._make_model(device)
+        model = self.make_model(device)
         return model, self.make_inputs(model)
 
     def make_inputs(self, model: Any) -> dict[str, Tensor]:
-        """Random tokens for the model, and their mask, on its device."""
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        # Special tokens are at the two ends of the vocabularies.
-        tokens = torch.randint(10, vocabulary - 10, (self.batch, self.length))
+        """Tokens for the model, and their mask, on its device."""
+        tokens = self._draw_tokens(model)
         mask = torch.ones_like(tokens)
         lengths = self._lengths()
         if lengths is not None:
@@ -178,7 +176,13 @@ class Generation(Workload):
             tokens.masked_fill_(padding, model.generation_config.pad_token_id)
         return {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
 
-    def _make_model(self, device: torch.device) -> Any:
+    def _draw_tokens(self, model: Any) -> Tensor:
+        """[batch, length], on the CPU."""
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        # Special tokens are at the two ends of the vocabularies.
+        return torch.randint(10, vocabulary - 10, (self.batch, self.length))
+
+    def make_model(self, device: torch.device) -> Any:
         if self.dtype == "float32":
             return self.shape(**self.config).eval().to(device)
         # In its own precision and place from the start: in float32, and by the CPU, 7 billion weights take minutes.
@@ -322,7 +326,7 @@ def open_backends(
                 start = time.perf_counter()
                 backend.warm_up()
         except Exception as error:
-            _skip(context, record, name, backend, error)
+            skip(context, record, name, backend, error)
             continue
         backend.warm_up_seconds = time.perf_counter() - start
         context.log(f"{name} is ready, after {format_seconds(backend.warm_up_seconds)} of warming up")
@@ -354,7 +358,7 @@ def time_backends(
         {name: partial(one_run, name, backend) for name, backend in ready.items()},
         repetitions,
         context.log,
-        lambda name, error: _skip(context, record, name, ready[name], error),
+        lambda name, error: skip(context, record, name, ready[name], error),
         budget,
     )
     for name, runs in results.items():
@@ -367,7 +371,7 @@ def time_backends(
     return {name: [outcome for _, outcome in runs] for name, runs in results.items()}
 
 
-def _skip(context: Context, record: Record, name: str, backend: Backend, error: Exception) -> None:
+def skip(context: Context, record: Record, name: str, backend: Backend, error: Exception) -> None:
     """Notes why a backend has no results. Without one of the two main backends, the workload has failed."""
     if backend.name in (BASELINE, SUBJECT):
         raise error

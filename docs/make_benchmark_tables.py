@@ -46,6 +46,7 @@ VARIANTS = {
     "fastgen-bf16": " (bf16)",
     "fastgen-fairseq-plain": " (torch's products)",
     "fastgen-tier1": " (no captured step)",
+    "fastgen-captured": " (captured from the first call on)",
 }
 # Of weights with fewer bits than the model has.
 OTHER_PRECISIONS = ("-int8", "-q8_0", "-q4_1")

@@ -1,11 +1,15 @@
-"""`python -m fastgen` prints the status: versions, patches, operators."""
+"""`python -m fastgen` says whether this installation accelerates, then versions, patches and operators.
 
-import contextlib
+Exit status: 0 where it accelerates, 1 where it does not.
+"""
+
+import sys
 
 import fastgen
+from fastgen import selfcheck
 
 if __name__ == "__main__":
-    # Patches are applied when their target is imported; importing it shows whether they fit the installed version.
-    with contextlib.suppress(ImportError):
-        import transformers.generation.utils  # noqa: F401
-    print(fastgen.status())
+    # The check imports Transformers, so that patches are applied: the status shows whether they fit.
+    line, accelerates = selfcheck.line()
+    print(line, fastgen.status(), sep="\n\n")
+    sys.exit(not accelerates)

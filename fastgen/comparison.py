@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastgen import counters, memory, patching
-from fastgen.counters import DRAFTS, Drafts
+from fastgen.counters import DRAFTS, GENERATE, Drafts
 from fastgen.decoding.randomness import RandomState
 
 
@@ -87,15 +87,12 @@ def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Compari
         runs.append(run)
         tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
     difference = _first_difference(*tokens)
-    accelerated = _count(after, _ENTRY_POINT, "accelerated") > _count(before, _ENTRY_POINT, "accelerated")
-    fallback = None if accelerated else _reasons(before, after, _ENTRY_POINT, "fallback") or "FastGen is disabled"
+    accelerated = _count(after, GENERATE, "accelerated") > _count(before, GENERATE, "accelerated")
+    fallback = None if accelerated else _reasons(before, after, GENERATE, "fallback") or "FastGen is disabled"
     return Comparison(
         difference is None, difference, runs[0], runs[1], accelerated, fallback, Drafts.between(before, after),
         _reasons(before, after, DRAFTS, "not used"),
     )  # fmt: skip
-
-
-_ENTRY_POINT = "transformers.generate"
 
 
 def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:

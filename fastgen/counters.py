@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastgen import settings
 from fastgen.locks import ForkableLock
 
-# What speculative decoding is counted under.
+# What calls of `generate`, their captured steps, and speculative decoding are counted under.
+GENERATE = "transformers.generate"
+CAPTURED_STEP = "transformers.captured_step"
 DRAFTS = "transformers.speculation"
 
 
@@ -96,6 +99,20 @@ def reset() -> None:
     with _lock:
         _counts.clear()
         _sums.clear()
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """What is counted inside this block is forgotten at its end."""
+    with _lock:
+        before = _counts.copy(), _sums.copy()
+    try:
+        yield
+    finally:
+        with _lock:
+            reset()
+            _counts.update(before[0])
+            _sums.update(before[1])
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """What a patch is: a wrapper around one function of another library, applied when that library is imported.
 
 It is applied as soon as the target's module is imported (before or after FastGen), and `remove` puts the very same
-object back. Wrapping is wrapt's, so signatures, docstrings and introspection stay those of the target.
+object back. What stands for the target is a plain function: it can be pickled and copied as the target can, and a
+compiler that traces it finds nothing but the target.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import wrapt
@@ -53,49 +54,16 @@ def suspended() -> AbstractContextManager[None]:
     return held(_suspended, True)
 
 
-def _located(module: str, path: str) -> Any:
-    """What has this path in a module."""
-    return attrgetter(path)(importlib.import_module(module))
-
-
-class _Bound(wrapt.BoundFunctionWrapper):
-    """A wrapped method of an object, which is copied and pickled as an ordinary one: some keep it as an attribute."""
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._self_instance is None:
-            return self
-        return getattr(copy.deepcopy(self._self_instance, memo), self.__name__)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._self_instance is None:
-            return _located, (self.__module__, self.__qualname__)
-        return getattr, (self._self_instance, self.__name__)
-
-
-class _Function(wrapt.FunctionWrapper):
-    """A wrapped function, which is copied and pickled as an ordinary one."""
-
-    __bound_function_wrapper__ = _Bound
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _located, (self.__module__, self.__qualname__)
-
-
 def has(parameters: str) -> Condition:
-    """The condition that the target has these parameters, named with spaces between them, and maybe others."""
+    """The condition that the target has these parameters, named with spaces between them, and maybe others.
+
+    One that releases call differently has all of its names, as in "cache|past_key_values".
+    """
 
     def check(target: Any) -> str | None:
         target = getattr(target, "__func__", target)  # of a static method
-        missing = set(parameters.split()) - set(inspect.signature(target).parameters)
+        found = set(inspect.signature(target).parameters)
+        missing = [names for names in parameters.split() if found.isdisjoint(names.split("|"))]
         return f"{target.__qualname__} has no parameter {', '.join(sorted(missing))}" if missing else None
 
     return check
@@ -113,16 +81,59 @@ def takes(parameters: str, *, optional: str = "", uses: str = "") -> Condition:
         found = list(inspect.signature(target).parameters)
         if found not in (expected, [*expected, *optional.split()]):
             return f"{target.__qualname__} takes ({', '.join(found)}), expected ({', '.join(expected)})"
-        missing = set(uses.split()) - _names(target.__code__) if uses else ()
+        missing = set(uses.split()) - names_in(target) if uses else ()
         return f"{target.__qualname__} does not use {', '.join(sorted(missing))}" if missing else None
 
     return check
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(function: Any) -> set[str]:
     """The attributes and globals that a function reads, comprehensions inside it included."""
+    return _names(inspect.unwrap(function).__code__)
+
+
+def _names(code: CodeType) -> set[str]:
     nested = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*nested)
+
+
+# The functions that stand for targets, and these.
+_originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def original_of(function: Any) -> Any:
+    """The target that a function of another library stands for; None where it is that library's own."""
+    return _originals.get(function) if inspect.isfunction(function) else None
+
+
+def _replacement(original: Any, wrapper: Wrapper, is_method: bool) -> Any:
+    """What takes the place of `original`, which may be a class or static method."""
+    if isinstance(original, classmethod):
+        return classmethod(_function(original.__func__, wrapper, binds=True))
+    if isinstance(original, staticmethod):
+        return staticmethod(_function(original.__func__, wrapper, binds=False))
+    return _function(original, wrapper, binds=is_method)
+
+
+def _function(original: Any, wrapper: Wrapper, binds: bool) -> Any:
+    # A closure over torch's function, where there is a torch: a compiler that traces this knows what it says.
+    is_compiling = getattr(getattr(sys.modules.get("torch"), "compiler", None), "is_compiling", lambda: False)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:  # uses no global: it gets those of the original
+        if is_compiling() or (binds and not args):
+            return original(*args, **kwargs)
+        if not binds:
+            return wrapper(original, None, args, kwargs)
+        return wrapper(original.__get__(args[0]), args[0], args[1:], kwargs)
+
+    # TorchScript reads the source of the original, and looks its names up in the globals of what it is given.
+    scope = getattr(inspect.unwrap(original), "__globals__", stand_in.__globals__)
+    call: Any = FunctionType(stand_in.__code__, scope, stand_in.__name__, None, stand_in.__closure__)
+    functools.update_wrapper(call, original)
+    if hasattr(original, "__wrapped__"):  # it stays what users of it know
+        call.__wrapped__ = original.__wrapped__
+    _originals[call] = original
+    return call
 
 
 @dataclass(eq=False)
@@ -131,12 +142,14 @@ class Patch:
 
     module: str  # that holds the target: the patch waits until it is imported
     target: str  # its path inside the module, such as "GenerationMixin.generate"
-    # "package.module:function", imported only when the patch is applied, so that importing FastGen stays light. It has
-    # wrapt's signature (wrapped, instance, args, kwargs).
+    # "package.module:function", imported only when the patch is applied, so that importing FastGen stays light. It gets
+    # (wrapped, instance, args, kwargs): the target, bound to the instance or class that it is a method of, if any.
     wrapper: str
     condition: Condition = lambda target: None  # what the target must look like: see `has` and `takes`
     former: str | None = None  # what the target was called in other releases
     is_inherited: bool = False  # its class has the target from another one, which is not to be changed
+    # Gets the patch and the reason where it is not applied, and the target's module is there.
+    on_refusal: Callable[[Patch, str], None] = lambda patch, reason: None
     state: str = "not enabled"  # or "waiting for import", "applied" or "not applied: <reason>"
     _owner: Any = field(default=None, repr=False)
     _attribute: str = field(default="", repr=False)
@@ -156,6 +169,8 @@ class Patch:
         if self._installed is None:
             reason = self._apply()
             self.state = "applied" if reason is None else f"not applied: {reason}"
+            if reason is not None:
+                self.on_refusal(self, reason)
 
     def _apply(self) -> str | None:
         owner, attribute, original = self._look_up(self.target)
@@ -174,7 +189,7 @@ class Patch:
                 return str(error)
             # The wrapper needs a module that is being imported right now. It will be there when it is called.
             wrapper = self._find_at_call
-        self._installed = _Function(original, wrapper)
+        self._installed = _replacement(original, wrapper, is_method=inspect.isclass(owner))
         self._owner, self._attribute, self._original = owner, attribute, original
         setattr(owner, attribute, self._installed)
         return None

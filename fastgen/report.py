@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from fastgen import ops, patching, settings
+from fastgen import ops, patching, releases, settings
 from fastgen._version import __version__
-from fastgen.optimizer import fairseq, transformers
+from fastgen.optimizer import fairseq
 from fastgen.patching import PatchSet
 
 # The first and the last release of each toolkit that the equivalence tests run against.
-_TESTED = {"transformers": transformers.TESTED_VERSIONS, "fairseq": fairseq.TESTED_VERSIONS}
+_TESTED = {"transformers": releases.TESTED, "fairseq": fairseq.TESTED_VERSIONS}
 _SAMPLES = (
     "captured steps on a GPU sample from the same distribution, with other random numbers; captured_step='never' "
     "gives the samples of the original code",
@@ -89,7 +89,7 @@ def _version(package: str) -> str:
 def _untested(versions: dict[str, str]) -> Iterator[str]:
     for toolkit, (first, last) in _TESTED.items():
         version = versions[toolkit]
-        if version != "not installed" and not _release(first) <= _release(version) <= _release(last):
+        if version != "not installed" and not releases.is_tested(version, (first, last)):
             yield f"{toolkit} {version} is outside the tested range {first} to {last}"
 
 
@@ -110,8 +110,3 @@ def _weights() -> list[str]:
             effect = f", but {reason}: weights on the CPU stay in float32"
         notes.append(f"weight_dtype is {wanted}{effect}")
     return notes
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

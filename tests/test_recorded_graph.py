@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, StaticCache
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from tests.equivalence.models import BY_NAME
@@ -273,7 +274,7 @@ def test_forward_of_a_model_with_a_static_cache(name: str, attention: str) -> No
 
     def step() -> Tensor:
         mask.index_fill_(3, position, 0.0)
-        logits = model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(**inputs, **releases.with_cache(cache), use_cache=True).logits[:, -1]
         token.copy_(logits.argmax(-1, keepdim=True))
         position.add_(1)
         return logits

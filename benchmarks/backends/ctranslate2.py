@@ -50,6 +50,7 @@ class CTranslate2(Elsewhere):
         return Path(sys.executable)
 
     def check(self, job: Job) -> None:
+        super().check(job)
         unknown = sorted(set(job.workload.options) - _KNOWN_OPTIONS)
         if unknown:
             raise Unsupported(f"no counterpart in CTranslate2 for {', '.join(unknown)}")

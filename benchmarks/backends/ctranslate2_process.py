@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
+def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], list[list[int]]]]:
     import ctranslate2
 
     kind = ctranslate2.Translator if asked["encoder_decoder"] else ctranslate2.Generator
@@ -19,15 +19,16 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
     )
     if engine.compute_type not in (asked["compute_type"], f"{asked['compute_type']}_float32"):
         raise RuntimeError(f"CTranslate2 computes {asked['compute_type']} as {engine.compute_type} here")
-    padded = asked["inputs"]["input_ids"]
-    # Padding is not part of what it gets; it packs the batch itself.
-    prompts = [
-        [str(token) for token, is_there in zip(tokens, mask, strict=True) if is_there]
-        for tokens, mask in zip(padded, asked["inputs"]["attention_mask"], strict=True)
-    ]
-    options = {**asked["options"], "max_batch_size": len(prompts)}
 
-    def generate(count: int) -> list[list[int]]:
+    def generate(work: dict[str, Any]) -> list[list[int]]:
+        count, inputs = work["new_tokens"], work.get("inputs") or asked["inputs"]
+        padded = inputs["input_ids"]
+        # Padding is not part of what it gets; it packs the batch itself.
+        prompts = [
+            [str(token) for token, is_there in zip(tokens, mask, strict=True) if is_there]
+            for tokens, mask in zip(padded, inputs["attention_mask"], strict=True)
+        ]
+        options = {**asked["options"], "max_batch_size": len(prompts)}
         if asked["encoder_decoder"]:
             lengths = {"min_decoding_length": count, "max_decoding_length": count, "max_input_length": 0}
             results = engine.translate_batch(prompts, **lengths, **options)

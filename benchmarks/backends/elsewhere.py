@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from abc import abstractmethod
@@ -39,6 +40,19 @@ def python_of(environment: str, library: str) -> Path:
     return python
 
 
+def command(python: Path, script: Path) -> list[str]:
+    """What runs `elsewhere_process.py` with a script."""
+    # -P: the folder of the script, with modules that are called like libraries, is not searched.
+    return [str(python), "-P", str(_FOLDER / "elsewhere_process.py"), str(script)]
+
+
+def environment() -> dict[str, str]:
+    """The variables of such a process."""
+    # Its libraries must not find this process' own. Whether FastGen is on is the workload's to say.
+    left_out = ("PYTHONPATH", "FASTGEN_DISABLE")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 class Process:
     """A script in a process of its own, asked and answering in lines of JSON.
 
@@ -46,24 +60,26 @@ class Process:
         library: how the reader of the results calls it.
         python: the interpreter.
         script: has `load(asked)`, as `elsewhere_process.py` says.
+
+    Attributes:
+        folder: for files; it is there until the process is closed.
+        seconds: that the last answer took, by the clock of the process.
     """
 
     def __init__(self, library: str, python: Path, script: Path) -> None:
         self._library = library
         self._temporary = tempfile.TemporaryDirectory(prefix="fastgen-benchmark-")
-        self.folder = Path(self._temporary.name)  # for files; it is there until the process is closed
+        self.folder = Path(self._temporary.name)
+        self.seconds = 0.0
         self._errors = self.folder / "errors.txt"
-        # Its libraries must not find this process' own.
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                # -P: the folder of the script, with modules that are called like libraries, is not searched.
-                [str(python), "-P", str(_FOLDER / "elsewhere_process.py"), str(script)],
+                command(python, script),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=kept,
+                env=environment(),
             )
 
     def ask(self, question: Any) -> Any:
@@ -89,7 +105,19 @@ class Process:
             said = self._errors.read_text(errors="replace").strip().splitlines()[-_LINES_OF_ERROR:]
             ended = f"the process with {self._library} has ended with status {status}"
             raise RuntimeError(f"{ended}: {' '.join(said) or 'it said nothing'}")
-        return json.loads(line)
+        self.seconds, answer = json.loads(line)
+        return answer
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def pause(self) -> None:
+        """Stops all of its threads where they are, also those that spin while they wait for work."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self._process.kill()
@@ -116,10 +144,6 @@ class Elsewhere(Backend):
 
     def setup(self, job: Job) -> None:
         super().setup(job)
-        if job.model.device.type != "cpu":
-            raise Unsupported(f"{self.library} is compared on the CPU, not on {job.model.device}")
-        if job.workload.options.get("do_sample"):
-            raise Unsupported(f"{self.library} draws other samples")
         self.check(job)
         self._process = Process(self.library, self.python(), self.script)
         question = self.question(job, self._process.folder)
@@ -130,13 +154,16 @@ class Elsewhere(Backend):
         """The interpreter of the process. Raises Unsupported where it is not there."""
         return python_of(self.environment, self.library)
 
-    @abstractmethod
     def check(self, job: Job) -> None:
         """Whether the library can do the job.
 
         Raises:
             Unsupported: it cannot.
         """
+        if job.model.device.type != "cpu":
+            raise Unsupported(f"{self.library} is compared on the CPU, not on {job.model.device}")
+        if job.workload.options.get("do_sample"):
+            raise Unsupported(f"{self.library} draws other samples")
 
     @abstractmethod
     def question(self, job: Job, folder: Path) -> dict[str, Any]:
@@ -149,7 +176,7 @@ class Elsewhere(Backend):
 
     def run(self, new_tokens: int) -> Tensor:
         assert self._process is not None
-        return torch.tensor(self._process.ask(new_tokens))
+        return torch.tensor(self._process.ask({"new_tokens": new_tokens}))
 
     def close(self) -> None:
         if self._process is not None:

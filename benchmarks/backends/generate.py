@@ -44,16 +44,16 @@ class Patched(Unpatched):
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(name)
-        self._settings = dict(settings or {})
-        if self._settings:
+        self.settings = dict(settings or {})
+        if self.settings:
             self.must_equal = None
 
     def setup(self, job: Job) -> None:
         super().setup(job)
-        unknown = [name for name in self._settings if not hasattr(fastgen_settings.current(), name)]
+        unknown = [name for name in self.settings if not hasattr(fastgen_settings.current(), name)]
         if unknown:
             raise Unsupported(f"FastGen {fastgen.__version__} has no setting {', '.join(unknown)}")
-        precision = self._settings.get("weight_dtype", "fp32")
+        precision = self.settings.get("weight_dtype", "fp32")
         if precision != "fp32":
             reason = "it is for the CPU" if job.model.device.type != "cpu" else quantized_linear.unavailable(precision)
             if reason is not None:
@@ -61,7 +61,7 @@ class Patched(Unpatched):
 
     def warm_up(self) -> None:
         on_gpu = any(value.device.type == "cuda" for value in self.job.inputs.values())
-        if on_gpu and self._settings.get("captured_step") != "never":
+        if on_gpu and self.settings.get("captured_step") != "never":
             # Graphs are made for the size of a whole run.
             self.run(self.job.workload.new_tokens)
             return
@@ -84,9 +84,9 @@ class Patched(Unpatched):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        before = {name: getattr(fastgen_settings.current(), name) for name in self._settings}
-        if self._settings:
-            fastgen.enable(**self._settings)
+        before = {name: getattr(fastgen_settings.current(), name) for name in self.settings}
+        if self.settings:
+            fastgen.enable(**self.settings)
         try:
             yield
         finally:

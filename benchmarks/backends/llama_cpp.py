@@ -34,6 +34,7 @@ class LlamaCpp(Elsewhere):
         self._precision = precision
 
     def check(self, job: Job) -> None:
+        super().check(job)
         if not self._file(job).is_file():
             raise Unsupported(f"there is no {smollm2.GGUF} beside the model")
         if self._precision in _TYPES and _TYPES[self._precision] is not job.model.dtype:

@@ -15,7 +15,7 @@ from typing import Any
 _PRECISIONS = {"F32": (0, 0), "BF16": (32, 30), "Q8_0": (7, 1), "Q4_0": (2, 1), "Q4_1": (None, 1)}
 
 
-def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
+def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, int]], list[list[int]]]]:
     import llama_cpp
 
     file_type, cache_type = _PRECISIONS[asked["precision"]]
@@ -55,7 +55,8 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
             raise RuntimeError("llama.cpp could not decode the batch")
         return [llama_cpp.llama_sampler_sample(sampler, context, place) for place in last]
 
-    def generate(count: int) -> list[list[int]]:
+    def generate(work: dict[str, int]) -> list[list[int]]:
+        count = work["new_tokens"]
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
         steps = [step((0, prompt) for prompt in prompts)]
         while len(steps) < count:

@@ -35,6 +35,7 @@ class OpenVINO(Elsewhere):
         self._bits = bits
 
     def check(self, job: Job) -> None:
+        super().check(job)
         if job.model.dtype not in _PRECISIONS:
             raise Unsupported(f"OpenVINO is compared in float32 or bfloat16, not in {job.model.dtype}")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
+def load(asked: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], list[list[int]]]]:
     import torch
 
     declare_operators_of_torchvision(torch)
@@ -31,10 +31,11 @@ def load(asked: dict[str, Any]) -> tuple[str, Callable[[int], list[list[int]]]]:
 
         weights = {"quantization_config": OVWeightQuantizationConfig(bits=4, group_size=64, ratio=1.0)}
     model = kind.from_pretrained(asked["folder"], export=True, ov_config=settings, **weights)
-    inputs = {name: torch.tensor(value) for name, value in asked["inputs"].items()}
 
-    def generate(count: int) -> list[list[int]]:
-        return model.generate(**inputs, min_new_tokens=count, max_new_tokens=count, **asked["options"]).tolist()
+    def generate(work: dict[str, Any]) -> list[list[int]]:
+        count, inputs = work["new_tokens"], work.get("inputs") or asked["inputs"]
+        tensors = {name: torch.tensor(value) for name, value in inputs.items()}
+        return model.generate(**tensors, min_new_tokens=count, max_new_tokens=count, **asked["options"]).tolist()
 
     return openvino.__version__, generate
 

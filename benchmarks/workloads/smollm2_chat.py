@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.record import Record, Target
-from benchmarks.workload import NEVER_SLOWER, Context, Generation, faster_on_cpu, faster_than
+from benchmarks.workload import NEVER_SLOWER, Context, Generation, Workload, faster_on_cpu, faster_than
 
 QUESTIONS = (
     "Explain in simple words why the sky is blue.",
@@ -36,6 +36,7 @@ QUESTIONS = (
     "Write four lines about the first snow of the year.",
 )
 
+_NOISE = 2e-3
 # It has no beams. Q4_1 is what the weights of the other backends were unpacked from.
 _LLAMA_CPP = {"float32": ("llama.cpp-f32", "llama.cpp-q4_1"), "bfloat16": ("llama.cpp-bf16",)}
 
@@ -55,14 +56,30 @@ def smollm2_instruct_from_bfloat16() -> Any:
     return model
 
 
+def smollm2_of_32_bits() -> Any:
+    """The same with weights that need all bits of float32: as they are unpacked they are 4 bits times a scale."""
+    model = smollm2_instruct().float()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + _NOISE * torch.randn_like(weight))
+    return model.to(torch.get_default_dtype())
+
+
+def is_without_model(workload: Workload, context: Context, record: Record) -> bool:
+    """Whether the environment variable names no model; if so, the record says what to do."""
+    if smollm2.folder() is not None:
+        return False
+    record.skipped["the model"] = smollm2.MISSING
+    context.log(f"{workload.name} is not measured: {smollm2.MISSING}")
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chat(Generation):
     """Prompts of 30 to 40 tokens, padded on the left, from a chat's template."""
 
     def run(self, context: Context, record: Record) -> None:
-        if smollm2.folder() is None:
-            record.skipped["the model"] = smollm2.MISSING
-            context.log(f"{self.name} is not measured: {smollm2.MISSING}")
+        if is_without_model(self, context, record):
             return
         super().run(context, record)
 

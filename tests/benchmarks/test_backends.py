@@ -287,7 +287,8 @@ def load(asked):
     assert {checks}
     print("no answer")
 
-    def generate(count):
+    def generate(work):
+        count = work["new_tokens"]
         assert count <= 6, "out of luck"
         return [row + count * [1] for row in asked["inputs"]["input_ids"]]
 
@@ -448,7 +449,7 @@ def test_llama_cpp_gets_each_sequence_without_its_padding(monkeypatch):
     for _ in range(4):
         expected = [[*row, following(row)] for row in expected]
     for count in (4, 1):
-        found = generate(count)
+        found = generate({"new_tokens": count})
         assert [row[:4] for row in found] == padded
         assert [row[4:] for row in found] == [row[-4:][:count] for row in expected]
     assert version == "7" and library.forbidden == [1, 2] and library.converted == []

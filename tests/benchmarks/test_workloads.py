@@ -391,8 +391,8 @@ def test_chat(workload, tmp_path, monkeypatch):
 def test_a_chat_with_weights_of_bfloat16(batch, tmp_path, monkeypatch):
     llama_small(**CONFIGS["llama"]).save_pretrained(tmp_path)
     monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
-    model = _ALL[f"smollm2-b{batch}-from-bfloat16"]._make_model(torch.device("cpu"))
-    other = _ALL[f"smollm2-b{batch}"]._make_model(torch.device("cpu"))
+    model = _ALL[f"smollm2-b{batch}-from-bfloat16"].make_model(torch.device("cpu"))
+    other = _ALL[f"smollm2-b{batch}"].make_model(torch.device("cpu"))
     for weight, wanted in zip(model.parameters(), other.parameters(), strict=True):
         assert weight.dtype is torch.float32 and torch.equal(weight, wanted.bfloat16().float())
 

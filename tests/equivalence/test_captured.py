@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastgen import releases
 from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV
@@ -216,7 +217,7 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
         calls.append({**GREEDY, "min_new_tokens": 10})
     for options in calls:
         found = check(model, inputs, {**options, "return_dict_in_generate": True})
-        assert found.past_key_values.get_seq_length() > 0
+        assert releases.cache_in(found).get_seq_length() > 0
     assert captures() == len(calls), reasons()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import linear
@@ -39,7 +40,7 @@ def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: boo
         tokens=tokens,
         new_tokens=new_tokens,
         stored=stored,
-        own=[(layer.keys, layer.values) for layer in found.past_key_values.layers],
+        own=[(layer.keys, layer.values) for layer in releases.cache_in(found).layers],
         cross=[],
         span=(torch.zeros(1, dtype=torch.int64), torch.tensor([stored])),
         cross_span=None,

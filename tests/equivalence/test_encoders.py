@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 import fastgen
-from fastgen import settings
+from fastgen import patching, settings
 from fastgen.decoding import layers, products
 from fastgen.ops import linear, packed_attention, quantized_linear, split_linear
 from fastgen.optimizer.transformers.encoders import call, passes
@@ -432,8 +432,8 @@ def test_disabling_puts_everything_back() -> None:
     fastgen.disable()
     try:
         assert "__call__" not in vars(PreTrainedModel) and PreTrainedModel.__call__ is torch.nn.Module.__call__
-        assert encoder.forward is patched[0].__wrapped__
-        assert AttentionInterface.get_interface is patched[1].__wrapped__
+        assert encoder.forward is patching.original_of(patched[0])
+        assert AttentionInterface.get_interface is patching.original_of(patched[1])
     finally:
         fastgen.enable()
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding import shared
 from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.shared import SharedKV
@@ -192,9 +193,9 @@ def test_own_cache_is_intact(family: Any, filled: bool, monkeypatch: pytest.Monk
         cache = DynamicCache()
         if filled:
             with torch.no_grad():
-                model(input_ids=inputs["input_ids"][:, :6], past_key_values=cache)
+                model(input_ids=inputs["input_ids"][:, :6], **releases.with_cache(cache))
             cache.batch_repeat_interleave(4)
-        return run(model, inputs, lambda: {**BEAM, **SCORES, "past_key_values": cache}), cache
+        return run(model, inputs, lambda: {**BEAM, **SCORES, **releases.with_cache(cache)}), cache
 
     with fastgen.disabled():
         original = call()

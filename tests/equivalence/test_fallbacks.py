@@ -13,6 +13,7 @@ import transformers
 from transformers import DynamicCache, LlamaForCausalLM
 
 import fastgen
+from fastgen import releases
 from tests.equivalence.cases import BEAM, DECODING, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, fallbacks, run
 from tests.equivalence.models import BY_NAME, EOS, VOCABULARY
@@ -50,9 +51,9 @@ class OwnForward(LlamaForCausalLM):
 
 
 class OwnReorder(LlamaForCausalLM):
-    def _reorder_cache(self, past_key_values: Any, beam_idx: torch.Tensor) -> Any:
-        past_key_values.reorder_cache(beam_idx)
-        return past_key_values
+    def _reorder_cache(self, cache: Any, beam_idx: torch.Tensor) -> Any:
+        cache.reorder_cache(beam_idx)
+        return cache
 
 
 class OwnInputs(LlamaForCausalLM):
@@ -101,7 +102,7 @@ def _prefilled(family: Any, rows: int, differing: bool = False) -> DynamicCache:
     if differing:
         ids = (ids + torch.arange(ids.shape[0]).unsqueeze(1)) % VOCABULARY
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **releases.with_cache(cache))
     return cache
 
 
@@ -140,18 +141,18 @@ CASES = {
         "the cache is a StaticCache",
         options=lambda: {
             **SAMPLE,
-            "past_key_values": transformers.StaticCache(config=LLAMA.build().config, max_cache_len=100),
+            **releases.with_cache(transformers.StaticCache(config=LLAMA.build().config, max_cache_len=100)),
         },
     ),
     "cache that differs between beams": Case(
         "differs between the sequences of an input",
-        options=lambda: {**BEAM, "past_key_values": _prefilled(LLAMA, 4, differing=True)},
+        options=lambda: {**BEAM, **releases.with_cache(_prefilled(LLAMA, 4, differing=True))},
         inputs=lambda: LLAMA.make_inputs(padding=None),
     ),
     "filled cache with a sliding window": Case(
         "has a sliding window",
         build=MISTRAL.build,
-        options=lambda: {**BEAM, "past_key_values": _prefilled(MISTRAL, 4)},
+        options=lambda: {**BEAM, **releases.with_cache(_prefilled(MISTRAL, 4))},
         inputs=lambda: MISTRAL.make_inputs(padding=None),
     ),
     "longer than the sliding window": Case(
@@ -202,7 +203,7 @@ def test_reason(name: str) -> None:
 
     def call() -> Any:
         options = case.options()
-        return run(model, inputs, lambda: options), options.get("past_key_values")
+        return run(model, inputs, lambda: options), releases.cache_in(options)
 
     with fastgen.disabled():
         original = call()

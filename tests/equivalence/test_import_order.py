@@ -16,6 +16,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 
 import fastgen
+from fastgen import patching
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
@@ -199,7 +200,7 @@ def test_disable_restores_the_very_objects() -> None:
     assert not any(one is other for one, other in zip(patched, original, strict=True))
     fastgen.enable()
     fastgen.enable()
-    assert [target.__wrapped__ for target in _targets()] == original
+    assert [patching.original_of(target) for target in _targets()] == original
     fastgen.disable()
     fastgen.disable()
     assert all(one is other for one, other in zip(original, _targets(), strict=True))

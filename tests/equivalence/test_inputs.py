@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from fastgen import releases
 from tests import near_ties
 from tests.equivalence.cases import BEAM, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, check, run
@@ -30,7 +31,7 @@ def test_returned_cache_continues(family: Family, decoding: dict[str, Any]) -> N
         rows = first.sequences.shape[0] // inputs["input_ids"].shape[0]
         mask = inputs["attention_mask"].repeat_interleave(rows, 0)
         mask = torch.nn.functional.pad(mask, (0, first.sequences.shape[1] - LONG), value=1)
-        again = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": first.past_key_values}
+        again = {"input_ids": first.sequences, "attention_mask": mask, **releases.with_cache(releases.cache_in(first))}
         return first, model.generate(**again, return_dict_in_generate=True)
 
     near_ties.check(twice)
@@ -48,7 +49,7 @@ def test_returned_cache_continues_for_a_decoder(family: Family, decoding: dict[s
     def twice() -> Any:
         first = run(model, inputs, {**decoding, **SCORES, "eos_token_id": None})
         again = {key: value.repeat_interleave(per_input, 0) for key, value in inputs.items()}
-        again |= {"decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+        again |= {"decoder_input_ids": first.sequences, **releases.with_cache(releases.cache_in(first))}
         return first, model.generate(**again, max_new_tokens=6, return_dict_in_generate=True)
 
     near_ties.check(twice)
@@ -148,7 +149,7 @@ def test_own_empty_cache(family: Family, decoding: dict[str, Any], knows_model: 
 
     def call() -> Any:
         cache = transformers.EncoderDecoderCache(make(), make()) if family.encoder_decoder else make()
-        return run(model, family.make_inputs(), lambda: {**decoding, "past_key_values": cache}), cache
+        return run(model, family.make_inputs(), lambda: {**decoding, **releases.with_cache(cache)}), cache
 
     near_ties.check(call)
     assert accelerated() == 1
@@ -165,9 +166,9 @@ def test_own_filled_cache(family: Family, decoding: dict[str, Any], prefix: int)
     def call() -> Any:
         cache = DynamicCache()
         with torch.no_grad():
-            model(input_ids=inputs["input_ids"][:, :prefix], past_key_values=cache)
+            model(input_ids=inputs["input_ids"][:, :prefix], **releases.with_cache(cache))
         cache.batch_repeat_interleave(rows)
-        return run(model, inputs, lambda: {**decoding, **SCORES, "past_key_values": cache}), cache
+        return run(model, inputs, lambda: {**decoding, **SCORES, **releases.with_cache(cache)}), cache
 
     near_ties.check(call)
     assert accelerated() == 1

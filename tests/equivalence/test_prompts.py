@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers import buckets
 from tests.equivalence.cases import BEAM, SAMPLE
@@ -81,7 +82,7 @@ def test_a_window_shorter_than_some_prompts(attention: str, passes: list[tuple[i
 
 
 def _full_cache() -> dict[str, Any]:
-    return {"past_key_values": DynamicCache()}
+    return releases.with_cache(DynamicCache())
 
 
 def _positions(inputs: dict[str, Any]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from transformers.generation.configuration_utils import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding.kv import LayerKV
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import SharedLayer
@@ -290,7 +291,7 @@ def test_a_call_with_users_code_leaves_no_cycle(loop: str, monkeypatch: pytest.M
             options = {**BEAM, "return_dict_in_generate": True, "stopping_criteria": [Never()]}
             result = run(LLAMA.build(), LLAMA.make_inputs(), {**options, "logits_processor": [Asks()]})
             processors.clear()
-            keys = weakref.ref(result.past_key_values.layers[0].keys)
+            keys = weakref.ref(releases.cache_in(result).layers[0].keys)
             assert accelerated() and keys() is not None
             del result
             assert keys() is None
@@ -311,8 +312,8 @@ def test_a_criterion_can_say_that_nobody_looks_at_the_cache(loop: str) -> None:
         for family in (BART, LLAMA):
             original = run(family.build(), family.make_inputs(), options)
             result = run(family.build(), family.make_inputs(), {**options, "stopping_criteria": [Never()]})
-            assert original.past_key_values.get_seq_length() and not result.past_key_values.get_seq_length()
-            result["past_key_values"] = original["past_key_values"]
+            assert releases.cache_in(original).get_seq_length() and not releases.cache_in(result).get_seq_length()
+            result[releases.cache_name()] = releases.cache_in(original)
             assert_same(original, result)
     assert accelerated() == 4
 
@@ -344,7 +345,7 @@ def test_cache_after_users_exception(error: BaseException) -> None:
         run(
             LLAMA.build(),
             LLAMA.make_inputs(),
-            lambda: {**BEAM, "past_key_values": cache, "stopping_criteria": [Criterion(error)]},
+            lambda: {**BEAM, **releases.with_cache(cache), "stopping_criteria": [Criterion(error)]},
         )
     assert not [layer for layer in cache.layers if isinstance(layer, SharedLayer)]
     with fastgen.disabled():

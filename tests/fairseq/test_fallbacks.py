@@ -16,6 +16,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 
 import fastgen
+from fastgen import patching
 from fastgen.optimizer.fairseq import attention
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, assert_same, check, fallbacks
@@ -230,7 +231,7 @@ def test_disabling_restores_the_very_objects():
         ("fairseq.ngram_repeat_block", "NGramRepeatBlock", "forward"),
     ]
     classes = [(getattr(importlib.import_module(module), name), attribute) for module, name, attribute in targets]
-    originals = [vars(cls)[attribute].__wrapped__ for cls, attribute in classes]
+    originals = [patching.original_of(vars(cls)[attribute]) for cls, attribute in classes]
     fastgen.disable()
     for (cls, attribute), original in zip(classes, originals, strict=True):
         assert vars(cls)[attribute] is original
@@ -243,7 +244,9 @@ def test_disabling_restores_the_very_objects():
 
 
 def test_a_hook_that_is_missing_means_that_nothing_is_accelerated(monkeypatch):
-    monkeypatch.setattr(EnsembleModel, "reorder_encoder_out", vars(EnsembleModel)["reorder_encoder_out"].__wrapped__)
+    monkeypatch.setattr(
+        EnsembleModel, "reorder_encoder_out", patching.original_of(vars(EnsembleModel)["reorder_encoder_out"])
+    )
     falls_back(lambda: generator_for_any(models.encoder_decoder()), "EnsembleModel.reorder_encoder_out is not hooked")
 
 

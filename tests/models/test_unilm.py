@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, StaticCache
 
 import fastgen
+from fastgen import releases
 from fastgen.decoding import kv
 from fastgen.models.unilm import UniLMConfig, UniLMForSeq2SeqLM
 from tests.models.tiny_unilm import CLS, PAD, SEP, SHAPE, VOCABULARY, batch, plain_logits, sources, tiny_model
@@ -134,9 +135,11 @@ def test_several_tokens_behind_a_cache() -> None:
     with torch.no_grad():
         output = model(torch.tensor([source]), decoder_input_ids=torch.tensor([[PAD, 9]]))
         output = model(
-            torch.tensor([source]), decoder_input_ids=torch.tensor([[8, 7]]), past_key_values=output.past_key_values
+            torch.tensor([source]),
+            decoder_input_ids=torch.tensor([[8, 7]]),
+            **releases.with_cache(releases.cache_in(output)),
         )
-    assert output.past_key_values.get_seq_length() == len(source) + 3
+    assert releases.cache_in(output).get_seq_length() == len(source) + 3
     torch.testing.assert_close(output.logits[0, 0].double(), plain_logits(model, source, [9, 8, 7]), atol=2e-4, rtol=0)
 
 
@@ -439,4 +442,4 @@ def test_a_mask_or_a_cache_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="needs the source"):
         model(decoder_input_ids=torch.tensor([[PAD]]))
     with pytest.raises(ValueError, match="a StaticCache cannot do that"):
-        model(**inputs, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+        model(**inputs, **releases.with_cache(StaticCache(config=model.config, max_cache_len=32)))

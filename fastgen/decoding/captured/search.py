@@ -207,6 +207,9 @@ class RowSearch(Search):
 class BeamSearch(Search):
     """Beam search; `early_stopping` as in `generate`. Candidates are the best ones, or they are drawn.
 
+    Args:
+        sorts: drawn candidates are put in order, the most probable first.
+
     Attributes:
         running_scores: [batch, beams], float32: what `best_continuations` takes as `running`.
         running_indices, indices: [batch, beams, new_capacity], int32: the row of the beam at each step.
@@ -217,8 +220,9 @@ class BeamSearch(Search):
 
     parents: Tensor
 
-    def __init__(self, *sizes: Any, early_stopping: bool | str = False, **options: Any) -> None:
+    def __init__(self, *sizes: Any, early_stopping: bool | str = False, sorts: bool = False, **options: Any) -> None:
         super().__init__(*sizes, **options)
+        self._sorts = sorts
         batch, beams, device = self._batch, self._per_input, self.tokens.device
         self._early_stopping = early_stopping
         self.candidates = max(2, 1 + len(self._eos)) * beams
@@ -262,7 +266,11 @@ class BeamSearch(Search):
         scores = (scores.view(*self.running_scores.shape, -1) + self.running_scores.unsqueeze(2)).flatten(1)
         drawn = self._races(scores).topk(self.candidates, dim=1).indices
         vocabulary = scores.shape[1] // self._per_input
-        return Candidates(scores.gather(1, drawn), drawn // vocabulary, drawn % vocabulary)
+        found = scores.gather(1, drawn)
+        if self._sorts:
+            found, order = found.sort(dim=1, descending=True)
+            drawn = drawn.gather(1, order)
+        return Candidates(found, drawn // vocabulary, drawn % vocabulary)
 
     def proposed(self, proposal: tuple[Tensor, ...], inputs: int, start: int, end: int) -> Tensor:
         candidates = Candidates(*(part[:inputs] for part in proposal))

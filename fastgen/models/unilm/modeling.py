@@ -23,6 +23,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead
 
+from fastgen import releases
 from fastgen.models.unilm import published
 
 
@@ -108,11 +109,9 @@ class UniLMEmbeddings(nn.Module):
 class UniLMLayer(BertLayer):
     """A layer of BERT that also returns the weights of its attention."""
 
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, mask: Tensor, cache: DynamicCache | None) -> tuple[Tensor, Tensor | None]:
         """[rows, Q, hidden] -> the same, and the attention weights [rows, heads, Q, K] if they were computed."""
-        attended, weights = self.attention(hidden, attention_mask=mask, past_key_values=cache)
+        attended, weights = self.attention(hidden, attention_mask=mask, **releases.with_cache(cache))
         return self.feed_forward_chunk(attended), weights
 
 
@@ -164,13 +163,14 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         published.fill(model, weights, file)
         return model.eval()
 
+    @releases.takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         encoder_outputs: BaseModelOutput | None = None,
-        past_key_values: DynamicCache | EncoderDecoderCache | None = None,
+        cache: DynamicCache | EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -185,7 +185,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             decoder_input_ids: [rows, 1 + T]: the start token, which is not read, and the target so far; None for the
                 start token alone. Once the cache holds the source: those tokens of the target that it does not hold.
             encoder_outputs: the embedded source, as `get_encoder()` returns it.
-            past_key_values: keys and values of the source and of the target so far; grows by the tokens given.
+            cache: keys and values of the source and of the target so far; grows by the tokens given.
             use_cache: fill a cache, a new one if none is given. The default is the configuration's.
             output_attentions: return `decoder_attentions`, [rows, heads, positions, all positions] per layer. Needs
                 attn_implementation="eager".
@@ -194,7 +194,7 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             token_type_ids: ignored. Tokenizers of BERT make them, but not UniLM's, which the configuration has.
 
         Returns:
-            `logits`, [rows, 1, vocabulary], and `past_key_values`.
+            `logits`, [rows, 1, vocabulary], and the cache.
 
         Raises:
             ValueError: a shape, the length or the cache does not fit.
@@ -217,37 +217,37 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             raise ValueError('attention weights are computed with attn_implementation="eager" only')
         if use_cache is None:
             use_cache = self.config.use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+        if use_cache and cache is None:
+            cache = DynamicCache()
 
         # There is nothing to attend to across: an encoder-decoder cache's other part stays empty.
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        if cache is not None and not isinstance(cache, DynamicCache):
-            kind = type(cache).__name__
+        own = getattr(cache, "self_attention_cache", cache)
+        if own is not None and not isinstance(own, DynamicCache):
+            kind = type(own).__name__
             raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {kind} cannot do that")
-        stored = cache.get_seq_length() if cache is not None else 0
+        stored = own.get_seq_length() if own is not None else 0
         target = decoder_input_ids if stored else decoder_input_ids[:, 1:]
         hidden = self._embed_target(target, attention_mask, stored)
         if not stored:
             hidden = torch.cat([source, hidden], dim=1)
         keys = stored + hidden.shape[1]
         if isinstance(stored, Tensor):  # a captured step: a cache of a fixed size, and its length on the device
-            keys = cache.layers[0].get_max_length()
+            keys, _ = own.get_mask_sizes(hidden.shape[1], 0)
         mask = _mask(attention_mask, hidden.shape[1], keys, hidden.dtype, stored)
 
         # Kept only if they are wanted: of a long source they are large.
         states, attentions = [hidden], []
         for layer in self.bert["encoder"]["layer"]:
-            hidden, weights = layer(hidden, mask, cache)
+            hidden, weights = layer(hidden, mask, own)
             if output_hidden_states:
                 states.append(hidden)
             if output_attentions:
                 attentions.append(weights)
-        if cache is not None:
-            cache.crop(-1)  # the [MASK] is not part of the target
+        if own is not None:
+            own.crop(-1)  # the [MASK] is not part of the target
         output = Seq2SeqLMOutput(
             logits=self.cls["predictions"](hidden[:, -1:]),
-            past_key_values=past_key_values,  # type: ignore[arg-type]
+            **releases.with_cache(cache),
             decoder_hidden_states=tuple(states) if output_hidden_states else None,
             decoder_attentions=tuple(attentions) if output_attentions else None,
         )

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import wrapt
 from fairseq import search, sequence_generator
 from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 
+from fastgen import patching
 from fastgen.models.prophetnet.attention import NgramSelfAttention
 from fastgen.models.prophetnet.model import ProphetNetDecoder
 
@@ -39,7 +39,7 @@ _ENSEMBLE_METHODS = ("forward_encoder", "forward_decoder", "reorder_encoder_out"
 def unsupported(generator: Any, bos_token: Any) -> str | None:
     """Why generators like this are not accelerated, or None when they are."""
     for owner, name in _HOOKED:
-        if not isinstance(vars(owner).get(name), wrapt.FunctionWrapper):
+        if patching.original_of(vars(owner).get(name)) is None:
             return f"{owner.__name__}.{name} is not hooked"
     ensemble = generator.model
     if type(ensemble) not in (sequence_generator.EnsembleModel, sequence_generator.EnsembleModelWithAlignment):

@@ -7,18 +7,17 @@ processors and criteria stay the library's.
 
 from __future__ import annotations
 
+from fastgen import releases
 from fastgen.optimizer.transformers import encoders
 from fastgen.patching import Condition, Patch, has, takes
-
-# The releases that the equivalence tests run against; others are used when their functions look the same.
-TESTED_VERSIONS = ("5.4", "5.23")
 
 
 def patches() -> list[Patch]:
     """Every patch that FastGen applies to Transformers."""
 
     def hook(module: str, target: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
-        return Patch(f"transformers.{module}", target, f"{__name__}.{wrapper}", condition, former)
+        path = f"transformers.{module}", target, f"{__name__}.{wrapper}"
+        return Patch(*path, condition, former, on_refusal=releases.note_patch)
 
     def generation(method: str, wrapper: str, condition: Condition, former: str | None = None) -> Patch:
         former = former and f"GenerationMixin.{former}"
@@ -27,7 +26,7 @@ def patches() -> list[Patch]:
     processors, criteria = "generation.logits_process", "generation.stopping_criteria"
     prophetnet, step = "models.prophetnet.modeling_prophetnet", "captured.prophetnet"
     buckets = "main_relative_position_buckets predict_relative_position_buckets"
-    attention = f"hidden_states past_key_values position_ids {buckets}"
+    attention = f"hidden_states {releases.TAKES_CACHE} position_ids {buckets}"
     scores = "self input_ids scores"
     call = "inputs generation_config streamer assistant_model custom_generate kwargs"
     prefill = "self input_ids generation_config model_kwargs is_first_iteration"
@@ -59,10 +58,10 @@ def patches() -> list[Patch]:
         generation("_beam_search", *loop),
         generation("_sample", *loop),
         generation(
-            "_prepare_text_encoder_decoder_kwargs_for_generation",
+            releases.RUN_ENCODER[0],
             "buckets:encode",
             has("inputs_tensor model_kwargs model_input_name generation_config"),
-            former="_prepare_encoder_decoder_kwargs_for_generation",
+            former=releases.RUN_ENCODER[1],
         ),
         generation("prepare_inputs_for_generation", "loop_hooks:prepare_inputs", has("input_ids")),
         generation("_update_model_kwargs_for_generation", "loop_hooks:update_kwargs", has("outputs model_kwargs")),
@@ -86,7 +85,9 @@ def patches() -> list[Patch]:
                 ("MinNewTokensLength", "min_length", "min_new_tokens prompt_length_to_skip eos_token_id"),
             )
         ),
-        hook(prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has("past_key_values")),
+        hook(
+            prophetnet, "ProphetNetPositionalEmbeddings.forward", f"{step}:embed_positions", has(releases.TAKES_CACHE)
+        ),
         hook(prophetnet, "ProphetNetNgramSelfAttention.forward", f"{step}:attend", has(attention)),
         *encoders.patches(),
     ]

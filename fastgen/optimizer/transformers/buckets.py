@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen import patching
+from fastgen import patching, releases
 from fastgen.decoding import length_buckets
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.encoders import attention
@@ -60,10 +60,12 @@ def _encode(
 ) -> dict[str, Any]:
     ids, config, mask = inputs_tensor, generation_config, model_kwargs.get("attention_mask")
     groups: Groups = []
-    if model_input_name == "input_ids" and not ids.is_floating_point() and _is_all(model_kwargs):
-        encoder = call.model.get_encoder()
-        if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
-            groups = _groups(call, encoder, ids, mask, config)
+    with call.decides():
+        is_text = model_input_name == "input_ids" and isinstance(ids, Tensor) and not ids.is_floating_point()
+        if is_text and _is_all(model_kwargs):
+            encoder = call.model.get_encoder()
+            if type(encoder).forward.__module__ in ENCODERS and "forward" not in vars(encoder):
+                groups = _groups(call, encoder, ids, mask, config)
     if not groups:
         return wrapped(ids, model_kwargs, model_input_name, config)
     call.has_intervened = True  # until the groups are put together: the library's own encoder could have made that
@@ -106,7 +108,7 @@ def first_pass(
             for name, value in model_kwargs.items()
             if isinstance(value, Tensor)
         )
-        and model_kwargs["past_key_values"].get_seq_length() == 0
+        and releases.cache_in(model_kwargs).get_seq_length() == 0
         and config.prefill_chunk_size is None
         and not call.cache_is_the_users  # it would have the K/V of the padding in it
     ):
@@ -119,7 +121,7 @@ def first_pass(
 def _first_pass(
     groups: Groups, wrapped: Pass, ids: Tensor, config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool
 ) -> Any:
-    cache = model_kwargs["past_key_values"]
+    cache = releases.cache_in(model_kwargs)
     layers = cache.layers  # empty, or none yet
     stored: list[tuple[Tensor, ...]] = []
     logits = outputs = None
@@ -127,9 +129,9 @@ def _first_pass(
         part = {name: value[rows, positions] for name, value in model_kwargs.items() if name in _PER_POSITION}
         cache.layers = copy.deepcopy(layers)
         outputs = wrapped(ids[rows, positions], config, {**model_kwargs, **part}, is_first_iteration)
-        if outputs.get("past_key_values") is not cache:
+        if releases.cache_in(outputs) is not cache:
             return outputs  # the caller looks at that too
-        _check_nothing_else("the model", outputs, "logits", "past_key_values")
+        _check_nothing_else("the model", outputs, "logits", releases.cache_name())
         last = outputs.logits[:, -1:]
         if logits is None:
             logits = last.new_empty(ids.shape[0], *last.shape[1:])

@@ -7,18 +7,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
+from fastgen import releases
 from fastgen.decoding.beams import Beams
 from fastgen.decoding.captured.kv import StaticKV
 from fastgen.decoding.kv import LayerKV
 from fastgen.decoding.shared import CannotBeCaptured
 
-DynamicSlidingWindowLayer = getattr(cache_utils, "DynamicSlidingWindowLayer", None)
 
-
-class StoredLayer(CacheLayerMixin):
+class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
 
     is_croppable = False
@@ -37,9 +42,6 @@ class StoredLayer(CacheLayerMixin):
 
     def lazy_initialization(self, *args: Any) -> None:
         pass
-
-    def get_max_cache_shape(self) -> int:  # the name of `get_max_length` up to transformers 5.x
-        return self.get_max_length()
 
 
 class SharedLayer(StoredLayer):
@@ -67,22 +69,20 @@ class SharedLayer(StoredLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv.extend(key_states, value_states)
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        # An int up to transformers 5.x; earlier releases passed the positions of the queries.
-        length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.kv.stored + length, self.kv.dropped
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.kv.stored + query_length, self.kv.dropped
 
     def get_seq_length(self) -> int:
         return self.kv.length
 
-    def get_max_length(self) -> int:
+    def capacity(self) -> int:
         return -1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.kv.reorder(self.translate(beam_idx))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last positions, whose number is given as a negative one: releases agree on that meaning only."""
+        """Drops the last positions, whose number is given as a negative one: all releases know that meaning."""
         if tokens_to_remove >= 0:
             raise ValueError("a length to crop the cache to is not supported")
         self.kv.crop(-tokens_to_remove)
@@ -122,7 +122,7 @@ class StepLayer(StoredLayer):
     def get_seq_length(self) -> torch.Tensor | int:
         return self._seen() if callable(self._seen) else self._seen
 
-    def get_max_length(self) -> int:
+    def capacity(self) -> int:
         return self.kv.length
 
 
@@ -263,7 +263,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
                 # The original never reads more than the window. With one sequence there is nothing to share that would
                 # make up for reading more, and with several, not for a suffix that is longer than the window.
                 if per_input == 1 or to_generate > window:
-                    return "more positions than the sliding window"
+                    return releases.Usual("more positions than the sliding window")
             if layer.get_seq_length() == 0:
                 continue
             if type(layer) is DynamicSlidingWindowLayer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,16 +16,17 @@ from torch import Tensor
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import counters
+from fastgen import counters, releases
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import LINEAR, FastLayers
+from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import elementwise
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
 from fastgen.optimizer.transformers.user_code import Errors
 
-ENTRY_POINT = "transformers.generate"
+ENTRY_POINT = counters.GENERATE
 
 # The classes of linear layers, and whether their weight is stored transposed.
 LINEAR_LAYERS = {**LINEAR, Conv1D: True}
@@ -45,7 +48,21 @@ def fast_layers(model: Any) -> FastLayers:
 
 
 class NotAccelerated(Exception):
-    """This call is not supported; the message says why. Nothing has been changed yet."""
+    """This call is not supported; the reason says why. Nothing has been changed yet."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Unexpected(CannotBeCaptured):
+    """A step cannot be captured because a model does something that those of tested releases do not do."""
+
+
+def fall_back(model: Any, reason: str) -> None:
+    """A call of the model goes to the original code. Raises FallbackError in strict mode."""
+    counters.count_fallback(ENTRY_POINT, reason)
+    releases.note(model, reason)
 
 
 @dataclass(eq=False)
@@ -61,6 +78,7 @@ class Call:
     runs_user_code: bool | None = None  # None until the decoding loop has begun, where that is looked at
     accelerated: bool = False
     declined: bool = False
+    has_failed: bool = False  # FastGen's own code has raised something while it decided
     has_intervened: bool = False  # what the library computes is no longer all its own: an error may be FastGen's
     takes_best: bool = False  # it is an accelerated beam search that takes the best continuations, and draws none
     store: StoreInCache | None = None  # once the call is accelerated
@@ -78,6 +96,17 @@ class Call:
     def rows_depend_on_each_other(self) -> bool:
         """Whether what the model says of one input depends on the others of the batch."""
         return rows_depend_on_each_other(self.model)
+
+    @contextlib.contextmanager
+    def decides(self) -> Iterator[None]:
+        """Inside this block FastGen decides, and changes nothing: whatever is raised is its own failure."""
+        try:
+            yield
+        except (NotAccelerated, CannotBeCaptured):
+            raise
+        except Exception as error:
+            self.has_failed = not self.users_errors.caused(error)
+            raise
 
     @classmethod
     def current(cls, model: Any = None) -> Call | None:
@@ -105,7 +134,7 @@ class Call:
         self.accelerated, self.declined = False, True
         self.takes_best = False
         self._packed.close()
-        counters.count_fallback(ENTRY_POINT, reason)
+        fall_back(self.model, reason)
 
     def accelerate(self, config: Any) -> None:
         """This call, of this generation config, goes on with FastGen's store in its cache."""

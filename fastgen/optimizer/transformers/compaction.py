@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.modeling_outputs import ModelOutput
 
+from fastgen import releases
 from fastgen.decoding.beams import rows_of
 from fastgen.optimizer.transformers.cache import StoreInCache
 
@@ -145,4 +146,4 @@ class BatchCompaction:
         if isinstance(value, ModelOutput):
             parts = [part for part in value.values() if isinstance(part, Tensor)]
             return name == _ENCODER_OUTPUTS and all(part.shape[0] == rows for part in parts)
-        return value is None or isinstance(value, (bool, int, float, str)) or name == "past_key_values"
+        return value is None or isinstance(value, (bool, int, float, str)) or releases.is_cache(name)

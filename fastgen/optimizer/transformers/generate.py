@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from fastgen import caches, counters, patching
+from fastgen import caches, counters, patching, releases
+from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
 from fastgen.optimizer.transformers import models, user_code
-from fastgen.optimizer.transformers.call import ENTRY_POINT, Call
+from fastgen.optimizer.transformers.call import ENTRY_POINT, Call, fall_back
 from fastgen.optimizer.transformers.speculation import assisted
-from fastgen.optimizer.transformers.speculation.drafts import Draft
+from fastgen.releases import Usual
 
 
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,28 +27,53 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return wrapped(*args, **kwargs)  # which raises it
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     arguments.pop("kwargs", None)
-    draft, arguments = assisted.taken_over(model, arguments)
-    reason = _unsupported(model, arguments)
-    if reason is not None:
-        counters.count_fallback(ENTRY_POINT, reason)
+    try:
+        attempt = _decide(model, arguments)
+    except FallbackError:
+        raise
+    except Exception as failure:  # nothing has been changed yet
+        with patching.suspended():
+            result = wrapped(*args, **kwargs)
+        _report(model, failure, stacklevel=3)
+        return result
+    if attempt is None:
         with patching.suspended():  # an assistant's own calls are part of this one
             return wrapped(*args, **kwargs)
     with host_memory.kept(model.device):
-        return _accelerated(wrapped, model, arguments, draft)
+        return _accelerated(wrapped, attempt)
 
 
-def _accelerated(wrapped: Any, model: Any, arguments: dict[str, Any], draft: Draft | None) -> Any:
-    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
+def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
+    """The call to be accelerated; None, and the reason is counted, if it goes to the original code."""
+    draft, arguments = assisted.taken_over(model, arguments)
+    reason = _unsupported(model, arguments)
+    if reason is not None:
+        fall_back(model, reason)
+        return None
     scores_are_private = not (arguments.get("logits_processor") or _option(model, arguments, "output_logits"))
-    call = Call(model, scores_are_private, arguments.get("past_key_values") is not None, draft=draft)
-    attempt = _Attempt(call, arguments)
+    call = Call(model, scores_are_private, releases.has_own_cache(arguments), draft=draft)
+    return _Attempt(call, arguments)
+
+
+def _report(model: Any, failure: Exception, stacklevel: int) -> None:
+    """An accelerated call has failed, and was repeated with the original code. Raises FallbackError in strict mode."""
+    reason = releases.note_failure(model, failure)
+    if reason is None:
+        counters.count_failure(ENTRY_POINT, failure, stacklevel=stacklevel + 1)
+    else:
+        counters.count_fallback(ENTRY_POINT, reason)
+
+
+def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
+    """The call, with the original code should it fail. What it takes of memory is free when this returns."""
+    call = attempt.call
     with call:
         try:
             result = wrapped(**attempt.arguments)
             call.finish()
             return result
         except BaseException as error:
-            if not (isinstance(error, Exception) and call.has_intervened and attempt.may_be_ours(error)):
+            if not (isinstance(error, Exception) and attempt.may_be_ours(error)):
                 call.break_off()
                 raise
             call.abandon()
@@ -60,15 +86,15 @@ def _unsupported(model: Any, arguments: dict[str, Any]) -> str | None:
     # With several beams the library warns that it does not draft, and searches as without.
     has_beams = (_option(model, arguments, "num_beams") or 1) > 1
     if not has_beams and any(_option(model, arguments, name) for name in assisted.OPTIONS):
-        return "assisted decoding"
+        return Usual("assisted decoding")
     for name, what in (
         ("custom_generate", "a custom decoding loop"),
         ("synced_gpus", "a model sharded over processes"),
     ):
         if _option(model, arguments, name):
-            return what
+            return Usual(what)
     if _option(model, arguments, "cache_implementation") == "paged":
-        return "continuous batching"
+        return Usual("continuous batching")
     return models.unsupported(model)
 
 
@@ -83,7 +109,7 @@ class _Attempt:
     """An accelerated call, and all that is needed to do it over with the original code."""
 
     def __init__(self, call: Call, arguments: dict[str, Any]) -> None:
-        self._call = call
+        self.call = call
         self._original = arguments
         self._random_state = RandomState(call.model.device)
         # Not the streamer's: what it was fed cannot be taken back, and is left out the second time instead.
@@ -98,7 +124,9 @@ class _Attempt:
 
     def may_be_ours(self, error: Exception) -> bool:
         """Whether the original code might not have raised `error`, which ended an accelerated call."""
-        if isinstance(error, counters.FallbackError) or self._call.users_errors.caused(error):
+        if not (self.call.has_intervened or self.call.has_failed):
+            return False
+        if isinstance(error, FallbackError) or self.call.users_errors.caused(error):
             return False
         if isinstance(error, torch.OutOfMemoryError):
             # The original code needs more memory, not less; but it does not keep the steps of other calls.
@@ -114,7 +142,7 @@ class _Attempt:
         """
         self._random_state.restore()
         self._user_state.restore()
-        arguments = dict(self._original)
+        arguments = releases.with_current_names(self._original)
         if self._encoder_outputs is not None:
             for name, value in self._encoder_outputs.items():
                 arguments["encoder_outputs"][name] = value
@@ -126,5 +154,5 @@ class _Attempt:
         if isinstance(failure, torch.OutOfMemoryError):
             counters.count_fallback(ENTRY_POINT, "out of memory: captured steps were kept")
         else:
-            counters.count_failure(ENTRY_POINT, failure, stacklevel=5)
+            _report(self.call.model, failure, stacklevel=5)
         return result

@@ -17,13 +17,13 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.pytorch_utils import Conv1D
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from fastgen import counters, patching, settings
+from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import speculation, user_code
-from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.call import Call, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.captured.decoding import LAST, MASKS, Decoding
 from fastgen.optimizer.transformers.captured.step import POSITIONS
@@ -33,7 +33,7 @@ from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as S
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft
 
-ENTRY_POINT = "transformers.captured_step"
+ENTRY_POINT = counters.CAPTURED_STEP
 
 # A call of fewer steps is over before a capture has paid.
 MIN_STEPS = 8
@@ -50,21 +50,24 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = Call.current(model)
     if call is None or call.declined or call.accelerated or not patching.is_active():
         return wrapped(*args, **kwargs)
-    arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    model_kwargs = arguments.pop("model_kwargs", {})
-    call.runs_user_code = user_code.wrap(arguments, call.users_errors)
-    call.scores_are_private &= not call.runs_user_code
-    criteria = arguments["stopping_criteria"]
-    call.cache_is_dropped = any(user_code.says(each, "releases_cache") for each in criteria)
+    with call.decides():
+        arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        model_kwargs = arguments.pop("model_kwargs", {})
+        call.runs_user_code = user_code.wrap(arguments, call.users_errors)
+        call.scores_are_private &= not call.runs_user_code
+        criteria = arguments["stopping_criteria"]
+        call.cache_is_dropped = any(user_code.says(each, "releases_cache") for each in criteria)
     if settings.current().captured_step == "never" or model.device.type not in ("cpu", "cuda"):
         return wrapped(**arguments, **model_kwargs)
     config = arguments["generation_config"]
     try:
-        draft = speculation.draft_for(call, config)
-        _check(call, arguments, model_kwargs)
-        if draft is None:
-            _check_without_draft(arguments)
-        call.prefilled = model._prefill(
+        with call.decides():
+            draft = speculation.draft_for(call, config)
+            _check(call, arguments, model_kwargs)
+            if draft is None:
+                _check_without_draft(arguments)
+            prefill = model._prefill
+        call.prefilled = prefill(
             arguments["input_ids"], config, model_kwargs, is_first_iteration=not config.is_assistant
         )
         if not call.accelerated:
@@ -77,7 +80,10 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             result = _run(call, arguments, model_kwargs, draft)
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
-        return wrapped(**arguments, **model_kwargs)
+        result = wrapped(**arguments, **model_kwargs)
+        if isinstance(reason, Unexpected) and call.accelerated:
+            releases.note(model, str(reason), what="generate has no captured steps")
+        return result
     call.prefilled = None
     counters.count_accelerated(ENTRY_POINT)
     return result
@@ -105,7 +111,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     if len(set((getattr(call.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         raise CannotBeCaptured("the model is on several devices")
     if not has_captured_steps(call.model):
-        raise CannotBeCaptured("a model that the library does not run with a static cache")
+        raise Unexpected("a model that the library does not run with a static cache")
     if has_growing_frequencies(call.model):
         raise CannotBeCaptured("frequencies of positions that depend on the longest sequence so far")
     if torch.is_autocast_enabled(call.model.device.type):
@@ -134,7 +140,7 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
         raise CannotBeCaptured("only a few tokens to generate")
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
-            raise CannotBeCaptured(f"the model's input {name}")
+            raise Unexpected(f"the model's input {name}")
 
 
 def _check_without_draft(arguments: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import wrapt
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
@@ -38,7 +37,7 @@ def may_leave(call: Call, config: Any, batch: int) -> bool:
         and not call.runs_user_code
         and not config.return_dict_in_generate
         and not call.cache_is_the_users
-        and all(isinstance(librarys[name], wrapt.FunctionWrapper) for name in _HOOKED)
+        and all(patching.original_of(librarys[name]) is not None for name in _HOOKED)
         and all(inspect.getattr_static(kind, name, None) is librarys.get(name) for name in (*_HOOKED, *_SEARCH))
         and not call.rows_depend_on_each_other
     )

@@ -12,8 +12,10 @@ from torch.nn.modules import module as any_module
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastgen import releases
 from fastgen.decoding.model_state import Same
 from fastgen.decoding.modules import modules_of
+from fastgen.releases import Usual
 
 # Where models are from whose forward passes are known to treat the rows of a batch alike.
 _LIBRARIES = ("transformers.", "fastgen.models.")
@@ -23,6 +25,7 @@ _ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
 # With this, rows compete for the places of an expert.
 _EXPERT_CAPACITY = "moe_eval_capacity_token_fraction"
 _COUPLING = _ROPE | {_EXPERT_CAPACITY}
+_HOOKED = Usual("forward hooks are registered on the model")
 # The library does not run these with a static cache, because they ask the host how long it is, or because nobody has
 # looked at them yet. In a captured step the host can tell (`SymbolicLength`). Any other model that the library does not
 # run so may compute positions from the number of keys, which is that of the buffers: GPT-Neo does.
@@ -44,11 +47,15 @@ _CAPTURABLE = frozenset(
 def unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
     kind = type(model)
+    failed = releases.failed_before(kind)
+    if failed is not None:
+        return failed
     if _is_sharded(model):
-        return "a model sharded over processes"
+        return Usual("a model sharded over processes")
     for method in ("_sample", "_beam_search"):
         # Looked up without binding: a patched method is another object each time that it is bound.
-        if inspect.getattr_static(kind, method) is not vars(GenerationMixin)[method] or method in vars(model):
+        own = inspect.getattr_static(kind, method, None)
+        if own is None or own is not vars(GenerationMixin).get(method) or method in vars(model):
             return f"{kind.__name__} has a decoding loop of its own ({method})"
     if hasattr(model, "_reorder_cache"):
         return f"{kind.__name__} reorders its cache itself (_reorder_cache)"
@@ -58,9 +65,9 @@ def unsupported(model: Any) -> str | None:
         if not getattr(kind, method).__module__.startswith(_LIBRARIES):
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
-            return f"{method} has been replaced on this model"
+            return Usual(f"{method} has been replaced on this model")
     if getattr(model, "_compiled_call_impl", None) is not None:
-        return "the model is compiled"
+        return Usual("the model is compiled")
     config = model.config
     # The library copies a flat configuration, which takes a millisecond.
     if any(getattr(config, name, None) is not None for name in ("decoder", "generator", "text_config")):
@@ -70,7 +77,7 @@ def unsupported(model: Any) -> str | None:
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked attention"
     if config._attn_implementation not in ("eager", "sdpa"):
-        return f"attention implementation {config._attn_implementation}"
+        return Usual(f"attention implementation {config._attn_implementation}")
     return modules_unsupported(model)
 
 
@@ -97,15 +104,15 @@ def modules_unsupported(model: Any) -> str | None:
     The library's own hooks (which record attentions and hidden states) and those of accelerate are fine.
     """
     if has_global_hooks():
-        return "forward hooks are registered on the model"
+        return _HOOKED
     for module in modules_of(model):
         if module.training:
-            return "the model, or a part of it, is in training mode"
+            return Usual("the model, or a part of it, is in training mode")
         if not module._forward_hooks and not module._forward_pre_hooks:
             continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
-                return "forward hooks are registered on the model"
+                return _HOOKED
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from fastgen import patching
+from fastgen import patching, releases
 from fastgen.decoding.beams import Beams
 from fastgen.optimizer.transformers import cache as caches
 from fastgen.optimizer.transformers.buckets import first_pass
@@ -21,12 +21,13 @@ from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
+from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 # Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
 _NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
 # With beams, the library hands on an assistant, and ignores it.
-WITHOUT_ROWS = ("past_key_values", "assistant_model")
+WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
@@ -55,34 +56,19 @@ def _prefill(
     is_first_iteration: bool = True,
 ) -> Any:
     per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
+    to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
     try:
-        if call.runs_user_code is None:
-            raise NotAccelerated("the decoding loop is not hooked")
-        mode = generation_config.get_generation_mode()
-        if mode.value not in _MODES:
-            raise NotAccelerated(f"generation mode {mode.value}")
-        if generation_config.is_assistant:
-            raise NotAccelerated("the model assists another one")
-        if not model_kwargs.get("use_cache") or model_kwargs.get("past_key_values") is None:
-            raise NotAccelerated("no K/V cache (use_cache=False, or a model without one)")
-        one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
-        one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
-        embedded = model_kwargs.get("inputs_embeds")
-        prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
-        to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
-        needs_window = _needs_window(call.model, generation_config)
-        reason = caches.unsupported(model_kwargs["past_key_values"], per_input, prompt, to_generate, needs_window)
-        if reason is not None:
-            raise NotAccelerated(reason)
+        with call.decides():
+            one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as declined:
-        call.decline(str(declined))
+        call.decline(declined.reason)
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
     call.accelerate(generation_config)
-    store = call.store = StoreInCache(model_kwargs["past_key_values"], per_input, initial_capacity)
+    store = call.store = StoreInCache(releases.cache_in(model_kwargs), per_input, initial_capacity)
     outputs = first_pass(call, wrapped, one_row_ids, generation_config, one_row_kwargs, is_first_iteration)
-    if outputs.get("past_key_values") is not store.cache:
+    if releases.cache_in(outputs) is not store.cache:
         # Known only now, and nothing has come of the pass yet: once more, with all rows.
         call.abandon()
         call.decline("the model does not use the cache that it is given")
@@ -100,6 +86,38 @@ def _prefill(
     return outputs
 
 
+def _one_row_each(
+    call: Call, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any], to_generate: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The tokens and the other arguments of the prefill, with one row per input.
+
+    Raises:
+        NotAccelerated: the call is not served.
+    """
+    if call.runs_user_code is None:
+        raise NotAccelerated("the decoding loop is not hooked")
+    mode = config.get_generation_mode()
+    if mode.value not in _MODES:
+        raise NotAccelerated(Usual(f"generation mode {mode.value}"))
+    if config.is_assistant:
+        raise NotAccelerated(Usual("the model assists another one"))
+    cache = releases.cache_in(model_kwargs)
+    if not model_kwargs.get("use_cache"):
+        raise NotAccelerated(Usual("no K/V cache (use_cache=False)"))
+    if cache is None:
+        raise NotAccelerated("no K/V cache (a model without one)")
+    per_input = max(config.num_beams, config.num_return_sequences)
+    one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
+    one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
+    embedded = model_kwargs.get("inputs_embeds")
+    prompt = max(input_ids.shape[1], embedded.shape[1] if embedded is not None else 0)
+    reason = caches.unsupported(cache, per_input, prompt, to_generate, _needs_window(call.model, config))
+    if reason is not None:
+        is_asked_for = call.cache_is_the_users or config.cache_implementation is not None
+        raise NotAccelerated(Usual(reason) if is_asked_for else reason)
+    return one_row_ids, one_row_kwargs
+
+
 def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
     """Steps that will follow the prefill whatever the model says."""
     if call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
@@ -111,7 +129,7 @@ def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> in
 def _needs_window(model: Any, config: Any) -> str | None:
     """Why the cache must not hold more than a sliding window, or None if the model masks what lies behind it."""
     if config.return_dict_in_generate and config.output_attentions:
-        return "the attentions that are returned are as long as the sliding window"
+        return Usual("the attentions that are returned are as long as the sliding window")
     # In a prefill by chunks, what a chunk sees of the window depends on the cache too. Otherwise the module of a model
     # that masks has the library's function that makes such masks.
     module = sys.modules[type(model).forward.__module__]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgen import releases
 from fastgen.models.prophetnet.model import ProphetNetModel
 from tests.models.prophetnet.tiny import PAD, TOKENS, WORDS, arguments, sources, task
 
@@ -88,9 +89,9 @@ def test_scores_are_those_of_the_port_in_transformers(seed):
             encoder_outputs=hidden,
             attention_mask=known.long(),
             decoder_input_ids=targets[:, step : step + 1],
-            past_key_values=cache,
+            **releases.with_cache(cache),
             use_cache=True,
         )
-        cache = theirs.past_key_values
+        cache = releases.cache_in(theirs)
         ours, _ = model.decoder(targets[:, : step + 1], encoded, incremental_state=state)
         torch.testing.assert_close(ours[:, -1], theirs.logits[:, -1], atol=1e-4, rtol=1e-4)

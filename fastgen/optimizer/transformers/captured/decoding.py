@@ -21,7 +21,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fastgen import memory, settings
+from fastgen import memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
@@ -29,7 +29,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
-from fastgen.optimizer.transformers.call import Call
+from fastgen.optimizer.transformers.call import Call, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache, processors
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
@@ -111,7 +111,8 @@ class Decoding:
             if memory.is_out(error):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
-            raise CannotBeCaptured(_describe(error)) from error
+            kind = CannotBeCaptured if isinstance(error, CannotBeCaptured) else Unexpected
+            raise kind(_describe(error)) from error
         finally:
             # It refers to this object, which holds what the call returns of every step.
             del self._host
@@ -141,7 +142,7 @@ class Decoding:
             found["beam_indices"] = search.result_indices(*count)
             found["sequences_scores"] = search.result_scores(*count) if config.output_scores else None
         output = _OUTPUTS[isinstance(search, BeamSearch), self._model.config.is_encoder_decoder]
-        return output(sequences=sequences, past_key_values=store.cache, **found)
+        return output(sequences=sequences, **releases.with_cache(store.cache), **found)
 
     def _keep(self, made: dict[str, Tensor]) -> None:
         for name, tensor in made.items():
@@ -346,7 +347,7 @@ class Decoding:
                 sorted(
                     (name, value)
                     for name, value in self._model_kwargs.items()
-                    if name != "past_key_values" and isinstance(value, (bool, int, float, str))
+                    if not releases.is_cache(name) and isinstance(value, (bool, int, float, str))
                 )
             ),
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),

@@ -9,8 +9,6 @@ a graph; tensors that change from call to call are copied into buffers that stay
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as library
 
+from fastgen import releases
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
@@ -132,7 +131,7 @@ def _repetition_penalty(call: _Call, penalty: Any, ignored: Any, *unused: Any) -
 
 
 def _encoder_repetition_penalty(call: _Call, penalty: Any, tokens: Any) -> Signature:
-    width, all_rows = _encoder_width(call.processor), _all_rows_have_encoder_tokens()
+    width, all_rows = _encoder_width(call.processor), releases.encoder_penalty_is_for_all_beams()
     return rewritten.EncoderRepetitionPenalty, width, _of_type(penalty, float), all_rows
 
 
@@ -143,7 +142,7 @@ def _length_penalty(call: _Call, start: Any, factor: Any, ends: Any) -> Signatur
     except OverflowError as error:  # which the library raises once it comes so far
         raise Unknown from error
     start -= call.prompt_length
-    return rewritten.LengthPenalty, _token_ids(ends), start, factor, steps, _length_penalty_is_finite()
+    return rewritten.LengthPenalty, _token_ids(ends), start, factor, steps, releases.length_penalty_keeps_bans()
 
 
 def _encoder_no_repeat_ngram(call: _Call, n: Any, *others: Any) -> Signature:
@@ -154,7 +153,7 @@ def _sequence_bias(call: _Call, biases: Any) -> Signature:
     items = [(tuple(int(token) for token in sequence), _of_type(bias, float)) for sequence, bias in biases.items()]
     if not all(sequence and min(sequence) >= 0 for sequence, _ in items):
         raise Unknown
-    if not hasattr(call.processor, _GROUPED):
+    if not hasattr(call.processor, releases.GROUPED_BIASES):
         # Releases that go through the sequences one by one compare their whole length with that of the input.
         return rewritten.SequenceBias, tuple(items), 1
     lengths = list(dict.fromkeys(len(sequence) for sequence, _ in items))
@@ -177,9 +176,10 @@ def _library(*names: str, others: tuple[str, ...] = ()) -> _Reader:
     return _Reader(sign, names, others)
 
 
-_GROUPED = "multi_token_biases"
 _BIASES = _Reader(
-    _sequence_bias, ("sequence_bias",), ("bad_word_ids", "length_1_bias", "prepared_bias_variables", _GROUPED)
+    _sequence_bias,
+    ("sequence_bias",),
+    ("bad_word_ids", "length_1_bias", "prepared_bias_variables", releases.GROUPED_BIASES),
 )
 _KEPT = ("filter_value", "min_tokens_to_keep")
 _READERS_BY_NAME = {
@@ -222,20 +222,3 @@ _READERS_BY_NAME = {
     "LogitNormalization": _library(),
 }
 _READERS = {getattr(library, name): reader for name, reader in _READERS_BY_NAME.items() if hasattr(library, name)}
-
-
-# Releases that differ in more than names are asked on two scores ---------------------------------------------------
-
-
-@functools.cache
-def _all_rows_have_encoder_tokens() -> bool:
-    """Whether beams share the encoder's tokens of their input, or only as many rows as there are inputs get some."""
-    processor: Any = library.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))
-    return processor(torch.tensor([[0], [0]]), torch.ones(2, 1))[1, 0].item() != 1
-
-
-@functools.cache
-def _length_penalty_is_finite() -> bool:
-    """Whether an end that is banned stays so, or becomes NaN."""
-    processor: Any = library.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
-    return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()

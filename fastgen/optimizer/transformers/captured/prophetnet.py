@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
+from fastgen import releases
 from fastgen.decoding.captured.symbolic_length import SymbolicLength
 
 
 def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ..., past_key_values, ...)`."""
-    cache = kwargs.get("past_key_values")
+    """Wrapper of `ProphetNetPositionalEmbeddings.forward(inputs_shape, device, ...)`, with a K/V cache."""
+    cache = releases.cache_in(kwargs)
     length = cache.get_seq_length() if cache is not None else None
     if not isinstance(length, SymbolicLength):
         return wrapped(*args, **kwargs)
@@ -28,7 +29,7 @@ def embed_positions(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: di
 
 def attend(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `ProphetNetNgramSelfAttention.forward`, whose arguments the decoder passes by name."""
-    cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    cache, position_ids = releases.cache_in(kwargs), kwargs.get("position_ids")
     length = cache.get_seq_length() if cache is not None else None
     if isinstance(length, SymbolicLength):
         rows = kwargs["hidden_states"].shape[0]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen import releases
 from fastgen.decoding import beams, layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV, StepState
@@ -154,7 +155,8 @@ class CapturedStep:
     def _new_search(self, *sizes: Any, samples: bool) -> BeamSearch | RowSearch:
         if self.key.early_stopping is None:
             return RowSearch(*sizes, samples=samples)
-        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, samples=samples)
+        sorts = samples and releases.sorts_drawn_candidates()
+        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, samples=samples, sorts=sorts)
 
     @property
     def is_captured(self) -> bool:
@@ -392,7 +394,7 @@ class CapturedStep:
         inputs = model.prepare_inputs_for_generation(
             self.search.tokens.unsqueeze(1),
             next_sequence_length=1,
-            past_key_values=self._cache,
+            **releases.with_cache(self._cache),
             **self._inputs,
             **self._constants,
         )

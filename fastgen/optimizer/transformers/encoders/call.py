@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import counters, patching, settings
+from fastgen import counters, patching, releases, settings
 from fastgen.decoding import host_memory
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
@@ -28,14 +28,14 @@ from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs
 from fastgen.optimizer.transformers.encoders.others import code_of_others
-from fastgen.optimizer.transformers.encoders.passes import Declined, Passes
+from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
 ENTRY_POINT = "transformers.encoder"
 # Padding is left out when it is so large a part of the positions.
 MIN_PADDING = 0.1
 # Arguments with which a call does more than encode, or shows more than the last states.
-_MORE = ("encoder_hidden_states", "past_key_values", "use_cache", "output_attentions", "output_hidden_states")
+_MORE = ("encoder_hidden_states", *releases.CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states")
 _READS_PADDING = "padded positions are in the results, or what these depend on"
 
@@ -125,11 +125,13 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             with patching.held(Passes.current, passes), _many_rows(model, given):
                 result = forward()
             if not passes.has_run:
-                raise Declined("the layers of the model have not been called")
+                raise Unexpected("the layers of the model have not been called")
             if padding != "unseen":
                 result = _result(result, given["attention_mask"], padding == "zero", passes)
         except Declined as declined:
             counters.count_not_used(ENTRY_POINT, str(declined))
+            if isinstance(declined, Unexpected):
+                releases.note_encoder(model, str(declined))
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
             if not any(bool(each.isnan().any()) for each in tensors_in(result)):

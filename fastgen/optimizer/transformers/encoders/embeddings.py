@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastgen import releases
 from fastgen.optimizer.transformers.encoders.passes import Passes
 from fastgen.optimizer.transformers.encoders.stacks import COLUMNS, positions_of
 
@@ -31,7 +32,8 @@ def embed(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, An
     given = {name: value for name, value in bound.arguments.items() if value is not None}
     if "position_ids" not in given:
         given["position_ids"] = _positions(module, given, passes.longest)
-    if given.get("past_key_values_length") or not all(_is_there(module, *each) for each in given.items()):
+    has_cache = any(given.get(name) for name in releases.CACHE_LENGTHS)
+    if has_cache or not all(_is_there(module, *each) for each in given.items()):
         return wrapped(*args, **kwargs)
     row = {name: passes.packed(value) if isinstance(value, Tensor) else value for name, value in given.items()}
     if any(value is None for value in row.values()):

@@ -32,6 +32,10 @@ class Declined(Exception):
     """This pass cannot do without padding; the message says why."""
 
 
+class Unexpected(Declined):
+    """It cannot because the model does something that those of tested releases do not do."""
+
+
 class Passes:
     """What one call of an encoder has its stack do.
 
@@ -126,14 +130,14 @@ class Passes:
         packing = self._tokens
         given = {name: self._packed_argument(name, value) for name, value in given.items()}
         if self._embedded is not None and not any(value is self._embedded[1] for value in given.values()):
-            raise Declined("the layers get other states than the embeddings")
+            raise Unexpected("the layers get other states than the embeddings")
         self.packing = self._row = packing
         try:
             result = forward(**given)
         finally:
             self.packing = None
         if not self._attended:
-            raise Declined("attention that is not in the library's functions")
+            raise Unexpected("attention that is not in the library's functions")
 
         def unpacked(states: Tensor) -> Tensor:
             if not self._is_row(states):
@@ -169,7 +173,7 @@ class Passes:
             return self._embedded[1]
         row = self.packed(value) if name in _PER_POSITION and isinstance(value, Tensor) else None
         if row is None:
-            raise Declined(f"an argument of the layers ({name})")
+            raise Unexpected(f"an argument of the layers ({name})")
         return row
 
     def attend(
@@ -186,7 +190,7 @@ class Passes:
         """In the place of an attention function of the library, while the layers run on one row."""
         name = attention.changing_argument(kwargs)
         if name is not None:
-            raise Declined(f"an argument of attention ({name})")
+            raise Unexpected(f"an argument of attention ({name})")
         if self.packing is None or attention_mask is not None or dropout or getattr(module, "is_causal", False):
             raise Declined("attention that is more than over all tokens of a text")
         if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == self.packing.total:
@@ -248,7 +252,7 @@ class Passes:
             if value.dim() > 2 and value.shape[-2] == longest:
                 part = part[..., columns, :]
             return part[..., columns]
-        raise Declined(f"an argument of the layers ({name})")
+        raise Unexpected(f"an argument of the layers ({name})")
 
 
 def _holds_no_tensor(value: Any) -> bool:

@@ -29,7 +29,7 @@ def gguf_reader(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
 
     Those of other users of the package gguf stay as they are. Raises as `read_gguf` does.
     """
-    caller = sys._getframe(1).f_globals.get("__name__", "")
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # behind what stands for the constructor
     if not patching.is_active() or caller.partition(".")[0] not in ("transformers", "fastgen"):
         return wrapped(*args, **kwargs)
     from fastgen.optimizer.transformers.quantized.gguf_reader import PlainReader

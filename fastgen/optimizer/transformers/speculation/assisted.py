@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastgen import settings
+from fastgen import releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step, unsupported
@@ -24,7 +24,7 @@ OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model"
 # With these the call is left to the library.
 _NOT_SERVED = (
     "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "output_attentions",
-    "output_hidden_states", "past_key_values", "dola_layers", "penalty_alpha",
+    "output_hidden_states", "dola_layers", "penalty_alpha", *releases.CACHE_NAMES,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fastgen import counters
+from fastgen import counters, releases
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
@@ -195,7 +195,7 @@ class SpeculativeDecoding(Decoding):
             states = encoded.last_hidden_state.repeat_interleave(self._per_input, dim=0)
             kwargs["encoder_outputs"] = type(encoded)(last_hidden_state=states)
             cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        kwargs["past_key_values"] = cache
+        kwargs |= releases.with_cache(cache)
         return Assistant(call, self._arguments, kwargs, is_rated=self._draft.threshold > 0)
 
     def _prepare(self, step: SpeculativeStep, plain: float | None) -> None:

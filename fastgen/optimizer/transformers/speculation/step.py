@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fastgen import releases
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StepState
@@ -391,7 +392,7 @@ class SpeculativeStep(CapturedStep):
         inputs = model.prepare_inputs_for_generation(
             tokens,
             next_sequence_length=width,
-            past_key_values=cache,
+            **releases.with_cache(cache),
             **inputs,
             **constants,
         )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPTQConfig
 from transformers.pytorch_utils import Conv1D
 
 import fastgen
-from fastgen import settings
+from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
@@ -200,7 +200,7 @@ def test_disabled(tmp_path: Path) -> None:
     patched = modeling_utils.get_hf_quantizer
     fastgen.disable()
     try:
-        assert modeling_utils.get_hf_quantizer is patched.__wrapped__
+        assert modeling_utils.get_hf_quantizer is patching.original_of(patched)
         with pytest.raises(ImportError, match="optimum"):
             load(tmp_path)
     finally:

@@ -1,0 +1,284 @@
+"""What releases of Transformers call things, and how they differ: the one place that knows.
+
+A name that some release has changed is spelled out here and nowhere else. Where a release differs in more than names,
+the function itself is asked (its parameters, the names that it uses, its result for two numbers), so that a release
+between two tested ones is served as it is. Importing this module imports neither torch nor Transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fastgen import patching
+from fastgen._version import __version__
+
+# The first and the last release that the equivalence tests run against. Others are used where their functions look
+# the same.
+TESTED = ("5.4", "5.24")
+# Models that every tested release accelerates, whatever the way of decoding: the first table of docs/support.md.
+MODELS = frozenset(
+    {
+        "BartForConditionalGeneration",
+        "BlenderbotForConditionalGeneration",
+        "BloomForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTNeoXForCausalLM",
+        "Gemma2ForCausalLM",
+        "GemmaForCausalLM",
+        "GptOssForCausalLM",
+        "LEDForConditionalGeneration",
+        "LlamaForCausalLM",
+        "M2M100ForConditionalGeneration",
+        "MBartForConditionalGeneration",
+        "MT5ForConditionalGeneration",
+        "MarianMTModel",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OPTForCausalLM",
+        "PegasusForConditionalGeneration",
+        "PhiForCausalLM",
+        "ProphetNetForConditionalGeneration",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "T5ForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    }
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# ---- names besides the K/V cache's
+
+# The part of `generate` that runs the encoder: its name now, and a former one.
+RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
+
+
+class CacheLayerNames:
+    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
+
+    def capacity(self) -> int:
+        """Positions at the most; -1 for as many as there come."""
+        raise NotImplementedError
+
+    def get_max_length(self) -> int:
+        return self.capacity()
+
+    def get_max_cache_shape(self) -> int:
+        return self.capacity()
+
+
+# ---- the K/V cache
+
+# Its names among the arguments and outputs of models, newest first: up to 5.23 it has one of the others.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# Positions in front of the tokens, an argument of embeddings: up to 5.23 the second.
+CACHE_LENGTHS = ("cache_length", "past_key_values_length")
+# The conditions of patches (`patching.has`): a parameter of one of these names.
+TAKES_CACHE = "|".join(CACHE_NAMES[:2])
+
+
+@functools.cache
+def cache_name() -> str:
+    """What models of the installed release call the K/V cache in their arguments and outputs."""
+    from transformers.generation.utils import GenerationMixin
+
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """The K/V cache as a keyword of a model, of its output, or of `generate`."""
+    return {cache_name(): cache}
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The K/V cache in the arguments or the output of a model; None where there is none."""
+    return given.get(cache_name())
+
+
+def has_own_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether the arguments of `generate` have a cache of the user's, by a name of any release."""
+    return any(arguments.get(name) is not None for name in CACHE_NAMES)
+
+
+def is_cache(name: str) -> bool:
+    """Whether an argument or an output of this name is the K/V cache."""
+    return name in CACHE_NAMES
+
+
+def with_current_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`, with those that the installed release calls by a former name under the present one.
+
+    The library does the same, and warns: once is enough where it is called twice.
+    """
+    now = cache_name()
+    former = {name for name in CACHE_NAMES if name != now and name in arguments}
+    if now != CACHE_NAMES[0] or not former:
+        return arguments
+    found = {name: value for name, value in arguments.items() if name not in former}
+    return {now: next(arguments[name] for name in CACHE_NAMES if name in former), **found}
+
+
+def takes_cache(forward: Function) -> Function:
+    """The forward pass of a model of FastGen's, whose parameter `cache` has the name that the installed release uses.
+
+    Both names work in a call. `generate` finds the release's own in the signature.
+    """
+
+    @functools.wraps(forward)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.pop(name) for name in CACHE_NAMES if name in kwargs]
+        if len(given) > 1:
+            raise TypeError(f"the K/V cache is given by two names ({' and '.join(CACHE_NAMES[:2])}): give one of them")
+        return forward(*args, **kwargs, **dict.fromkeys(CACHE_NAMES[: len(given)], *given))
+
+    signature = inspect.signature(forward)
+    parameters = [
+        each.replace(name=cache_name()) if each.name == CACHE_NAMES[0] else each
+        for each in signature.parameters.values()
+    ]
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return renamed  # type: ignore[return-value]
+
+
+# ---- behaviour
+
+
+def sorts_drawn_candidates() -> bool:
+    """Whether beam sampling puts the candidates that it has drawn in order: from 5.24 on."""
+    from transformers.generation.utils import GenerationMixin
+
+    return "sort" in patching.names_in(GenerationMixin._get_top_k_continuations)
+
+
+@functools.cache
+def encoder_penalty_is_for_all_beams() -> bool:
+    """Whether beams share the encoder's tokens of their input, or only as many rows as there are inputs get some."""
+    import torch
+    from transformers.generation import logits_process
+
+    processor: Any = logits_process.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))
+    return processor(torch.tensor([[0], [0]]), torch.ones(2, 1))[1, 0].item() != 1
+
+
+@functools.cache
+def length_penalty_keeps_bans() -> bool:
+    """Whether an end that is banned stays so under a length penalty, or becomes NaN."""
+    import torch
+    from transformers.generation import logits_process
+
+    processor: Any = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
+    return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()
+
+
+# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
+GROUPED_BIASES = "multi_token_biases"
+
+
+# ---- releases that are not tested
+
+
+class Usual(str):
+    """A reason not to accelerate that lies in the call, or in what its user has changed: any release gives it."""
+
+
+def version() -> str:
+    """The release of Transformers that is imported; "" before it is."""
+    return str(getattr(sys.modules.get("transformers"), "__version__", ""))
+
+
+def is_tested(release: str, tested: tuple[str, str] = TESTED) -> bool:
+    """Whether a release lies between the first and the last one that are tested."""
+    first, last = (_numbers(each) for each in tested)
+    return first <= _numbers(release) <= last
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
+
+
+_has_warned = False
+# Their code is between a call of the user's and what warns of it.
+_LIBRARIES = ("fastgen.", "transformers.", "torch.", "contextlib", "wrapt.", "importlib.")
+
+
+def note(model: Any, reason: str, what: str = "generate runs on the original code") -> None:
+    """A call of `model` is not accelerated: warns, once, where that is the fault of a release that is not tested.
+
+    That is so for a model of Transformers that every tested release accelerates, unless the reason is a `Usual` one.
+
+    Args:
+        what: of the model is not accelerated.
+    """
+    if _is_known(type(model)) and not isinstance(reason, Usual):
+        _warn(f"{type(model).__name__}.{what}", reason)
+
+
+def note_encoder(model: Any, reason: str) -> None:
+    """The same for an encoder whose padding every tested release can leave out."""
+    _warn(f"{type(model).__name__} computes padding", reason)
+
+
+_failed: dict[type, str] = {}
+
+
+def note_failure(model: Any, failure: Exception) -> str | None:
+    """An accelerated call of `model` was repeated after a failure: the reason, if the release is to blame as in `note`.
+
+    Then it warns likewise, and `failed_before` has the next calls of such models not tried.
+    """
+    if is_tested(version()) or not _is_known(type(model)):
+        return None
+    reason = f"{type(failure).__name__} in the accelerated call: {failure}"
+    _failed[type(model)] = reason
+    note(model, reason)
+    return reason
+
+
+def failed_before(kind: type) -> str | None:
+    """Why accelerated calls of such models are not tried any more."""
+    return _failed.get(kind)
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in MODELS
+
+
+def note_patch(patch: patching.Patch, reason: str) -> None:
+    """`generate` itself cannot be hooked, so that no call of it would say so: warns as `note` does."""
+    if patch.target.endswith(".generate"):
+        _warn("generate runs on the original code", reason)
+
+
+def _warn(what: str, reason: str) -> None:
+    global _has_warned
+    release = version()
+    if _has_warned or not release or is_tested(release):
+        return
+    _has_warned = True
+    first, last = TESTED
+    major, minor = _numbers(last)
+    is_newer = _numbers(release) > _numbers(last)
+    wanted = f"transformers<{major}.{minor + 1}" if is_newer else f"transformers>={first}"
+    remedy = "upgrade FastGen, or install" if is_newer else "install"
+    warnings.warn(
+        f"FastGen {__version__} is tested with Transformers {first} to {last}, not with {release}. There "
+        f"{what}: {reason}. To have it accelerated, {remedy} a tested release: pip install '{wanted}'",
+        RuntimeWarning,
+        stacklevel=_level_of_caller(),
+    )
+
+
+def _level_of_caller() -> int:
+    """How many frames up, from who asks, the code is that is neither a library's nor FastGen's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
