@@ -1,4 +1,4 @@
-"""Who gets layers that keep the bits of a checkpoint, and who gets what the library makes of it, bit for bit."""
+"""Who gets layers that keep the bits of a checkpoint: `test_unasked.py` has what everybody else gets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fastgen
 from fastgen import settings
@@ -32,6 +29,7 @@ from tests.optimizer.transformers.quantized.checkpoints import (
     quantize,
     save,
 )
+from tests.optimizer.transformers.quantized.test_unasked import FORMATS, gguf_of, load, pack_of, without_fastgen
 
 ENTRY_POINT = "transformers.from_pretrained"
 
@@ -42,97 +40,19 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "_told", set())
 
 
-def load(folder: Path, **named: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **named).eval()
-
-
 def kept(model: nn.Module) -> list[QuantizedWeight]:
     return [module for module in model.modules() if isinstance(module, QuantizedWeight)]
 
 
-def write_gguf(folder: Path) -> dict[str, Any]:
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
-    from tests.optimizer.transformers.quantized.test_gguf import write_llama
-
-    write_llama(folder / "model.gguf")
-    return {"gguf_file": "model.gguf"}
+# What is kept where it is asked for.
+KEPT = ("gguf", "pack", "pack-8-bits", "pack-channels", "pack-unpacked", "pack-8-bits-unpacked")
 
 
-def write_pack(case: str, **config: Any) -> Callable[[Path], dict[str, Any]]:
-    def write(folder: Path) -> dict[str, Any]:
-        pytest.importorskip("compressed_tensors")
-        reference, tensors = quantize(llama(), CASES[case])
-        save(folder, reference, tensors, CASES[case].config | config)
-        return {}
-
-    return write
-
-
-# What the library loads here.
-STORED = {
-    "gguf": write_gguf,
-    "pack": write_pack("pack"),
-    "pack-8-bits": write_pack("pack-8-bits"),
-    "pack-channels": write_pack("pack-channels"),
-    "pack-unpacked": write_pack("pack", dequantize=True),
-    "pack-8-bits-unpacked": write_pack("pack-8-bits", dequantize=True),
-}
-
-
-@pytest.fixture(params=STORED)
+@pytest.fixture(params=KEPT)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path / "given"
     folder.mkdir()
-    return folder, STORED[request.param](folder)
-
-
-def without_fastgen(folder: Path, **named: Any) -> PreTrainedModel:
-    with fastgen.disabled():
-        return load(folder, **named)
-
-
-def seen(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """What a program may look at, before the first forward pass."""
-    modules = {name: type(module) for name, module in model.named_modules()}
-    found = {"modules": modules, "config": model.config.to_dict(), "keys": list(model.state_dict())}
-    try:
-        model.save_pretrained(folder)
-        files = {path.name for path in folder.iterdir()}
-        found["saved"] = files, json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        found["saved"] = str(error)
-    found["quantizer"] = type(getattr(model, "hf_quantizer", None))
-    return found
-
-
-def check_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert type(ours[name]) is type(tensor) and ours[name].dtype is tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
-
-
-def test_nobody_has_asked(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """The library's, in all that can be seen of it."""
-    folder, named = checkpoint
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        ours = load(folder, **named)
-    with warnings.catch_warnings(record=True) as expected:
-        warnings.simplefilter("always")
-        theirs = without_fastgen(folder, **named)
-    assert [str(each.message) for each in said] == [str(each.message) for each in expected]
-    assert not kept(ours) and ENTRY_POINT not in fastgen.stats()
-    assert seen(ours, tmp_path / "ours") == seen(theirs, tmp_path / "theirs")
-    check_equal_tensors(ours.state_dict(), theirs.state_dict())
-    for file in (tmp_path / "theirs").glob("*.safetensors"):
-        check_equal_tensors(load_file(tmp_path / "ours" / file.name), load_file(file))
-    inputs = inputs_of(theirs)
-    with torch.no_grad():
-        assert torch.equal(ours(**inputs).logits, theirs(**inputs).logits)
-    check_equal_tensors(ours.state_dict(), theirs.state_dict())  # some are unpacked by the first forward pass
+    return folder, FORMATS[request.param](folder)
 
 
 def test_asked_for_in_the_call(checkpoint: tuple[Path, dict[str, Any]]) -> None:
@@ -159,7 +79,7 @@ def test_asked_for_by_a_setting(checkpoint: tuple[Path, dict[str, Any]]) -> None
 
 
 def test_asked_for_in_the_environment(tmp_path: Path) -> None:
-    write_pack("pack")(tmp_path)
+    pack_of("pack")(tmp_path)
     program = (
         "import sys, fastgen\n"
         "from transformers import AutoModelForCausalLM\n"
@@ -177,7 +97,7 @@ def test_asked_for_in_the_environment(tmp_path: Path) -> None:
 
 def test_the_checkpoint_asks_itself(tmp_path: Path) -> None:
     """What `fastgen-quantize` writes, which the library reads as well."""
-    write_pack("pack", **{IN_CONFIG: True})(tmp_path)
+    pack_of("pack", **{IN_CONFIG: True})(tmp_path)
     assert kept(load(tmp_path))
     theirs = without_fastgen(tmp_path)
     assert not kept(theirs)
@@ -232,7 +152,7 @@ def test_nothing_to_keep(tmp_path: Path) -> None:
 
 def test_what_fastgen_does_not_keep(tmp_path: Path) -> None:
     """Whoever has asked is told, and gets what the library makes of it."""
-    write_pack("pack")(tmp_path)
+    pack_of("pack")(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] |= {"kv_cache_scheme": None, "transform_config": {"config_groups": {}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -241,7 +161,7 @@ def test_what_fastgen_does_not_keep(tmp_path: Path) -> None:
 
 
 def test_while_fastgen_is_disabled(tmp_path: Path) -> None:
-    write_pack("pack")(tmp_path)
+    pack_of("pack")(tmp_path)
     with fastgen.disabled(), pytest.raises(ValueError, match="KeepBits, which FastGen reads, and FastGen is disabled"):
         load(tmp_path, quantization_config=fastgen.KeepBits())
     fastgen.disable()
@@ -258,7 +178,7 @@ def test_while_fastgen_is_disabled(tmp_path: Path) -> None:
 
 def test_blocks_that_the_library_keeps(tmp_path: Path) -> None:
     """It does so for some architectures: these stay its own."""
-    named = write_gguf(tmp_path)
+    named = gguf_of()(tmp_path)
     from fastgen.optimizer.transformers.quantized.configurations import NotServed
     from fastgen.optimizer.transformers.quantized.gguf import GgufBlocksQuantizer
 
@@ -271,7 +191,7 @@ def test_blocks_that_the_library_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.001, 0.05, 0.5])
 def test_errors_are_the_librarys(part: float, tmp_path: Path) -> None:
-    named = write_gguf(tmp_path)
+    named = gguf_of()(tmp_path)
     data = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(data[: int(part * len(data))])
     with pytest.raises(Exception) as theirs:
