@@ -70,7 +70,7 @@ def build_parser() -> _Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")

@@ -104,7 +104,7 @@ def _with_blocks(sizes: Tensor) -> Tensor:
 def estimate_out(estimates: Tensor, x: Tensor, bias: Tensor | None, copy: Copy) -> None:
     """Writes estimates of all outputs, [rows, outputs], float32; the other arguments are as in `largest_output_out`."""
     packed = copy.numbers
-    sizes = packed.bits, packed.group_size, packed.rotated
+    sizes = packed.bits, packed.group_size, packed.rotated, False
     torch.ops.fastgen.grouped_linear_out.default(estimates, x, *packed[:5], bias, *sizes)
 
 

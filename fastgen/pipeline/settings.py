@@ -54,7 +54,7 @@ class DataOptions:
     """That of a name which says nothing."""
 
     model: str
-    """A directory written by `save_pretrained`, or a hub name."""
+    """A directory written by `save_pretrained`, a GGUF file, or a hub name."""
     input: str
     """A .txt, .jsonl, .csv, .tsv or .parquet file, a `datasets` name or saved data set, or `-` (standard input)."""
     output: str
@@ -93,6 +93,15 @@ class DataOptions:
     weight_group_size: int = option(
         lambda: switches.current().weight_group_size,
         "inputs that share a scale in int8 and int4: 32, 64 or 128 (default: 64)",
+    )
+    keep_bits: bool = option(
+        lambda: switches.current().keep_bits,
+        "keep weights in GGUF, GPTQ, AWQ and compressed-tensors in their bits, also where Transformers unpacks them",
+    )
+    activations: str = option(
+        lambda: switches.current().activations,
+        "int8: round what such weights are multiplied with on a CPU, which is faster, with other results "
+        "(default: float)",
     )
     batch_size: int | Literal["auto"] = option(
         16,
@@ -182,7 +191,8 @@ class DataOptions:
     @property
     def weights(self) -> dict[str, Any]:
         """FastGen's settings for the weights of linear layers."""
-        return {"weight_dtype": self.weight_dtype, "weight_group_size": self.weight_group_size}
+        names = ("weight_dtype", "weight_group_size", "keep_bits", "activations")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def from_stdin(self) -> bool:

@@ -27,6 +27,9 @@ NOT_RUN = {
 # A line that is in the block.
 PYTHON_NOT_RUN = {
     'model = UniLMForSeq2SeqLM.from_published("unilm1-base-cased.bin")': "needs the authors' file of 450 MB",
+    'model = AutoModelForCausalLM.from_pretrained("smollm2", gguf_file="model.gguf", quantization_config=keep)': (
+        "needs a file of 98 MB"
+    ),
 }
 NEEDS_FAIRSEQ = {"docs/fairseq.md", "docs/unilm-prophetnet.md"}
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:python|pip|make|fastgen-\S+|cat|head|apt-get|\.venv/\S+) "

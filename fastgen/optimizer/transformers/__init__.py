@@ -44,6 +44,12 @@ def patches() -> list[Patch]:
             "quantized.hooks:get_hf_quantizer",
             has("config quantization_config device_map user_agent"),
         ),
+        hook(
+            "modeling_utils",
+            "PreTrainedModel.resize_token_embeddings",
+            "quantized.hooks:resize_token_embeddings",
+            has("new_num_tokens pad_to_multiple_of"),
+        ),
         hook(*releases.GGUF_HEADER, "quantized.gguf_hooks:read_gguf", has("gguf_path")),
         Patch("gguf.gguf_reader", "GGUFReader.__init__", f"{__name__}.quantized.gguf_hooks:gguf_reader", has("path")),
         Patch("gguf", "get_tensor_name_map", f"{__name__}.quantized.gguf_hooks:name_map", has("arch n_blocks")),

@@ -8,7 +8,7 @@ from typing import Any
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import Loaded, read_model
+from fastgen.pipeline.loading import Loaded, is_gguf, read_model
 
 # A checkpoint may have heads that are not asked for.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
@@ -67,8 +67,8 @@ def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
 
     from fastgen.pipeline.loading import check_path
 
-    check_path(settings.model)
-    modules = read_modules(settings.model, settings)
+    check_path(settings.model, gguf=True)
+    modules = read_modules("" if is_gguf(settings.model) else settings.model, settings)
 
     def kind(config: Any) -> Any:
         # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
