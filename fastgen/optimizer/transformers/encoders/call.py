@@ -26,7 +26,7 @@ from fastgen.decoding.products import HALF
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
-from fastgen.optimizer.transformers.encoders import attention, programs
+from fastgen.optimizer.transformers.encoders import attention, programs, results
 from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
@@ -134,7 +134,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
                 releases.note_encoder(model, str(declined))
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
-            if not any(bool(each.isnan().any()) for each in tensors_in(result)):
+            if not _has_nan(result):
                 if passes.has_embedded:
                     known.sees_embeddings.add(key)
                 else:
@@ -146,6 +146,13 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         return result
+
+
+def _has_nan(result: Any) -> bool:
+    try:
+        return any(bool(each.isnan().any()) for each in results.tensors(result))
+    except results.Unknown:  # nor does it say anything the next time
+        return False
 
 
 @contextlib.contextmanager
@@ -280,15 +287,16 @@ def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
     The states of all layers, which the library records as the layers have them, are padded.
 
     Raises:
-        Declined: it depends on padded positions.
+        Declined: it depends on padded positions, or nobody knows whether it does.
     """
-    if isinstance(result, dict):
-        for name, value in result.items():
-            result[name] = _result(value, mask, zeros, passes)
-        return result
-    if isinstance(result, tuple | list):
-        return type(result)(_result(value, mask, zeros, passes) for value in result)
-    if not isinstance(result, Tensor) or not result.is_floating_point():
+    try:
+        return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, passes))
+    except results.Unknown as unknown:
+        raise Declined(str(unknown)) from unknown
+
+
+def _checked(result: Tensor, mask: Tensor, zeros: bool, passes: Passes) -> Tensor:
+    if not result.is_floating_point():
         return result
     result = passes.padded(result)
     if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one
