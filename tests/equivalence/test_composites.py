@@ -49,6 +49,37 @@ def _bert_and_bert() -> Any:
     return transformers.EncoderDecoderModel(config)
 
 
+def _florence2() -> Any:
+    vision = {
+        "depths": [1, 1, 1, 1],
+        "embed_dim": [16, 16, 16, 16],
+        "num_heads": [4, 4, 4, 4],
+        "num_groups": [4, 4, 4, 4],
+        "projection_dim": 32,
+    }
+    text = {**_TOKENS, "model_type": "bart", "d_model": 32, "decoder_start_token_id": BOS}
+    for side in ("encoder", "decoder"):
+        text |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    config = transformers.Florence2Config(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1)
+    return transformers.Florence2ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("image", [False, True])
+def test_an_encoder_that_gets_no_tokens(image: bool, decoding: str) -> None:
+    """Florence-2 embeds them itself, and images among them; the prompts of a batch differ in length."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY - 1, (3, LONG), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    inputs = {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+    if image:  # of 32 x 32, two tokens
+        inputs["input_ids"][:, :2] = VOCABULARY - 1
+        inputs["pixel_values"] = torch.randn(3, 3, 32, 32, generator=generator)
+    check(build(_florence2), inputs, {**DECODING[decoding], **SCORES})
+    assert accelerated() == 1
+
+
 def _llava() -> Any:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**{**_IMAGE, "patch_size": 8}, projection_dim=32),

@@ -6,6 +6,7 @@ keep a call from being accelerated is looked at before anything is changed.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -44,7 +45,9 @@ def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     # criterion, say, under `fastgen.disabled()`.
     if call is None or call.accelerated or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
-    return _prefill(call, wrapped, *args, **kwargs)
+    with call.decides():
+        bound = inspect.signature(_prefill).bind(call, wrapped, *args, **kwargs)
+    return _prefill(*bound.args, **bound.kwargs)
 
 
 def _prefill(
@@ -55,10 +58,10 @@ def _prefill(
     model_kwargs: dict[str, Any],
     is_first_iteration: bool = True,
 ) -> Any:
-    per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
-    to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
     try:
         with call.decides():
+            per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
+            to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as declined:
         call.decline(declined.reason)

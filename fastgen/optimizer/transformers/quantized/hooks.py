@@ -35,30 +35,34 @@ def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     """Around `get_hf_quantizer`: FastGen's quantizer for checkpoints that it serves."""
     if not patching.is_active() or _declined.get():
         return wrapped(*args, **kwargs)
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     try:
-        if given.get("gguf_file") is not None:
-            return _for_gguf(wrapped(*args, **kwargs), given)
-        found = _for_checkpoint(given)
-    except NotServed as reason:
-        counters.count_fallback(ENTRY_POINT, str(reason))
-        found = None
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    except TypeError:
+        return wrapped(*args, **kwargs)  # which raises it
+    if given.get("gguf_file") is not None:
+        found = wrapped(*args, **kwargs)
+        return counters.decided(ENTRY_POINT, _for_gguf, found, given) or found
+    found = counters.decided(ENTRY_POINT, _for_checkpoint, given)
     return wrapped(*args, **kwargs) if found is None else found
 
 
 def _for_checkpoint(given: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """What `get_hf_quantizer` returns for a checkpoint that is served; None for one of other kinds."""
+    """What `get_hf_quantizer` returns for a checkpoint that is served; None, and why is counted, for another one."""
     config, device_map = given["config"], given["device_map"]
-    stored = configurations.stored(config)
-    form = configurations.form_of(stored)
-    if form is None:
+    try:
+        stored = configurations.stored(config)
+        form = configurations.form_of(stored)
+        if form is None:
+            return None
+        _check_call(given["quantization_config"], device_map)
+    except NotServed as reason:
+        counters.count_fallback(ENTRY_POINT, str(reason))
         return None
-    _check_call(given["quantization_config"], device_map)
     from fastgen.optimizer.transformers.quantized.stored import StoredQuantizer
 
     quantizer = StoredQuantizer(configurations.Kept(stored), form)
-    config.quantization_config = quantizer.quantization_config
     given["user_agent"]["quant"] = stored["quant_method"]
+    config.quantization_config = quantizer.quantization_config
     return quantizer, config, device_map
 
 
