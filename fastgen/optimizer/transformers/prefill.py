@@ -22,6 +22,7 @@ from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
+from fastgen.optimizer.transformers.models import handed_on
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -83,6 +84,8 @@ def _prefill(
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
             outputs[name] = _repeat(outputs[name], batch, per_input)
+    for name, part in handed_on(call.model) or ():
+        outputs[name][part] = _repeat_blocks(outputs[name][part], batch, per_input)
     call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
@@ -110,6 +113,8 @@ def _one_row_each(
     if cache is None:
         raise NotAccelerated("no K/V cache (a model without one)")
     per_input = max(config.num_beams, config.num_return_sequences)
+    if per_input > 1 and handed_on(call.model) is None:
+        raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
     embedded = model_kwargs.get("inputs_embeds")
@@ -149,7 +154,8 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     if value is None or isinstance(value, _NOT_PER_ROW) or name in WITHOUT_ROWS or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or not caches.rows_agree(value, per_input):
+        of_axes = name == "position_ids" and value.dim() > 2  # an axis comes before the rows
+        if value.dim() == 0 or of_axes or not caches.rows_agree(value, per_input):
             raise NotAccelerated(f"{name} is not one row per sequence, equal for the sequences of an input")
         return value[::per_input].contiguous()
     if isinstance(value, ModelOutput):
@@ -172,3 +178,8 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
+
+
+def _repeat_blocks(value: torch.Tensor, batch: int, per_input: int) -> torch.Tensor:
+    """What has as many rows for each input, next to each other, such as one for each of its images."""
+    return _repeat(value.unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)
