@@ -39,6 +39,7 @@ def enable(
     captured_step: str | None = None,
     padding: str | None = None,
     self_speculation: str | None = None,
+    assisted_sampling: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
@@ -59,6 +60,8 @@ def enable(
             gives, or "zero", zeros, with which padding is always left out of the computation.
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
             several at a time; "off" by default. In float32, greedy tokens stay the same.
+        assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
+            does, or "fastgen", faster, with other tokens of the same distribution.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
             "int8" (the default), or the "exact" ones, which is slow.

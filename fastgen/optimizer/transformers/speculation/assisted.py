@@ -58,8 +58,10 @@ def _is_served(model: Any, option: Any) -> bool:
     now = settings.current()
     may_capture = now.captured_step != "never" and now.linear_products != "fixed" and has_captured_steps(model)
     own = model.generation_config
+    samples = option("do_sample") if option("do_sample") is not None else own.do_sample
     return (
         may_capture
+        and (not samples or now.assisted_sampling == "fastgen")  # the library draws other tokens with the same seed
         and positions_of_step(model) == 1
         and model.device.type in ("cpu", "cuda")
         and graph.unavailable(model.device) is None
@@ -81,6 +83,8 @@ def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Dra
         serves = not model.config.is_encoder_decoder and type(count) is int and value <= count
         return EarlyExitDraft(model, value) if serves else None
     max_ngram = option("max_matching_ngram_size") or model.generation_config.max_matching_ngram_size or 2
+    if type(max_ngram) is not int or max_ngram < 1:
+        return None
     source = arguments.get("inputs", arguments.get("input_ids")) if model.config.is_encoder_decoder else None
     is_tokens = isinstance(source, Tensor) and source.dim() == 2 and source.dtype is torch.int64
     return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)
