@@ -47,7 +47,7 @@ class Fields:
     def size(self, name: str) -> int | None:
         """A positive number."""
         found: int | None = self._of(name, int, "a positive number", None)
-        if found is not None and not 0 < found <= _LARGEST:
+        if found is not None and found < 1:
             raise self.wrong(name, "a positive number")
         return found
 
@@ -60,9 +60,12 @@ class Fields:
         return found
 
     def needed(self, name: str) -> int:
+        """A positive number of elements of a tensor."""
         found = self.size(name)
         if found is None:
             raise SetupError(f"{self.path} has no {name}: it must be a positive number")
+        if found > _LARGEST:
+            raise self.wrong(name, f"at most {_LARGEST}")
         return found
 
     def wrong(self, name: str, must: str) -> SetupError:
