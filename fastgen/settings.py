@@ -83,8 +83,8 @@ class Settings:
             those weights.
         assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling
             (FASTGEN_ASSISTED_SAMPLING). "library" (the default): Transformers, on its own code, so that a seed gives
-            the tokens that it gives there. "fastgen": FastGen's draft and check, which draw other tokens of the same
-            distribution.
+            the tokens that it gives there; of several sequences, which it refuses, FastGen. "fastgen": FastGen's draft
+            and check, which draw other tokens of the same distribution.
 
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 

@@ -315,8 +315,12 @@ class RunOptions(DataOptions):
 
 
 def captured_drafts() -> dict[str, Any]:
-    """The settings with which steps that check drafts are captured, unless the user asked for others."""
-    return {} if "linear_products" in switches.current().explicit else {"linear_products": "measured"}
+    """The settings with which steps that check drafts are captured, and draw, unless the user asked for others.
+
+    A batch of one text draws as the others do.
+    """
+    wanted = {"linear_products": "measured", "assisted_sampling": "fastgen"}
+    return {name: value for name, value in wanted.items() if name not in switches.current().explicit}
 
 
 def unfinished_path(path: Path) -> Path:

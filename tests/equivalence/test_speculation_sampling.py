@@ -205,6 +205,17 @@ def test_the_library_draws_by_default(model: Any, draft: str) -> None:
 
     with fastgen.disabled():
         expected = [tokens(seed) for seed in range(5)]
+    # Of several sequences there is nothing of the library's to reproduce.
+    with torch.no_grad():
+        several = model.generate(
+            prompt.expand(3, -1),
+            attention_mask=torch.ones(3, len(PROMPT)),
+            do_sample=True,
+            max_new_tokens=20,
+            **options,
+        )
+    assert len(several) == 3 and counts()["accelerated"] == 1
+    fastgen.reset_stats()
     assert [tokens(seed) for seed in range(5)] == expected
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 5}
 

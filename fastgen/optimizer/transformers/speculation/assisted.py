@@ -40,7 +40,7 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
         return value if value is not None or config is None else getattr(config, name, None)
 
     asked = [name for name in OPTIONS if option(name) is not None]
-    if len(asked) != 1 or not _is_served(model, option):
+    if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)
     if draft is None:
@@ -58,10 +58,8 @@ def _is_served(model: Any, option: Any) -> bool:
     now = settings.current()
     may_capture = now.captured_step != "never" and now.linear_products != "fixed" and has_captured_steps(model)
     own = model.generation_config
-    samples = option("do_sample") if option("do_sample") is not None else own.do_sample
     return (
         may_capture
-        and (not samples or now.assisted_sampling == "fastgen")  # the library draws other tokens with the same seed
         and positions_of_step(model) == 1
         and model.device.type in ("cpu", "cuda")
         and graph.unavailable(model.device) is None
@@ -69,6 +67,20 @@ def _is_served(model: Any, option: Any) -> bool:
         and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
         and (option("num_beams") or own.num_beams or 1) == 1
     )
+
+
+def _library_draws(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call samples that the library serves: with the same seed, it draws other tokens than FastGen.
+
+    Of several sequences it refuses to sample any.
+    """
+    own = model.generation_config
+    samples = option("do_sample") if option("do_sample") is not None else own.do_sample
+    if not samples or settings.current().assisted_sampling == "fastgen":
+        return False
+    names = ("inputs", "input_ids", model.main_input_name, "inputs_embeds", "decoder_input_ids")
+    rows = [value.shape[0] for value in map(arguments.get, names) if isinstance(value, Tensor) and value.dim()]
+    return max(rows, default=1) * (option("num_return_sequences") or own.num_return_sequences or 1) == 1
 
 
 def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
