@@ -52,8 +52,10 @@ class SentenceModules:
     prompt: str = ""
     said: bool = False
     """Whether the model's files say all this."""
+    pooled: tuple[str, int | None] = ("", None)
+    """The file of the pooling, and how many numbers of a state that says there are."""
     sizes: list[tuple[str, int | None, int | None]] = field(default_factory=list)
-    """Of the pooling and of each step its file, and how many numbers go in and come out, as far as that says so."""
+    """Of each step with a file that, and how many numbers go in and come out, as far as it says so."""
 
     def add(self, step: Step, described: dict[str, Any], sizes: tuple[str, int | None, int | None]) -> None:
         self.steps.append(step)
@@ -66,13 +68,13 @@ class SentenceModules:
         Args:
             hidden: numbers of a state of the model; None where its configuration does not say.
         """
-        size = hidden
-        for number, (file, into, out) in enumerate(self.sizes):
-            if into is not None and size is not None and into != size:
-                raise SetupError(f"{file} is for vectors of {into} numbers, but gets some of {size}")
+        file, states = self.pooled
+        _check_size(file, states, hidden)
+        one = states or hidden
+        size = None if one is None else one * len(self.pooling)
+        for file, into, out in self.sizes:
+            _check_size(file, into, size)
             size = out or into or size
-            is_pooling = number == 0 and len(self.sizes) > len(self.steps)
-            size = size * len(self.pooling) if is_pooling and size is not None else size
 
     def __call__(self, states: Any, mask: Any, prompt_length: int = 0) -> Any:
         """The vectors [rows, size] of texts, in float32.
@@ -91,6 +93,11 @@ class SentenceModules:
 
     def _skipped(self, prompt_length: int) -> int:
         return 0 if self.include_prompt else prompt_length
+
+
+def _check_size(file: str, wanted: int | None, given: int | None) -> None:
+    if wanted is not None and given is not None and wanted != given:
+        raise SetupError(f"{file} is for vectors of {wanted} numbers, but gets some of {given}")
 
 
 def _pool(kind: str, states: Any, mask: Any, skipped: int) -> Any:
@@ -194,7 +201,7 @@ def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: 
         )
     found.pooling = _poolings(fields)
     size = fields.size("word_embedding_dimension") or fields.size("embedding_dimension")
-    found.sizes.append((str(fields.path), size, None))
+    found.pooled = str(fields.path), size
 
 
 def _poolings(fields: Fields) -> tuple[str, ...]:

@@ -310,6 +310,7 @@ def test_vectors_of_another_size_than_a_module_takes(fresh) -> None:
         found.check(48)
     change(fresh, "1_Pooling/config.json", {"pooling_mode": ["cls", "mean"], "word_embedding_dimension": 16})
     read_modules(str(fresh), asked()).check(16)
+    read_modules(str(fresh), asked(normalize=True)).check(16)
     with pytest.raises(SetupError, match=r"1_Pooling/config\.json is for vectors of 16 numbers, but gets some of 32"):
         read_modules(str(fresh), asked()).check(32)
     with pytest.raises(SetupError, match=r"2_Dense"):
