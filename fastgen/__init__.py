@@ -44,6 +44,7 @@ def enable(
     captured_step: str | None = None,
     padding: str | None = None,
     self_speculation: str | None = None,
+    assisted_sampling: str | None = None,
     few_bits_inputs: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
@@ -65,6 +66,8 @@ def enable(
             gives, or "zero", zeros, with which padding is always left out of the computation.
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
             several at a time; "off" by default. In float32, greedy tokens stay the same.
+        assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
+            does, or "fastgen", faster, with other tokens of the same distribution.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
         keep_bits: `from_pretrained` keeps the weights of low-bit checkpoints in their bits, also where the library
             would unpack them: `KeepBits` for all calls. False by default.

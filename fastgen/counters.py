@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastgen import settings
 from fastgen.locks import ForkableLock
@@ -18,6 +18,8 @@ CAPTURED_STEP = "transformers.captured_step"
 DRAFTS = "transformers.speculation"
 OF_FAIRSEQ = "fairseq.generate"
 ENCODER = "transformers.encoder"
+
+Value = TypeVar("Value")
 
 
 class FallbackError(RuntimeError):
@@ -65,7 +67,7 @@ def add(entry_point: str, **amounts: int) -> None:
 
 
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
-    """An accelerated call of `entry_point` ended in `failure` and was repeated with the original code; warns of it.
+    """An accelerated call of `entry_point` ended in `failure` and goes to the original code; warns of it.
 
     `stacklevel` is as `warnings.warn` in the calling function would take it. In strict mode it raises FallbackError.
     """
@@ -75,10 +77,25 @@ def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None
     except FallbackError as strict:
         raise strict from failure
     warnings.warn(
-        f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+        f"FastGen: {reason}. The original code takes the call over; please report this.",
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def decided(entry_point: str, decide: Callable[..., Value], *arguments: Any) -> Value | None:
+    """What `decide(*arguments)` returns, which looks at a call before anything is changed; None where it raises.
+
+    Then the call goes to the original code: that is counted and warned of as a failure is, and raises FallbackError in
+    strict mode. `decide` must not call what is not FastGen's own.
+    """
+    try:
+        return decide(*arguments)
+    except FallbackError:
+        raise
+    except Exception as failure:
+        count_failure(entry_point, failure, stacklevel=3)
+        return None
 
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:

@@ -24,6 +24,7 @@ CHOICES = {
     "captured_step": ("auto", "always", "never"),
     "padding": ("exact", "zero"),
     "self_speculation": ("off", "int8", "int4"),
+    "assisted_sampling": ("library", "fastgen"),
 }
 # On the CPU a captured step is recorded once so many steps have been asked for: recording takes as long as twenty. A
 # call that may end at any token counts as no more than the last.
@@ -87,6 +88,10 @@ class Settings:
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
             several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
             those weights.
+        assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling
+            (FASTGEN_ASSISTED_SAMPLING). "library" (the default): Transformers, on its own code, so that a seed gives
+            the tokens that it gives there; of several sequences, which it refuses, FastGen. "fastgen": FastGen's draft
+            and check, which draw other tokens of the same distribution.
 
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 
@@ -105,12 +110,17 @@ class Settings:
     captured_step: str = "auto"
     padding: str = "exact"
     self_speculation: str = "off"
+    assisted_sampling: str = "library"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("disabled", "strict"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {getattr(self, name)!r}; known: True, False")
         for name, known in CHOICES.items():
             given = getattr(self, name)
-            if given not in known:
+            # 64.0 and a number that equals one of the known ones are not what is looked up with them.
+            if not any(type(given) is type(each) and given == each for each in known):
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(map(str, known))}")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):

@@ -103,3 +103,15 @@ def test_a_data_set_keeps_what_the_user_has_asked_for(defaults, monkeypatch, giv
     fastgen.enable(**given)
     monkeypatch.setitem(generate_dataset.__globals__, "run", lambda *_: settings.current().linear_products)
     assert generate_dataset("model", "input", "output") == used
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"strict": "off"}, {"strict": 1}, {"weight_group_size": 64.0}, {"weight_group_size": "64"}, {"padding": True}],
+    ids=str,
+)
+def test_values_that_only_look_like_one(defaults, given):
+    """What counts as true or equal is not what was meant."""
+    with pytest.raises(ValueError, match=f"{next(iter(given))}.*known: "):
+        fastgen.enable(**given)
+    assert settings.current() == settings.Settings()

@@ -41,6 +41,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
+    fastgen.enable(assisted_sampling="fastgen")
     graph_cache.drop_all()
     fastgen.reset_stats()
 

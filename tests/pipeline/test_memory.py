@@ -231,3 +231,14 @@ def test_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 400)
     assert free_memory(SimpleNamespace(type="cuda")) == 1300
+
+
+def test_a_limit_that_stands_for_none_takes_no_memory_from_the_batch():
+    """No sequence has more positions than the model, whatever its configuration says."""
+    model, generation = prepared(llama, torch.device("cpu"))
+    fits = model.config.max_position_embeddings
+    plans = []
+    for limit in (fits, 10**9, 10**18):
+        generation.update(max_new_tokens=None, max_length=limit)
+        plans.append(MemoryModel.of(model, generation).largest(2**30, 64, 40))
+    assert plans[0] == plans[1] == plans[2]

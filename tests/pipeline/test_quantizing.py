@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -581,3 +583,31 @@ def test_the_choice_is_greedy():
     assert calibration.most_gaining(given, 4.4) == {"d"}
     assert calibration.most_gaining(given, 7.0) == {"d", "b", "c"}
     assert calibration.most_gaining(given, 6.0) == {"d", "a"}  # what does not fit is passed over
+
+
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+@pytest.mark.parametrize("killed_at", [1, 2, 4, 7])
+def test_a_kill_while_the_directory_is_removed(killed_at, again, llama, text, tmp_path, monkeypatch):
+    """Whatever is left says whose it is: the next run takes it over, or drops it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "_write", lambda *_: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            run(llama, tmp_path / "out", text)
+    removed = itertools.count(1)
+
+    def until(remove):
+        def removing(path, *args, **kwargs):
+            if next(removed) == killed_at:
+                raise Stop
+            return remove(path, *args, **kwargs)
+
+        return removing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", until(os.unlink))
+        patch.setattr(Path, "unlink", until(Path.unlink))
+        patch.setattr(os, "rmdir", until(os.rmdir))
+        with contextlib.suppress(Stop):
+            run(llama, tmp_path / "out", text, overwrite=True)
+    run(llama, tmp_path / "out", text, **{again: True})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]

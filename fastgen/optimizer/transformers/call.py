@@ -123,7 +123,8 @@ class Call:
         return call if call is not None and model in (None, call.model) else None
 
     def __enter__(self) -> Call:
-        self._packed.enter_context(self.layers)
+        with self.decides():
+            self._packed.enter_context(self.layers)
         self._token = Call._active.set(self)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -70,8 +71,9 @@ def _report(model: Any, failure: Exception, stacklevel: int) -> None:
 def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
     """The call, with the original code should it fail. What it takes of memory is free when this returns."""
     call = attempt.call
-    with call:
+    with ExitStack() as context:
         try:
+            context.enter_context(call)
             result = wrapped(**attempt.arguments)
             call.finish()
             return result

@@ -6,6 +6,7 @@ keep a call from being accelerated is looked at before anything is changed.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
+from fastgen.optimizer.transformers.models import handed_on
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -43,7 +45,9 @@ def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     # criterion, say, under `fastgen.disabled()`.
     if call is None or call.accelerated or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
-    return _prefill(call, wrapped, *args, **kwargs)
+    with call.decides():
+        bound = inspect.signature(_prefill).bind(call, wrapped, *args, **kwargs)
+    return _prefill(*bound.args, **bound.kwargs)
 
 
 def _prefill(
@@ -54,10 +58,10 @@ def _prefill(
     model_kwargs: dict[str, Any],
     is_first_iteration: bool = True,
 ) -> Any:
-    per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
-    to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
     try:
         with call.decides():
+            per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
+            to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as declined:
         call.decline(declined.reason)
@@ -79,6 +83,8 @@ def _prefill(
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
             outputs[name] = _repeat(outputs[name], batch, per_input)
+    for name, part in handed_on(call.model) or ():
+        outputs[name][part] = _repeat_blocks(outputs[name][part], batch, per_input)
     call.layers.expect(certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
@@ -106,6 +112,8 @@ def _one_row_each(
     if cache is None:
         raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
+    if per_input > 1 and handed_on(call.model) is None:
+        raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
     embedded = model_kwargs.get("inputs_embeds")
@@ -150,7 +158,8 @@ def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     if value is None or has_no_rows(name, value) or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or not caches.rows_agree(value, per_input):
+        of_axes = name == "position_ids" and value.dim() > 2  # an axis comes before the rows
+        if value.dim() == 0 or of_axes or not caches.rows_agree(value, per_input):
             raise NotAccelerated(f"{name} is not one row per sequence, equal for the sequences of an input")
         return value[::per_input].contiguous()
     if isinstance(value, ModelOutput):
@@ -173,3 +182,8 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
+
+
+def _repeat_blocks(value: torch.Tensor, batch: int, per_input: int) -> torch.Tensor:
+    """What has as many rows for each input, next to each other, such as one for each of its images."""
+    return _repeat(value.unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)

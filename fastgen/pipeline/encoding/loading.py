@@ -16,6 +16,10 @@ _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
 _NO_LIMIT = 10**9
 
 
+# What configurations call the numbers of a state.
+_HIDDEN = ("hidden_size", "d_model", "dim")
+
+
 @dataclass
 class LoadedEncoder(Loaded):
     """A model that only encodes, with what the stages need to know about its inputs."""
@@ -83,6 +87,10 @@ def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules
     """Decide everything about a model that is in memory already."""
     if model.config.is_encoder_decoder and hasattr(model, "decoder"):
         model = model.get_encoder()
+    config = model.config.get_text_config()
+    modules.check(
+        next((getattr(config, name, None) for name in _HIDDEN if isinstance(getattr(config, name, None), int)), None)
+    )
     longest = _longest(model, tokenizer, settings.max_length, modules.max_length)
     prompt = lowered(modules.prompt) if modules.lower_case else modules.prompt
     loaded = LoadedEmbedder(model, tokenizer, longest, prompt, 0, modules.lower_case, modules)
