@@ -143,6 +143,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
+        given = value[0] if isinstance(value, ModelOutput) else value
+        if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
+            raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
 
 
 def _check_without_draft(arguments: dict[str, Any]) -> None:

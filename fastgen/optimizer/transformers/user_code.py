@@ -99,18 +99,59 @@ class _UserCode(wrapt.ObjectProxy):
     def __init__(self, wrapped: Any, errors: Errors) -> None:
         super().__init__(wrapped)
         self._self_errors = errors
+        self._self_given: list[Any] | None = None  # what it has given since `Calls` began
+        self._self_again: deque[Any] = deque()  # what it has given for the calls that come
 
     @property
     def __call__(self) -> Any:  # a property, because the library looks at the signature of the object's own
         return wrapt.FunctionWrapper(self.__wrapped__.__call__, self._self_run)
 
     def _self_run(self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._self_again:
+            return self._self_again.popleft()
         with self._self_errors.noted():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if self._self_given is not None:
+            self._self_given.append(result)
+        return result
 
     def __getattr__(self, name: str) -> Any:  # it may be a property of the user's class
         with self._self_errors.noted():
             return getattr(self.__wrapped__, name)
+
+
+class Calls:
+    """What the user's code among processors and criteria gives from now on, for another loop to begin again.
+
+    It has been called then, and may have noted so where nobody sees it: it is not called once more, and gives the same.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        parts = list(parts)
+        self._users = [part for part in parts if isinstance(part, _UserCode)]
+        self._state = SavedState(self._users)
+        self._others = SavedState(part for part in parts if not isinstance(part, _UserCode))
+        for part in self._users:
+            part._self_given = [*part._self_again]
+
+    def rewind(self, draws_others: bool = False) -> None:
+        """The calls that come are those that came: of the library's own objects, everything is as it was.
+
+        Args:
+            draws_others: the other loop draws other tokens, so that only the first call is the same.
+        """
+        self._others.restore()
+        if draws_others and any(len(part._self_given or ()) > 1 for part in self._users):
+            self._state.restore()
+        else:
+            for part in self._users:
+                part._self_again = deque(part._self_given or ())
+        self.end()
+
+    def end(self) -> None:
+        """No other loop will begin again."""
+        for part in self._users:
+            part._self_given = None
 
 
 class Streamer(wrapt.ObjectProxy):

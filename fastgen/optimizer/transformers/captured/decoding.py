@@ -102,7 +102,7 @@ class Decoding:
         """
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self._model.device)
-        state = user_code.SavedState((*self._processors, *self._criteria))
+        self._calls = user_code.Calls((*self._processors, *self._criteria))
         step = None
         try:
             step = self._step()
@@ -113,13 +113,14 @@ class Decoding:
                 raise
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
-                state.restore()
+                self._calls.rewind(self._config.do_sample and not graph.is_recorded(self._model.device))
             if memory.is_out(error):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             kind = CannotBeCaptured if isinstance(error, CannotBeCaptured) else Unexpected
             raise kind(_describe(error)) from error
         finally:
+            self._calls.end()
             # It refers to this object, which holds what the call returns of every step.
             del self._host
         if step.is_captured:
@@ -216,9 +217,12 @@ class Decoding:
 
     @contextlib.contextmanager
     def _users(self) -> Iterator[None]:
-        """What the user's code raises is not the step's failure; what it waits for must not wait for this call."""
+        """What the user's code raises is not the step's failure; what it waits for must not wait for this call. It runs
+        in the mode that the call was made in: of inference, its own tensors are such as only that may write to.
+        """
+        mode = torch.inference_mode() if self._call.in_inference_mode else contextlib.nullcontext()
         try:
-            with graph.stepped_aside(self._model.device):
+            with graph.stepped_aside(self._model.device), mode:
                 yield
         except Exception as error:
             self._raised = error
@@ -273,6 +277,7 @@ class Decoding:
     def _release(self) -> None:
         """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
         self._has_released = True
+        self._calls.end()
         self._call.store.release()
         self._prompt.own.clear()
         self._prompt.cross.clear()
