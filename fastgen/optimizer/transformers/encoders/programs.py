@@ -74,6 +74,7 @@ class _OfModel:
 
     def __init__(self) -> None:
         self._states: OrderedDict[tuple[State, Hashable], OrderedDict[Hashable, _Pass]] = OrderedDict()
+        self._has_state = False
         self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
         self.wanted: Counter[Hashable] = Counter()
         self.refused: set[Hashable] = set()
@@ -92,10 +93,11 @@ class _OfModel:
         if known in self._states:
             self._states.move_to_end(known)
         elif models.modules_unsupported(model) is None and _is_served(model) and _has_plain_tensors(model):
+            if self._has_state:  # a shape has to come as often once more, or each change would make a recording
+                self.wanted.clear()
             for former in [each for each in self._states if each[0].model.tensors != state.model.tensors]:
                 del self._states[former]
-            self._states[known] = OrderedDict()
-            self.wanted.clear()  # a shape has to come as often once more, or each change would make a recording
+            self._states[known], self._has_state = OrderedDict(), True
             while len(self._states) > MOST_STATES:
                 self._states.popitem(last=False)
         else:
