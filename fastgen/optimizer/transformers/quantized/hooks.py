@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastgen import counters, patching, settings
+from fastgen import counters, interrupts, patching, settings
 from fastgen.keep_bits import KeepBits
 from fastgen.ops import triton
 from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
@@ -117,7 +117,8 @@ def _decided(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, A
     except (NotServed, counters.FallbackError):
         raise
     except Exception as failure:
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=3)
+        interrupts.pass_on(failure)
+        counters.count_failure(ENTRY_POINT, failure)
         return None
 
 
