@@ -15,9 +15,9 @@ int64, becomes what `accept_greedy` of `fastgen.decoding.speculation.acceptance`
 says how many of `chosen` are taken besides the last one. To `near_ties`, one int64, it adds the tokens that are taken
 of which near, [rows, width], bool, says so.
 `advance_(parents, taken, stored, numbers, ancestry, seen, positions, masks, width)`: `numbers` and `ancestry` are
-those of `StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones. Positions,
-int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or bool, get
-ones for the next `width` positions.
+those of `StepState`. `seen`, one int64, becomes the length of the longest row, with the `stored` ones, one int64, too.
+Positions, int64 [rows, 1], go up by `taken`, int64 [rows]. Masks, [rows, stored + capacity], int64, int32, float32 or
+bool, get ones for the next `width` positions.
 
 All raise RuntimeError where shapes, types or beams do not fit. Nothing has been written then.
 """
@@ -72,9 +72,9 @@ _library.define(
     " Tensor(a!) running_sequences, Tensor(b!) running_indices, Tensor(c!) running_scores, Tensor(d!) sequences,"
     " Tensor(e!) indices, Tensor(f!) scores, Tensor(g!) finished, Tensor(h!) improvable, Tensor(i!) next_tokens,"
     " Tensor(j!) parents, Tensor(k!) length, Tensor(l!) taken, Tensor(m!) unfinished, Tensor(n!) done,"
-    " int prompt_capacity, int early_stopping) -> ()"
+    " Tensor prompt, int early_stopping) -> ()"
 )
 _library.define(
-    "advance_(Tensor? parents, Tensor taken, int stored, Tensor(a!) numbers, Tensor(b!)? ancestry, Tensor(c!) seen,"
+    "advance_(Tensor? parents, Tensor taken, Tensor stored, Tensor(a!) numbers, Tensor(b!)? ancestry, Tensor(c!) seen,"
     " Tensor(d!)[] positions, Tensor(e!)[] masks, int width=1) -> ()"
 )

@@ -230,7 +230,9 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
         parents = (first + torch.randint(per_input, (batch, per_input), generator=generator)).view(-1)
         taken = (torch.rand(batch, 1, generator=generator) < 0.8).long().repeat(1, per_input).view(-1)
         given_parents = parents if has_parents else None
-        torch.ops.fastgen.advance_(given_parents, taken, stored, ours.numbers, ours.ancestry, seen, positions, masks)
+        torch.ops.fastgen.advance_(
+            given_parents, taken, torch.tensor(stored), ours.numbers, ours.ancestry, seen, positions, masks
+        )
         torchs.advance(given_parents, taken)
         assert torch.equal(ours.numbers, torchs.numbers) and int(seen) == stored + int(torchs.position.max())
         assert ours.ancestry is None if per_input == 1 else torch.equal(ours.ancestry, torchs.ancestry)
@@ -247,6 +249,7 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
         (0, torch.tensor([0, -1])),
         (0, torch.tensor([0])),
         (1, torch.ones(2, dtype=torch.int32)),
+        (2, torch.zeros(1, dtype=torch.int64)),
         (3, torch.zeros(2, dtype=torch.int64)),
         (4, torch.zeros(3, 4, dtype=torch.int32)),
         (5, torch.zeros(1, dtype=torch.int64)),
@@ -258,7 +261,8 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
 def test_advance_refuses_what_does_not_fit(number, given):
     state, taken = StepState(1, 2, 4, CPU), torch.ones(2, dtype=torch.int64)
     before = state.numbers.clone()
-    args = [torch.tensor([0, 1]), taken, 0, state.numbers, state.ancestry, torch.zeros((), dtype=torch.int64), [], []]
+    stored, seen = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    args = [torch.tensor([0, 1]), taken, stored, state.numbers, state.ancestry, seen, [], []]
     args[number] = given
     with pytest.raises(RuntimeError, match="search_step"):
         torch.ops.fastgen.advance_(*args)
@@ -271,7 +275,7 @@ def arguments(search: BeamSearch) -> list[object]:
     return list(operator.call_args.args)
 
 
-@pytest.mark.parametrize("number", [n for n in range(24) if n != 3])
+@pytest.mark.parametrize("number", [n for n in range(25) if n != 3])
 @pytest.mark.parametrize("change", ["type", "shape", "layout"])
 def test_what_does_not_fit_is_refused(number, change):
     """Whoever calls the operator itself gets an error, and nothing has been written."""

@@ -283,7 +283,7 @@ class BeamSearch(Search):
                 *proposal, stops, self._eos, self._penalties, self._favours_length, self._is_real, self.limit,
                 self.is_spoilt, self.running_sequences, self.running_indices, self.running_scores, self.sequences,
                 self.indices, self.scores, self.finished, self._improvable, self.tokens, self.parents, self.length,
-                self.taken, self.unfinished, self.done, self.prompt_capacity,
+                self.taken, self.unfinished, self.done, self.prompt,
                 search_step.EARLY_STOPPING[self._early_stopping],
             )  # fmt: skip
             return

@@ -1,5 +1,6 @@
 // Products of grouped_linear.cpp as its operators get them: checked, with where everything lies.
 #pragma once
+#include "../checks.h"
 #include "rounded_rows.h"
 #include "rows.h"
 
@@ -48,12 +49,14 @@ struct Packed {
   Weight weight(int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) const {
     STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
                     "grouped_linear: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
-    const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
-    const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
+    const int64_t groups = quotient(inputs, group_size), panels = quotient(outputs, kPanel);
+    const int64_t factors_count = product_of("grouped_linear", panels, groups, kPanel);
+    product_of("grouped_linear", factors_count, group_size);  // of which a packed weight has at most as many bytes
+    const int64_t panel_bytes = groups * group_size * kPanel / 8 * bits;
     const ScalarType type = scales.scalar_type();
     const bool are_multiples = type == ScalarType::Byte;
     const auto fits = [&](const Tensor& factors, ScalarType wanted) {
-      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == panels * groups * kPanel;
+      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == factors_count;
     };
     const bool fit = are_multiples ? groups % kBlockGroups == 0 && scales.is_contiguous() && !zeros && !minimums &&
                                          scales.numel() == panels * groups / kBlockGroups * kBlockBytes
@@ -126,6 +129,7 @@ struct Products {
            const std::vector<std::optional<Tensor>>& minimums, const std::optional<Tensor>& order,
            const std::vector<std::optional<Tensor>>& biases, int64_t bits, int64_t group_size, bool rotated)
       : group_size(group_size), rotated(rotated) {
+    Arguments("grouped_linear").writes(results).reads(x, numbers, scales, zeros, minimums, order, biases);
     const size_t count = results.size();
     STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
                         minimums.size() == count && biases.size() == count,

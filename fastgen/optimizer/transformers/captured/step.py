@@ -124,6 +124,7 @@ class CapturedStep:
         self._cross = [StaticKV(*kv, self._state, key.encoder_capacity, has_suffix=False) for kv in prompt.cross]
         sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
         self.search = self._new_search(*sizes, samples=key.samples)
+        self._stored = torch.full((), key.stored_capacity, dtype=torch.int64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         seen = SymbolicLength.of(self._seen, key.stored_capacity, key.stored_capacity + key.capacity)
         self._cache = cache_of(self._own, self._cross, seen)
@@ -368,9 +369,8 @@ class CapturedStep:
         positions = [buffer for name, buffer in self._inputs.items() if name in POSITIONS]
         masks = [buffer for name, buffer in self._inputs.items() if self._grows(name)]
         if search_step.available(taken) and search_step.serves(positions, masks):
-            stored = self.key.stored_capacity
             torch.ops.fastgen.advance_(
-                parents, taken, stored, state.numbers, state.ancestry, self._seen, positions, masks
+                parents, taken, self._stored, state.numbers, state.ancestry, self._seen, positions, masks
             )
         else:
             state.advance(parents, taken)

@@ -464,9 +464,9 @@ class SpeculativeStep(CapturedStep):
         positions = [buffer for name, buffer in self._inputs.items() if name in POSITIONS]
         masks = [buffer for name, buffer in self._inputs.items() if self._grows(name)]
         if search_step.available(taken) and search_step.serves(positions, masks):
-            state, stored = self._state, self.key.stored_capacity
+            state = self._state
             torch.ops.fastgen.advance_(
-                None, taken, stored, state.numbers, None, self._seen, positions, masks, self.key.width
+                None, taken, self._stored, state.numbers, None, self._seen, positions, masks, self.key.width
             )
             return
         self._state.advance(None, taken)
