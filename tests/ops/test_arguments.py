@@ -177,6 +177,18 @@ def test_kv_write_into_an_expanded_cache():
     assert_refused(ops.kv_write, args, "share memory")
 
 
+@pytest.mark.parametrize(("begin", "fits"), [(4, True), (8, True), (0, False), (1, False), (3, False)])
+def test_kv_write_into_one_buffer(begin, fits):
+    """K and V of it may lie between each other, but not in each other."""
+    both, new = torch.zeros(2, 1, 3, 12), torch.ones(2, 1, 4)
+    args = dict(enumerate((new, new, both[..., :4], both[..., begin : begin + 4], torch.tensor(1))))
+    if not fits:
+        assert_refused(ops.kv_write, args, "shares memory")
+        return
+    ops.kv_write(*args.values())
+    assert both[:, :, 1, :4].all() and both[:, :, 1, begin : begin + 4].all() and both.sum() == 16
+
+
 @pytest.mark.parametrize("operator", [ops.no_repeat_ngram_, ngram.reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("of", ["tokens", "context", "scores"])
 def test_no_repeat_ngram_sizes_beyond_32_bits(operator, of):

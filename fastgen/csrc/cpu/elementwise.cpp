@@ -289,7 +289,8 @@ std::vector<Step> steps_of(const Code& code) {
 bool has_moved(const std::vector<Tensor>& tensors, const std::vector<Memory>& memory) {
   size_t i = 0;
   return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& each) {
-    return each.const_data_ptr() != memory[i++].data;
+    const Memory& known = memory[i++];
+    return each.const_data_ptr() != known.data || each.numel() != known.size;
   });
 }
 
