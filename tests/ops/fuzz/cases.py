@@ -50,13 +50,13 @@ def maybe(rng: random.Random, value: Any, chance: float = 0.5) -> Any:
     return value if rng.random() < chance else None
 
 
-def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
-    """Equal up to a part of the largest number."""
+def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-4, least: float = 1e-6) -> None:
+    """Equal up to a part of the largest number, which counts as `least` where it is less."""
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     if not found.numel():
         return
-    scale = wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item() + 1e-6
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * scale, equal_nan=True)
+    scale = wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * max(scale, least), equal_nan=True)
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
