@@ -55,8 +55,8 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-4, least: float = 
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     if not found.numel():
         return
-    scale = wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * max(scale, least), equal_nan=True)
+    size = max(wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item(), least)
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * size, equal_nan=True)
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
