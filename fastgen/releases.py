@@ -52,6 +52,37 @@ MODELS = frozenset(
     }
 )
 
+# Others that every tested release accelerates in some way of decoding: of the second table.
+OTHER_MODELS = frozenset(
+    {
+        "BertLMHeadModel",
+        "BioGptForCausalLM",
+        "BlenderbotSmallForConditionalGeneration",
+        "CTRLLMHeadModel",
+        "CodeGenForCausalLM",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "FSMTForConditionalGeneration",
+        "FalconForCausalLM",
+        "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "Gemma3ForCausalLM",
+        "GraniteForCausalLM",
+        "LongT5ForConditionalGeneration",
+        "MvpForConditionalGeneration",
+        "Olmo2ForCausalLM",
+        "PLBartForConditionalGeneration",
+        "PegasusXForConditionalGeneration",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "SwitchTransformersForConditionalGeneration",
+        "XGLMForCausalLM",
+    }
+)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # ---- the K/V cache
@@ -306,7 +337,11 @@ def failed_before(kind: type) -> str | None:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.models.") and kind.__name__ in MODELS
+    """Whether it is such a model, or made from one."""
+    return any(
+        base.__module__.startswith("transformers.models.") and base.__name__ in MODELS | OTHER_MODELS
+        for base in kind.__mro__
+    )
 
 
 def note_patch(patch: patching.Patch, reason: str) -> None:

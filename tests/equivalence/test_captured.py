@@ -223,6 +223,7 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
 
 @every
 def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
     monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = build(family, device)
     options = {**BEAMS, "min_new_tokens": 30, "max_new_tokens": 30}

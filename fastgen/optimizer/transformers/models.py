@@ -12,7 +12,7 @@ from torch.nn.modules import module as any_module
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen import releases
+from fastgen import patching, releases
 from fastgen.decoding.model_state import Same
 from fastgen.decoding.modules import modules_of
 from fastgen.releases import Usual
@@ -56,9 +56,11 @@ def unsupported(model: Any) -> str | None:
     failed = releases.failed_before(kind)
     if failed is not None:
         return failed
+    if patching.original_of(vars(GenerationMixin).get("_prefill")) is None:
+        return "FastGen cannot hook the first pass of this release of Transformers (_prefill)"
     if _is_sharded(model):
         return Usual("a model sharded over processes")
-    for method in ("_sample", "_beam_search"):
+    for method in ("_prefill", "_sample", "_beam_search"):
         # Looked up without binding: a patched method is another object each time that it is bound.
         own = inspect.getattr_static(kind, method, None)
         if own is None or own is not vars(GenerationMixin).get(method) or method in vars(model):
@@ -175,6 +177,15 @@ def has_captured_steps(model: Any) -> bool:
         or hasattr(kind, "step_positions")
         or f"{kind.__module__}.{kind.__qualname__}" in _CAPTURABLE
     )
+
+
+def counts_on_the_host(model: Any) -> bool:
+    """Whether its forward pass gives the same for a static cache whose length is a number as for one whose length is on
+    the device.
+
+    Those that the library does not run so may take the capacity for the length then.
+    """
+    return getattr(type(model), "_can_compile_fullgraph", False)
 
 
 def handed_on(model: Any) -> tuple[tuple[str, str], ...] | None:

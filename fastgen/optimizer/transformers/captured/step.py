@@ -30,6 +30,7 @@ from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.models import counts_on_the_host
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
 _WARM_UPS = 2
@@ -142,7 +143,9 @@ class CapturedStep:
         )
         self._stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        self._bounds = SymbolicLength.of(self._seen, sizes.stored, sizes.stored + sizes.new)
+        # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
+        self._most_new = 1
+        self._bounds = SymbolicLength.of(self._seen, sizes.stored, sizes.stored + 1)
         self._cache = cache_of(self._own, self._cross, self._bounds)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in key.tensors}
         # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
@@ -231,8 +234,12 @@ class CapturedStep:
                 larger = buffer.new_zeros(len(buffer), width)
                 larger[:, : buffer.shape[1]] = buffer
                 self._growing.exchange(buffer, larger)
-        if not (self._bounds.move(sizes.stored, sizes.stored + sizes.new) and self.follows):
-            self._graphs = []  # the model has been told what is no longer so
+        if not (self._move_bounds() and self.follows):
+            self._graphs = []
+
+    def _move_bounds(self) -> bool:
+        """Says how long the cache can be now; False if the model has been told what is no longer so."""
+        return self._bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new))
 
     def _lengths_in_positions(self) -> frozenset[int]:
         """What a program must have in nothing but the buffers that grow."""
@@ -272,6 +279,9 @@ class CapturedStep:
         self._state.begin(inputs)
         self._measure()
         self._flag.reset()
+        self._most_new = max(self._most_new, prompt.new_tokens)
+        if not self._move_bounds():
+            self._graphs = []
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
         given = given.repeat_interleave(self.key.per_input, dim=0)
@@ -424,6 +434,9 @@ class CapturedStep:
             buffer[:, : old.shape[1]] = old
             if self._grows(name):
                 self._extend(buffer)
+        self._most_new = max(self._most_new, other._most_new)
+        if not self._move_bounds():
+            self._graphs = []
         self.search.take_over(other.search, inputs)
         if not self._proposal and other._proposal:
             self._make_proposal(other._proposal)
@@ -462,25 +475,24 @@ class CapturedStep:
         inputs = model.prepare_inputs_for_generation(
             self.search.tokens.unsqueeze(1),
             next_sequence_length=1,
-            **releases.with_cache(self._cache_of_step()),
+            **releases.with_cache(self._cache_of_step(model)),
             **self._inputs,
             **self._constants(),
         )
         # What is captured is made of torch's own products, for which others stand later.
         products = contextlib.nullcontext() if _is_eager.get() else layers.as_they_are()
-        ranges = contextlib.nullcontext() if self._is_known else Ranges()
+        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
         with ranges, fused(), products:
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
 
-    @property
-    def _is_known(self) -> bool:
+    def _is_known(self, model: Any) -> bool:
         """Whether the host may ask how long the cache is, in a step that nobody looks at."""
-        return _is_eager.get() and self._eager_steps > 0
+        return _is_eager.get() and self._eager_steps > 0 and counts_on_the_host(model)
 
-    def _cache_of_step(self) -> Any:
+    def _cache_of_step(self, model: Any) -> Any:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
-        if not self._is_known:
+        if not self._is_known(model):
             return self._cache
         return cache_of(self._own, self._cross, int(self._seen))
 
