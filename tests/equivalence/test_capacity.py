@@ -89,6 +89,18 @@ def test_one_recording_for_all_lengths(
         assert len(recordings) == 2  # of two and of up to four inputs
 
 
+@every
+def test_one_row_goes_on_in_larger_buffers(family: Any, recordings: list[Program]) -> None:
+    """Its K and V are written at one position, for which there is another operator."""
+    model, _ = build(family, CPU)
+    for new in (12, 60, 20, 160):
+        new = min(new, family.config.get("n_positions", 4096) - 20)
+        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "num_beams": 1}
+        check(model, of_length(family, 1, 20), given)
+    if family.name not in BOUND:
+        assert len(recordings) == 1 and recordings[0].follows
+
+
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x.name not in BOUND], ids=str)
 def test_buffers_that_do_not_grow_give_other_tokens(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees programs that go on with the memory of before."""
