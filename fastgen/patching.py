@@ -106,6 +106,11 @@ def original_of(function: Any) -> Any:
     return _originals.get(function) if inspect.isfunction(function) else None
 
 
+def stands_for(name: str) -> bool:
+    """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
+
+
 def _replacement(original: Any, wrapper: Wrapper, is_method: bool) -> Any:
     """What takes the place of `original`, which may be a class or static method."""
     if isinstance(original, classmethod):

@@ -56,7 +56,7 @@ def unsupported(model: Any) -> str | None:
     failed = releases.failed_before(kind)
     if failed is not None:
         return failed
-    if not _is_hooked(vars(GenerationMixin).get("_prefill")):
+    if not patching.stands_for("GenerationMixin._prefill"):
         return "FastGen cannot hook the first pass of this release of Transformers (_prefill)"
     if _is_sharded(model):
         return Usual("a model sharded over processes")
@@ -173,16 +173,10 @@ def has_captured_steps(model: Any) -> bool:
     """
     kind = type(model)
     return (
-        getattr(model, "_can_compile_fullgraph", False)
+        counts_on_the_host(model)
         or hasattr(kind, "step_positions")
         or f"{kind.__module__}.{kind.__qualname__}" in _CAPTURABLE
     )
-
-
-def _is_hooked(method: Any) -> bool:
-    """Whether a method of the library is FastGen's stand-in; others may have put something of theirs around it."""
-    namespace = getattr(method, "__globals__", {}).get("__name__", "transformers.")
-    return patching.original_of(method) is not None or not namespace.startswith("transformers.")
 
 
 def counts_on_the_host(model: Any) -> bool:
@@ -191,7 +185,7 @@ def counts_on_the_host(model: Any) -> bool:
 
     Those that the library does not run so may take the capacity for the length then.
     """
-    return getattr(type(model), "_can_compile_fullgraph", False)
+    return getattr(model, "_can_compile_fullgraph", False)
 
 
 def handed_on(model: Any) -> tuple[tuple[str, str], ...] | None:

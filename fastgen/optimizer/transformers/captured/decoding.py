@@ -157,9 +157,7 @@ class Decoding:
     @property
     def _rows_may_idle(self) -> bool:
         """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
-        key = self._key
-        is_seen = key.samples or key.processors is None or key.has_criteria or bool(key.kept)
-        is_seen |= self._call.rows_depend_on_each_other
+        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
         return not is_seen and settings.current().linear_products != "fixed"
 
     @property
@@ -246,28 +244,27 @@ class Decoding:
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.sizes.new:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
-        if begun is not None and self._is_measured and replays - begun[0] >= _ENOUGH_STEPS:
+        if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
         self._note(done, done - 1 - replays)
         return step
 
-    @property
-    def _is_measured(self) -> bool:
-        """Whether what a step takes is the model's, and nothing of the user's code or of what is returned."""
-        return self._key.processors is not None and not (self._key.has_criteria or self._kept)
-
     def _first_steps(
         self, step: CapturedStep, was_kept: bool, seconds: float, replays: int
     ) -> tuple[int, float] | None:
-        """Takes what one of the first steps took; if all that follow are replays, those before, and the time."""
+        """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
+
+        What the host does in a step, such as the user's code, says nothing of the next call's.
+        """
+        is_measured = not self._key.waits_for_host
         if not step.is_captured:
-            if self._is_measured:
+            if is_measured:
                 self._ledger.note_eager(step.key.rows, seconds)
             return None
         if not (step.key.sizes.new or step.follows):
             graph_cache.bind(self._model, step)
-        if not was_kept and self._is_measured:
+        if not was_kept and is_measured:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
 

@@ -91,6 +91,11 @@ class Key:
     def rows(self) -> int:
         return self.batch * self.per_input
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
+        return self.processors is None or self.has_criteria or bool(self.kept)
+
 
 @dataclass
 class Prompt:
@@ -157,8 +162,7 @@ class CapturedStep:
         self._kept = {name: torch.zeros(sizes_of_kept, dtype=torch.float32, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
-        waits = processors is None or key.has_criteria or key.kept
-        self._flag = graph.LateFlag(device, 0 if waits else _LATE)
+        self._flag = graph.LateFlag(device, 0 if key.waits_for_host else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
@@ -234,12 +238,14 @@ class CapturedStep:
                 larger = buffer.new_zeros(len(buffer), width)
                 larger[:, : buffer.shape[1]] = buffer
                 self._growing.exchange(buffer, larger)
-        if not (self._move_bounds() and self.follows):
+        self._move_bounds()
+        if not self.follows:
             self._graphs = []
 
-    def _move_bounds(self) -> bool:
-        """Says how long the cache can be now; False if the model has been told what is no longer so."""
-        return self._bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new))
+    def _move_bounds(self) -> None:
+        """Says how long the cache can be now. Drops what was captured when the model was told what is no longer so."""
+        if not self._bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new)):
+            self._graphs = []
 
     def _lengths_in_positions(self) -> frozenset[int]:
         """What a program must have in nothing but the buffers that grow."""
@@ -280,8 +286,7 @@ class CapturedStep:
         self._measure()
         self._flag.reset()
         self._most_new = max(self._most_new, prompt.new_tokens)
-        if not self._move_bounds():
-            self._graphs = []
+        self._move_bounds()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
         given = given.repeat_interleave(self.key.per_input, dim=0)
@@ -435,8 +440,7 @@ class CapturedStep:
             if self._grows(name):
                 self._extend(buffer)
         self._most_new = max(self._most_new, other._most_new)
-        if not self._move_bounds():
-            self._graphs = []
+        self._move_bounds()
         self.search.take_over(other.search, inputs)
         if not self._proposal and other._proposal:
             self._make_proposal(other._proposal)
