@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
+CHECK_WHEEL ?=
 FAIRSEQ ?= fairseq==0.12.2
 OPENVINO ?= optimum-intel==2.2.0 openvino==2026.4.1 nncf
 ONNXRUNTIME ?= onnxruntime==1.32.0 onnx==1.23.2
@@ -17,7 +18,7 @@ BIN := .venv/bin
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-long test-machines lint docs format test-versions bench bench-quick bench-openvino bench-onnxruntime bench-llama gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-long test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-onnxruntime bench-llama gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,7 +78,7 @@ wheel: .venv/.dependencies ## build a wheel into dist
 endif
 
 check-wheel: wheel ## install the wheel where there is no compiler, for PYTHONS="python3.10 ...", and compare tokens
-	$(BIN)/python tools/check_wheel.py $(PYTHONS)
+	$(BIN)/python tools/check_wheel.py $(CHECK_WHEEL) $(PYTHONS)
 
 check-fresh: ## run `make demo` and `make test` in a fresh clone with an empty HOME and no settings of pip
 	tools/check_fresh.sh $(MAKEOVERRIDES)
@@ -141,6 +142,20 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' \
 		transformers==$* $(HUB)
 	touch $@
+
+# The newest of all, as a user gets it, whatever pip's own settings hold back. NEWEST="torch==2.10.0 transformers" is the
+# newest Transformers with another torch. The environment is thrown away, and the report stays. Its operators are those of
+# .venv: one build serves every torch.
+NEWEST ?= torch transformers
+REPORT ?= .venvs/newest.md
+
+test-newest: .venv/.built ## whether the newest transformers and torch are accelerated; REPORT says what is to be mended
+	rm -rf .venvs/newest
+	$(PYTHON) -m venv .venvs/newest
+	PIP_CONSTRAINT=/dev/null .venvs/newest/bin/pip install -q setuptools $(NEWEST)
+	PIP_CONSTRAINT=/dev/null FASTGEN_NO_EXT=1 .venvs/newest/bin/pip install -q --no-build-isolation -e '.[cli,dev]' $(NEWEST)
+	.venvs/newest/bin/python -m tests.release_report --report $(REPORT) $(SHARED_OUT) $(PYTEST_ARGS); \
+		status=$$?; rm -rf .venvs/newest; exit $$status
 
 # optimum-intel asks for an older Transformers, and for torchvision, which the export of a language model does not use.
 .venvs/openvino/.dependencies: constraints.txt

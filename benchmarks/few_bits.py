@@ -7,11 +7,11 @@ and their quotient with its range. The rows of llama.cpp need the environment of
 
 | row | what |
 | --- | --- |
-| file | the 4 bits of the GGUF file, by FastGen and by llama.cpp (Q4_1): a prompt of 40 tokens, and 64 new ones |
+| file | the 4 bits of the GGUF file, activations in float and in int8, and llama.cpp (Q4_1): a prompt of 40, 64 new |
 | int8 | `weight_dtype="int8"` and llama.cpp in Q8_0: the same |
 | llama-1b | the shape of Llama-1B: `weight_dtype="int4"` and llama.cpp in Q4_0: a prompt of 32, and 64 new tokens |
 | prompt | a prompt of 512 tokens and one new token, with `weight_dtype="int4"` and in float32 |
-| perplexity | of the text, in float32 and in 8 bits |
+| perplexity | of the text, in float32 and in 8 bits, and with the weights of the file and activations in 8 bits |
 
 The row of Llama-1B also tells the bytes of weights that a step reads in a second, as a part of a large copy. It takes
 10 GB of memory, and 4 GB in the folder for temporary files.
@@ -166,8 +166,13 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
 def file_row(given: argparse.Namespace) -> Iterator[str]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(given.folder, gguf_file=smollm2.GGUF).eval()
-    yield against_llama_cpp(model, given.folder / smollm2.GGUF, "Q4_1", 40, 64, given.repetitions)
+    for activations in ("float", "int8"):
+        keep = fastgen.KeepBits(activations=activations)
+        model = AutoModelForCausalLM.from_pretrained(
+            given.folder, gguf_file=smollm2.GGUF, quantization_config=keep
+        ).eval()
+        line = against_llama_cpp(model, given.folder / smollm2.GGUF, "Q4_1", 40, 64, given.repetitions)
+        yield f"activations in {activations}: {line}"
 
 
 def int8_row(given: argparse.Namespace) -> Iterator[str]:
@@ -228,12 +233,18 @@ def perplexity_row(given: argparse.Namespace) -> Iterator[str]:
     for size in (64, 32):
         found = perplexity(model, tokens, weight_dtype="int8", weight_group_size=size)
         yield f"int8, groups of {size}: {found:.3f}, {found / exact - 1:+.2%}"
+    if not (given.folder / smollm2.GGUF).exists():
+        return
+    kept = _loaded(given, gguf_file=smollm2.GGUF, quantization_config=fastgen.KeepBits())
+    for activations in ("float", "int8"):
+        found = perplexity(kept, tokens, activations=activations)
+        yield f"the file's weights, activations in {activations}: {found:.3f}, {found / exact - 1:+.2%}"
 
 
-def _loaded(given: argparse.Namespace) -> Any:
+def _loaded(given: argparse.Namespace, **named: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.float32, **named).eval()
 
 
 ROWS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {

@@ -1,6 +1,6 @@
 """Memory of a model in few bits beside the size of its weights:
 
-    python -m benchmarks.few_bits_memory MODEL [--gguf FILE] [--new-tokens N] [--inputs int8|exact] [--json FILE]
+    python -m benchmarks.few_bits_memory MODEL [--gguf FILE] [--new-tokens N] [--activations float|int8] [--json FILE]
                                          [--python-allocator]
 
 MODEL is a folder as `fastgen-quantize` writes it, or one with a GGUF file. A process that does nothing else has loaded
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastgen
 from fastgen import settings
 from fastgen.quantization.layers import QuantizedWeight
 
@@ -135,7 +136,8 @@ def measure(folder: Path, gguf_file: str | None, new_tokens: int) -> dict[str, A
     named = {} if gguf_file is None else {"gguf_file": gguf_file}
     warm_up()
     before = private_bytes()
-    model = AutoModelForCausalLM.from_pretrained(folder, **named).eval()
+    keep = fastgen.KeepBits()
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=keep, **named).eval()
     loaded = private_bytes() + mapped_bytes(own_tensors(model))
     for _ in range(2):
         generate(model, new_tokens)
@@ -176,16 +178,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in the folder")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--inputs", choices=("int8", "exact"), default="int8", help="the setting few_bits_inputs")
+    parser.add_argument("--activations", choices=("float", "int8"), default="float", help="of the kept weights")
+    parser.add_argument("--captured-step", choices=("auto", "always", "never"), default="auto", help="the setting")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--python-allocator", action="store_true", help="count what Python keeps free, too")
     given = parser.parse_args()
     if not given.python_allocator and os.environ.get("PYTHONMALLOC") != "malloc":
         command = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {"PYTHONMALLOC": "malloc"})
-    import fastgen
-
-    fastgen.enable(few_bits_inputs=given.inputs)
+    fastgen.enable(activations=given.activations, captured_step=given.captured_step)
     found = measure(given.model, given.gguf, given.new_tokens)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -3,68 +3,52 @@
     python docs/make_support_table.py            # writes it
     python docs/make_support_table.py --check    # exit status 1 if it is out of date
 
-Every model of tests/equivalence is run with every way of decoding, unpatched and patched. A cell is what
-`fastgen.stats()` counted; a case whose results differ stops the script. Nothing is written by hand but the names of the
-cases.
+Every model of tests/equivalence is run with every way of decoding, unpatched and patched (tests/survey.py). A cell is
+what `fastgen.stats()` counted; a case whose results differ stops the script. Nothing is written by hand but the names
+of the cases, and what was installed where: docs/installations.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import re
 import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import fastgen  # noqa: E402
-from fastgen.decoding import kv  # noqa: E402
-from tests.equivalence.cases import BEAM, CONTROL, DECODING, DRAWING, SAMPLE, SEARCH  # noqa: E402
-from tests.equivalence.check import ENTRY_POINT, check, run  # noqa: E402
+from fastgen import releases  # noqa: E402
+from tests import survey  # noqa: E402
+from tests.equivalence.cases import BEAM, CONTROL, DRAWING, SAMPLE, SEARCH  # noqa: E402
+from tests.equivalence.check import ENTRY_POINT, run  # noqa: E402
 from tests.equivalence.models import BY_NAME, FAMILIES, LONG, Family  # noqa: E402
 from tests.equivalence.others import OTHERS  # noqa: E402
-from tests.equivalence.test_fallbacks import CASES, WITHOUT_BEAMS  # noqa: E402
+from tests.equivalence.test_fallbacks import CASES  # noqa: E402
+from tests.markdown import table  # noqa: E402
 
-# Columns of the table: the name, and the cases of the grid that it stands for.
-COLUMNS = {
-    "beam search": ["beam", "beam, 3 returned", "beam sampling"],
-    "several samples": ["sampling, 4 returned"],
-    "one sequence": ["greedy", "sampling"],
-}
-ACCELERATED = "accelerated"
-
-
-def outcome(model: Any, inputs: dict[str, Any], options: Any) -> str:
-    """ACCELERATED, or "original" and the reason. Raises AssertionError if patched and unpatched results differ."""
-    fastgen.reset_stats()
-    check(model, inputs, options)
-    counts = fastgen.stats()[ENTRY_POINT]
-    return ACCELERATED if counts["accelerated"] else f"original: {next(iter(counts['fallback']))}"
+_OUTCOMES = f"{survey.ACCELERATED}$|{survey.CAPTURED}$|original: |not captured: |refused by Transformers$"
+INSTALLATIONS = ROOT / "docs" / "installations.csv"
 
 
 def model_rows(families: Iterable[Family]) -> list[list[str]]:
-    """A row per model class: its name and a cell per column."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for family in families:
-        row = found.setdefault(family.model_class, {column: [] for column in COLUMNS})
-        for column, names in COLUMNS.items():
-            for name in names:
-                if family.name in WITHOUT_BEAMS and "num_beams" in DECODING[name]:
-                    row[column].append("refused by Transformers")
-                else:
-                    row[column].append(outcome(family.build(), family.make_inputs(), DECODING[name]))
-    return [[f"`{name}`", *(cell(values) for values in row.values())] for name, row in found.items()]
+    """A row per model class: its name and a cell per column. Raises AssertionError if a case fails."""
+    rows = survey.rows(families)
+    for name, row in rows:
+        for cell in row.values():
+            assert all(re.match(_OUTCOMES, found) for found in cell.outcomes), (name, cell.outcomes)
+    return [[f"`{name}`", *map(str, row.values())] for name, row in rows]
 
 
 def cell(outcomes: list[str]) -> str:
     """What several cases have come to."""
-    return "; ".join(sorted(set(outcomes), key=lambda text: (text != ACCELERATED, text)))
+    return str(survey.Cell(outcomes))
 
 
 def option_rows() -> list[list[str]]:
@@ -78,7 +62,7 @@ def option_rows() -> list[list[str]]:
                 mine = dict(values)
                 if family.encoder_decoder:
                     mine.update({key: mine[key] - LONG for key in ("max_length", "min_length") if key in mine})
-                found += [outcome(family.build(), family.make_inputs(), {**way, **mine}) for way in decodings]
+                found += [survey.outcome(family.build(), family.make_inputs(), {**way, **mine}) for way in decodings]
             rows.append([name, cell(found)])
     return rows
 
@@ -94,19 +78,33 @@ def fallback_rows() -> list[list[str]]:
     return rows
 
 
-def table(header: list[str], rows: Iterable[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+def installation_rows() -> list[list[str]]:
+    """What was installed, and what passed there: written by hand into INSTALLATIONS."""
+    with INSTALLATIONS.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def installations() -> str:
+    """The section of `installation_rows`."""
+    header, *rows = installation_rows()
+    return f"""## What was installed
+
+Transformers {" to ".join(releases.TESTED)} are tested. This was run on Linux, on an x86-64 machine without a GPU.
+`make test-versions`, `make test-newest` and `make check-wheel` run it again.
+
+{table(header, rows)}
+"""
 
 
 def make() -> str:
     """The text of docs/support.md."""
-    header = ["model", *COLUMNS]
+    header = ["model", *survey.WAYS, survey.CAPTURED_STEP]
     return f"""# What is accelerated
 
 Made by `python docs/make_support_table.py` from the equivalence tests, with transformers {transformers.__version__}.
 Every cell was run, unpatched and patched, with the same result. "original" means that the call ran on Transformers' own
 code, for the reason that `fastgen.stats()` gives; "one sequence" is greedy search, and sampling of one sequence per
-input.
+input. The last column is all of them with `captured_step="always"`.
 
 ## Models that must be accelerated
 
@@ -129,7 +127,8 @@ Run on BART, GPT-2 and Llama.
 ## What falls back
 
 {table(["case", "reason in `fastgen.stats()`"], fallback_rows())}
-"""
+
+{installations()}"""
 
 
 def main() -> int:
@@ -138,9 +137,8 @@ def main() -> int:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    kv.MIN_SHARED_BYTES = 0  # a tiny model's prefix would not be worth sharing
-    path, page = ROOT / "docs" / "support.md", make()
+    with survey.surveying():
+        path, page = ROOT / "docs" / "support.md", make()
     if path.exists() and path.read_text() == page:
         return 0
     if arguments.check:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen import caches, counters, patching, settings
 from fastgen._version import __version__
 from fastgen.counters import FallbackError
+from fastgen.keep_bits import KeepBits
 from fastgen.optimizer import fairseq as _fairseq
 from fastgen.optimizer import transformers as _transformers
 from fastgen.patching import PatchSet
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from fastgen.comparison import Comparison
     from fastgen.report import Status
 
-__all__ = ["FallbackError", "__version__", "compare", "disable", "disabled", "enable", "reset_stats", "stats", "status"]
+__all__ = [
+    "FallbackError", "KeepBits", "__version__", "compare", "disable", "disabled", "enable", "reset_stats", "stats",
+    "status",
+]  # fmt: skip
 
 _patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
 
@@ -34,11 +38,14 @@ def enable(
     packed_weights: str | None = None,
     weight_dtype: str | None = None,
     weight_group_size: int | None = None,
-    few_bits_inputs: str | None = None,
+    keep_bits: bool | None = None,
+    activations: str | None = None,
     linear_products: str | None = None,
     captured_step: str | None = None,
     padding: str | None = None,
     self_speculation: str | None = None,
+    assisted_sampling: str | None = None,
+    few_bits_inputs: str | None = None,
     cpu_weights: str | None = None,
 ) -> None:
     """Applies FastGen's patches, to the toolkits imported now and to those imported later. Harmless to repeat.
@@ -59,13 +66,18 @@ def enable(
             gives, or "zero", zeros, with which padding is always left out of the computation.
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens, which the model then checks
             several at a time; "off" by default. In float32, greedy tokens stay the same.
+        assisted_sampling: who draws in assisted generation with sampling: "library" (the default), as Transformers
+            does, or "fastgen", faster, with other tokens of the same distribution.
         weight_group_size: how many inputs of a layer share a scale in "int8" and "int4": 32, 64 (the default) or 128.
-        few_bits_inputs: what weights of a checkpoint in 4 or 8 bits are multiplied with on the CPU: inputs rounded to
-            "int8" (the default), or the "exact" ones, which is slow.
+        keep_bits: `from_pretrained` keeps the weights of low-bit checkpoints in their bits, also where the library
+            would unpack them: `KeepBits` for all calls. False by default.
+        activations: what such weights are multiplied with on the CPU: activations in "float" (the default), or rounded
+            to "int8", which is faster and changes results.
+        few_bits_inputs: the old name of `activations`, with "exact" for "float", deprecated.
         cpu_weights: the old name of `weight_dtype`, deprecated.
 
     Raises:
-        TypeError: `weight_dtype` is given by both names.
+        TypeError: a setting is given by its old and its new name.
         ValueError: a value is none of these, or two of them contradict each other.
     """
     given = settings.renamed({name: value for name, value in locals().items() if value is not None})

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastgen import settings
 from fastgen.locks import ForkableLock
 
-# What calls of `generate`, their captured steps, and speculative decoding are counted under.
+# What calls of `generate`, their captured steps, and speculative decoding are counted under, and those of encoders.
 GENERATE = "transformers.generate"
 CAPTURED_STEP = "transformers.captured_step"
 DRAFTS = "transformers.speculation"
+OF_FAIRSEQ = "fairseq.generate"
+ENCODER = "transformers.encoder"
+
+Value = TypeVar("Value")
 
 
 class FallbackError(RuntimeError):
@@ -63,7 +67,7 @@ def add(entry_point: str, **amounts: int) -> None:
 
 
 def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
-    """An accelerated call of `entry_point` ended in `failure` and was repeated with the original code; warns of it.
+    """An accelerated call of `entry_point` ended in `failure` and goes to the original code; warns of it.
 
     `stacklevel` is as `warnings.warn` in the calling function would take it. In strict mode it raises FallbackError.
     """
@@ -73,10 +77,29 @@ def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None
     except FallbackError as strict:
         raise strict from failure
     warnings.warn(
-        f"FastGen: {reason}. The call was repeated with the original code; please report this.",
+        f"FastGen: {reason}. The original code takes the call over; please report this.",
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def decided(
+    entry_point: str, decide: Callable[..., Value], *arguments: Any, foreseen: tuple[type[Exception], ...] = ()
+) -> Value | None:
+    """What `decide(*arguments)` returns, which looks at a call before anything is changed; None where it raises.
+
+    Then the call goes to the original code: that is counted and warned of as a failure is, and raises FallbackError in
+    strict mode. What is `foreseen` is raised. `decide` must not call what is not FastGen's own.
+    """
+    try:
+        return decide(*arguments)
+    except foreseen:
+        raise
+    except FallbackError:
+        raise
+    except Exception as failure:
+        count_failure(entry_point, failure, stacklevel=3)
+        return None
 
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
@@ -134,3 +157,43 @@ class Drafts:
     def __str__(self) -> str:
         share, each = f"{100 * self.accepted / self.drafted:.1f} %", f"{self.accepted / self.checks:.2f}"
         return f"{self.drafted} tokens drafted, {share} of them accepted, {each} in each of {self.checks} checks"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of calls: how many were accelerated, and why the others were not. `str` says so on one line."""
+
+    accelerated: int
+    captured: int
+    """Those of them that had a captured step."""
+    reasons: Mapping[str, int]
+    """Of the other calls, with their number."""
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any], entry_point: str) -> Outcome:
+        """Of the calls that a snapshot counts under an entry point and its parts, which are named behind a comma."""
+        accelerated, reasons = 0, Counter[str]()
+        for name, entry in stats.items():
+            if name.partition(",")[0] == entry_point:
+                accelerated += entry["accelerated"]
+                reasons.update(entry["fallback"])
+                reasons.update(entry.get("not used", {}))
+        captured = stats.get(CAPTURED_STEP, {}).get("accelerated", 0) if entry_point == GENERATE else 0
+        return cls(accelerated, captured, reasons)
+
+    def __str__(self) -> str:
+        others = sum(self.reasons.values())
+        calls = self.accelerated + others
+        ranked = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
+        if not self.accelerated:
+            why = [reason if len(ranked) == 1 else f"{reason} ({_calls(count)})" for reason, count in ranked]
+            return f"not accelerated: {'; '.join(why)}"
+        captured = f", {self.captured} with captured steps" if self.captured else ""
+        if not others:
+            return f"accelerated by FastGen: {'all ' if calls > 1 else ''}{_calls(calls)}{captured}"
+        why = [f"{reason} ({_calls(count)})" for reason, count in ranked]
+        return f"accelerated by FastGen: {self.accelerated} of {calls} calls{captured}; the others: {'; '.join(why)}"
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' if count != 1 else ''}"

@@ -106,6 +106,11 @@ def original_of(function: Any) -> Any:
     return _originals.get(function) if inspect.isfunction(function) else None
 
 
+def stands_for(name: str) -> bool:
+    """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
+
+
 def _replacement(original: Any, wrapper: Wrapper, is_method: bool) -> Any:
     """What takes the place of `original`, which may be a class or static method."""
     if isinstance(original, classmethod):
@@ -134,6 +139,24 @@ def _function(original: Any, wrapper: Wrapper, binds: bool) -> Any:
         call.__wrapped__ = original.__wrapped__
     _originals[call] = original
     return call
+
+
+_PACKAGE = __file__.rpartition("patching")[0]
+# On one line: it is the caller's, below.
+_call = lambda function, /, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+
+
+def on_behalf(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """A target, for a wrapper of it to call as if the code that has called the wrapper did so itself.
+
+    A warning of the target's that names its caller names that place, and is shown once for each such place.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    code = frame.f_code
+    call = _call.__code__.replace(co_filename=code.co_filename, co_firstlineno=frame.f_lineno, co_name=code.co_name)
+    return functools.partial(FunctionType(call, frame.f_globals), wrapped)
 
 
 @dataclass(eq=False)

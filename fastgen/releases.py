@@ -52,27 +52,38 @@ MODELS = frozenset(
     }
 )
 
+# Others that every tested release accelerates in some way of decoding: of the second table.
+OTHER_MODELS = frozenset(
+    {
+        "BertLMHeadModel",
+        "BioGptForCausalLM",
+        "BlenderbotSmallForConditionalGeneration",
+        "CTRLLMHeadModel",
+        "CodeGenForCausalLM",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "FSMTForConditionalGeneration",
+        "FalconForCausalLM",
+        "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "Gemma3ForCausalLM",
+        "GraniteForCausalLM",
+        "LongT5ForConditionalGeneration",
+        "MvpForConditionalGeneration",
+        "Olmo2ForCausalLM",
+        "PLBartForConditionalGeneration",
+        "PegasusXForConditionalGeneration",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "SwitchTransformersForConditionalGeneration",
+        "XGLMForCausalLM",
+    }
+)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# ---- names besides the K/V cache's
-
-# The part of `generate` that runs the encoder: its name now, and a former one.
-RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
-
-
-class CacheLayerNames:
-    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
-
-    def capacity(self) -> int:
-        """Positions at the most; -1 for as many as there come."""
-        raise NotImplementedError
-
-    def get_max_length(self) -> int:
-        return self.capacity()
-
-    def get_max_cache_shape(self) -> int:
-        return self.capacity()
-
 
 # ---- the K/V cache
 
@@ -85,12 +96,22 @@ TAKES_CACHE = "|".join(CACHE_NAMES[:2])
 
 
 @functools.cache
-def cache_name() -> str:
-    """What models of the installed release call the K/V cache in their arguments and outputs."""
+def _known_cache_name() -> str | None:
     from transformers.generation.utils import GenerationMixin
 
     parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_name() -> str:
+    """What models of the installed release call the K/V cache in their arguments and outputs."""
+    return _known_cache_name() or CACHE_NAMES[0]
+
+
+def why_no_cache() -> str:
+    """Why a call of `generate` with a cache has none where FastGen looks for it."""
+    unknown = f"the release has another name for it than {', '.join(CACHE_NAMES)}"
+    return f"no K/V cache ({'a model without one' if _known_cache_name() else unknown})"
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
@@ -113,17 +134,21 @@ def is_cache(name: str) -> bool:
     return name in CACHE_NAMES
 
 
+def has_former_names(given: Mapping[str, Any]) -> bool:
+    """Whether keywords have a name that the installed release has given up, of which it warns."""
+    return cache_name() == CACHE_NAMES[0] and any(name in given for name in CACHE_NAMES[1:])
+
+
 def with_current_names(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate`, with those that the installed release calls by a former name under the present one.
 
     The library does the same, and warns: once is enough where it is called twice.
     """
-    now = cache_name()
-    former = {name for name in CACHE_NAMES if name != now and name in arguments}
-    if now != CACHE_NAMES[0] or not former:
+    if not has_former_names(arguments):
         return arguments
+    former = [name for name in CACHE_NAMES[1:] if name in arguments]
     found = {name: value for name, value in arguments.items() if name not in former}
-    return {now: next(arguments[name] for name in CACHE_NAMES if name in former), **found}
+    return {cache_name(): arguments[former[0]], **found}
 
 
 def takes_cache(forward: Function) -> Function:
@@ -146,6 +171,74 @@ def takes_cache(forward: Function) -> Function:
     ]
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return renamed  # type: ignore[return-value]
+
+
+# ---- what is in a K/V cache
+
+
+class CacheLayerNames:
+    """What releases call the capacity of a layer of the K/V cache: the second is a former one."""
+
+    def capacity(self) -> int:
+        """Positions at the most; -1 for as many as there come."""
+        raise NotImplementedError
+
+    def get_max_length(self) -> int:
+        return self.capacity()
+
+    def get_max_cache_shape(self) -> int:
+        return self.capacity()
+
+
+# Of a cache, from 5.17 on: positions in front of the queries, where masks of a layer begin.
+QUERY_OFFSET = "get_query_offset"
+
+
+def records_past(layer: Any) -> bool:
+    """Whether a layer of the K/V cache keeps states to go back to: from 5.17 on."""
+    return bool(getattr(layer, "record_past", False))
+
+
+# ---- generate
+
+# The part of `generate` that runs the encoder: its name now, and a former one.
+RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
+# Options of `generate` that say how it is assisted, and that only later releases have.
+ASSISTANCE = ("assistant_ensemble_weight", "speculation_type", "use_mtp")
+# Up to 5.23, attention functions get the paged cache of continuous batching by this name.
+PAGED_CACHE = "cache"
+
+
+def is_tokenizer(value: Any) -> bool:
+    """Whether an argument of a model is the tokenizer of `stop_strings`: up to 5.10 it is among them."""
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    return isinstance(value, PreTrainedTokenizerBase)
+
+
+# ---- logits processors
+
+# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
+GROUPED_BIASES = "multi_token_biases"
+# What `TopKLogitsWarper` has from 5.10 on, and does not use.
+KEPT_BY_TOP_K = "min_tokens_to_keep"
+
+
+# ---- GGUF files
+
+# The function that reads the header of such a file, from 5.17 on, and its module behind "transformers.".
+GGUF_HEADER = ("integrations.gguf.reader", "read_gguf_metadata")
+
+
+def gguf_quantizer() -> type[Any]:
+    """What the library reads GGUF files with.
+
+    Raises:
+        ImportError: up to 5.10, which read them in another way.
+    """
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+    return GgufHfQuantizer
 
 
 # ---- behaviour
@@ -176,10 +269,6 @@ def length_penalty_keeps_bans() -> bool:
 
     processor: Any = logits_process.ExponentialDecayLengthPenalty((0, 2.0), 0, 0)
     return not processor(torch.tensor([[0]]), torch.tensor([[-math.inf]])).isnan().item()
-
-
-# What `SequenceBiasLogitsProcessor` has where it goes through sequences by their length; others go one by one.
-GROUPED_BIASES = "multi_token_biases"
 
 
 # ---- releases that are not tested
@@ -248,7 +337,11 @@ def failed_before(kind: type) -> str | None:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.models.") and kind.__name__ in MODELS
+    """Whether it is such a model, or made from one."""
+    return any(
+        base.__module__.startswith("transformers.models.") and base.__name__ in MODELS | OTHER_MODELS
+        for base in kind.__mro__
+    )
 
 
 def note_patch(patch: patching.Patch, reason: str) -> None:

@@ -19,22 +19,26 @@ CHOICES = {
     "packed_weights": ("call", "keep", "never"),
     "weight_dtype": ("fp32", "int8", "int4", "bf16"),
     "weight_group_size": (32, 64, 128),
-    "few_bits_inputs": ("int8", "exact"),
+    "activations": ("float", "int8"),
     "linear_products": ("measured", "fixed"),
     "captured_step": ("auto", "always", "never"),
     "padding": ("exact", "zero"),
     "self_speculation": ("off", "int8", "int4"),
+    "assisted_sampling": ("library", "fastgen"),
 }
-# On the CPU a captured step is recorded once so many steps have been asked for: recording takes as long as twenty. A
-# call that may end at any token counts as no more than the last.
+# A run over a data set, and calls with drafts, have steps recorded on the CPU once they have asked for so many: that
+# must not depend on what was measured. A call that may end at any token counts as no more than the last.
 RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
 # What the names of the installed commands begin with.
 _COMMANDS = (
     "fastgen-generate", "fastgen-embed", "fastgen-classify", "fastgen-quantize", "fastgen-interactive-for-fairseq",
     "fastgen-eval-lm",
 )  # fmt: skip
-# Names that settings had, and their names now.
-RENAMED = {"cpu_weights": "weight_dtype"}
+# Settings that are on or off.
+SWITCHES = ("keep_bits",)
+# Names that settings had, and their names now; and values that one of them had.
+RENAMED = {"cpu_weights": "weight_dtype", "few_bits_inputs": "activations"}
+_RENAMED_VALUES = {"few_bits_inputs": {"exact": "float"}}
 
 
 def _flag(name: str) -> bool:
@@ -62,17 +66,21 @@ class Settings:
             deprecated.
         weight_group_size: how many inputs share a scale in "int8" and "int4": 32, 64 or 128
             (FASTGEN_WEIGHT_GROUP_SIZE). Fewer are more accurate, and take more memory.
-        few_bits_inputs: what layers on the CPU multiply the weights of a checkpoint in 4 or 8 bits with: inputs that
-            are rounded to "int8", row by row and group by group (the default), or the "exact" ones, which takes as
-            long as unpacking the weight does (FASTGEN_FEW_BITS_INPUTS).
+        keep_bits: `from_pretrained` reads checkpoints in low-bit formats into layers that keep their weights in these
+            bits, where FastGen knows the format (FASTGEN_KEEP_BITS=1); otherwise it returns what the library makes of
+            them. `KeepBits` asks for it in one call.
+        activations: what the weights of such layers are multiplied with on the CPU: activations in "float" (the
+            default), with the results of the unpacked weights, or rounded to "int8", row by row and group by group,
+            which is faster and changes results (FASTGEN_ACTIVATIONS). The setting's old name, few_bits_inputs
+            (FASTGEN_FEW_BITS_INPUTS, with "exact" for "float"), is deprecated.
         linear_products: how the product of a linear layer on the CPU is chosen (FASTGEN_LINEAR_PRODUCTS). "measured"
             (the default): the fastest on this machine. Torch's product and FastGen's round differently, so the last
             digits of scores may differ between two runs. "fixed": by the weight's shape and the processor's
             instructions alone, so that a row's result depends neither on what is in the other rows nor on the number of
             threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
-            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU once calls
-            like this one have asked for enough steps to pay for recording one. "always": in the first call already,
+            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU where what is
+            left of a call, or the calls so far, let expect that recording pays. "always": in the first call already,
             and with linear_products="fixed", too. "never": the library's loop runs.
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
@@ -80,6 +88,10 @@ class Settings:
         self_speculation: whether the model's own weights in "int8" or "int4" draft tokens that the model then checks
             several at a time, where steps are captured; "off" by default (FASTGEN_SELF_SPECULATION). Needs memory for
             those weights.
+        assisted_sampling: who draws where a call of `generate` asks for assisted generation with sampling
+            (FASTGEN_ASSISTED_SAMPLING). "library" (the default): Transformers, on its own code, so that a seed gives
+            the tokens that it gives there; of several sequences, which it refuses, FastGen. "fastgen": FastGen's draft
+            and check, which draw other tokens of the same distribution.
 
         explicit: the names of those that the user has given, in the environment or to `fastgen.enable`.
 
@@ -92,18 +104,27 @@ class Settings:
     packed_weights: str = "call"
     weight_dtype: str = "fp32"
     weight_group_size: int = 64
-    few_bits_inputs: str = "int8"
+    keep_bits: bool = False
+    activations: str = "float"
     linear_products: str = "measured"
     captured_step: str = "auto"
     padding: str = "exact"
     self_speculation: str = "off"
+    assisted_sampling: str = "library"
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("disabled", "strict"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {getattr(self, name)!r}; known: True, False")
         for name, known in CHOICES.items():
             given = getattr(self, name)
-            if given not in known:
+            # 64.0 and a number that equals one of the known ones are not what is looked up with them.
+            if not any(type(given) is type(each) and given == each for each in known):
                 raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {given!r}; known: {', '.join(map(str, known))}")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} (FASTGEN_{name.upper()}) is {getattr(self, name)!r}: give True or False")
         if self.weight_dtype != "fp32" and self.packed_weights == "never":
             raise ValueError(f"weight_dtype {self.weight_dtype} needs packed weights: packed_weights must not be never")
 
@@ -118,12 +139,14 @@ class Settings:
                 # A number that is none is refused with the values that are known.
                 is_number = isinstance(CHOICES.get(name, ("",))[0], int) and value.isdecimal()
                 given |= renamed({name: int(value) if is_number else value}, "FASTGEN_{}".format)
+        switches = {name: f"FASTGEN_{name.upper()}" for name in SWITCHES}
+        given |= {name: _flag(variable) for name, variable in switches.items() if variable in os.environ}
         explicit = frozenset(given)
         return cls(disabled=_flag("FASTGEN_DISABLE"), strict=_flag("FASTGEN_STRICT"), explicit=explicit, **given)
 
 
 def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) -> dict[str, Any]:
-    """`changes` with the names that settings have now; warns of old ones.
+    """`changes` with the names and values that settings have now; warns of old names.
 
     Args:
         spelled: what a warning calls a setting, from its name in capitals.
@@ -138,7 +161,7 @@ def renamed(changes: dict[str, Any], spelled: Callable[[str], str] = str.lower) 
                 raise TypeError(f"{old} is the old name of {new}: give one of them")
             message = f"{spelled(old.upper())} is now called {spelled(new.upper())}"
             warnings.warn(message, DeprecationWarning, stacklevel=3)
-            found[new] = changes[old]
+            found[new] = _RENAMED_VALUES.get(old, {}).get(changes[old], changes[old])
     return found
 
 

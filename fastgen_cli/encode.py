@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastgen.counters import ENCODER
 from fastgen_cli.options import Parser, add_options
-from fastgen_cli.over_data import run_over_data, skipped
+from fastgen_cli.over_data import ended, run_over_data
 from fastgen_cli.shared import allow_interrupts, interrupts_end, renamed, reported, standard_streams
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def build_parser(command: Command) -> Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
     parser.add_argument("--version", action="version", version=f"{command.program} {__version__}")
@@ -85,4 +86,4 @@ def _run(command: Command, words: Sequence[str]) -> int:
             f"{command.program}: {report.truncated} of {report.samples} inputs were cut: see --max-length",
             file=sys.stderr,
         )
-    return skipped(command.program, report)
+    return ended(command.program, report, settings, ENCODER)

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastgen.counters import OF_FAIRSEQ
 from fastgen_cli.shared import (
     DONE,
     SETUP,
     UsageError,
+    acceleration,
     allow_interrupts,
     check_stream,
     fail,
@@ -135,6 +137,7 @@ def _write_records(run: Callable[..., Any], cfg: Any, own: argparse.Namespace, o
     _summary(cfg, report)
     if report.score is not None:
         print(report.score, file=sys.stderr)
+    _say_whether_accelerated(cfg)
 
 
 def _command(
@@ -254,6 +257,7 @@ def _generate(cfg: Any, own: argparse.Namespace) -> None:
 
     check_stream("stdout", cfg.common_eval.results_path is None)
     _summary(cfg, fairseq.generate(cfg, own.postprocess_workers, begins=allow_interrupts))
+    _say_whether_accelerated(cfg)
 
 
 def _interact(cfg: Any, own: argparse.Namespace) -> None:
@@ -275,6 +279,7 @@ def _interact_here(cfg: Any, workers: int | None, plain: bool, now: dict[str, An
 
     with settings.changed(**now), fastgen.disabled() if plain else contextlib.nullcontext():
         _summary(cfg, fairseq.interact(cfg, workers, begins=allow_interrupts))
+        _say_whether_accelerated(cfg)
 
 
 @contextlib.contextmanager
@@ -314,6 +319,13 @@ def _summary(cfg: Any, report: Any) -> None:
         f"load)\n{timing_line(timing.waiting_for_input * rate, timing.waiting_for_output * rate, report.finish)}",
         file=sys.stderr,
     )
+
+
+def _say_whether_accelerated(cfg: Any) -> None:
+    import fastgen
+
+    if not cfg.common_eval.quiet:
+        print(acceleration(fastgen.stats(), OF_FAIRSEQ), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fastgen.counters import GENERATE
 from fastgen.pipeline import generation_fields
 from fastgen.pipeline.settings import RunOptions
 from fastgen_cli import fairseq
 from fastgen_cli.options import Parser, add_options
-from fastgen_cli.over_data import run_over_data, skipped
+from fastgen_cli.over_data import ended, run_over_data
 from fastgen_cli.shared import UsageError, allow_interrupts, interrupts_end, renamed, reported, standard_streams
 
 PROGRAM = "fastgen-generate"
@@ -69,7 +70,7 @@ def build_parser() -> _Parser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -190,7 +191,7 @@ def _run(words: Sequence[str]) -> int:
     report = run_over_data(PROGRAM, words, settings, lambda: run(settings, begins=allow_interrupts))
     if report.metrics and not (settings.quiet and settings.score_path):
         print("  ".join(f"{name} {score:.2f}" for name, score in report.metrics.items()), file=sys.stderr)
-    return skipped(PROGRAM, report)
+    return ended(PROGRAM, report, settings, GENERATE)
 
 
 if __name__ == "__main__":

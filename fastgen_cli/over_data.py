@@ -1,4 +1,4 @@
-"""What the commands over a data set have in common: an interrupt, the summary, the skipped records."""
+"""What the commands over a data set have in common: an interrupt, the summary, the last lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastgen.counters import Drafts
-from fastgen_cli.shared import DONE, INTERRUPTED, SKIPPED, Ended, check_stream, model_of_its_own, timing_line
+from fastgen_cli.shared import (
+    DONE,
+    INTERRUPTED,
+    SKIPPED,
+    Ended,
+    acceleration,
+    check_stream,
+    model_of_its_own,
+    timing_line,
+)
 
 if TYPE_CHECKING:
     from fastgen.pipeline import RunReport
@@ -38,13 +47,19 @@ def run_over_data(program: str, words: Sequence[str], settings: DataOptions, run
     return report
 
 
-def skipped(program: str, report: RunReport) -> int:
-    """Says how many records were skipped; the exit status."""
-    if not report.skipped:
-        return DONE
-    where = f": see {report.errors_file}" if report.errors_file else ""
-    print(f"{program}: {report.skipped} of {report.skipped + report.samples} records skipped{where}", file=sys.stderr)
-    return SKIPPED
+def ended(program: str, report: RunReport, settings: DataOptions, entry_point: str) -> int:
+    """Says how many records were skipped, and in the last line whether FastGen accelerated; the exit status.
+
+    Args:
+        entry_point: what the calls of the model are counted under.
+    """
+    if report.skipped:
+        where = f": see {report.errors_file}" if report.errors_file else ""
+        of = report.skipped + report.samples
+        print(f"{program}: {report.skipped} of {of} records skipped{where}", file=sys.stderr)
+    if report.batches and not settings.quiet:
+        print(acceleration(report.fastgen["stats"], entry_point), file=sys.stderr)
+    return SKIPPED if report.skipped else DONE
 
 
 def _summary(report: RunReport) -> str:

@@ -10,11 +10,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
 from fastgen_cli.options import Parser, add_options
 from fastgen_cli.shared import (
     DONE,
     INTERRUPTED,
+    acceleration,
     allow_interrupts,
     fail,
     interrupts_end,
@@ -79,9 +81,11 @@ def _run(words: Sequence[str]) -> int:
     elif not options.quiet:
         from rich.console import Console
 
+        import fastgen
         from fastgen.quantization.report import table
 
         Console().print(table(report))
+        print(f"tokens per second: {acceleration(fastgen.stats(), GENERATE)}", file=sys.stderr)
     return DONE
 
 

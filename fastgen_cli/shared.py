@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from fastgen import patching
+from fastgen.counters import ENCODER, Outcome
 
 DONE, SKIPPED, SETUP, INTERRUPTED = 0, 1, 2, 130
 
@@ -170,6 +173,25 @@ def model_of_its_own() -> Iterator[None]:
 
     with settings.changed(**settings.unless_explicit(packed_weights="keep", linear_products="fixed")):
         yield
+
+
+_NOT_CALLED = "FastGen was not called (python -m fastgen says what it hooks)"
+_NOT_COUNTED = {ENCODER: "FastGen does not know the layers of this model"}
+
+
+def acceleration(stats: Mapping[str, Any], entry_point: str) -> str:
+    """Whether FastGen accelerated, and why not: the last line of a command.
+
+    Args:
+        stats: what `fastgen.stats()` has counted for the command.
+        entry_point: what the calls of its model are counted under.
+    """
+    if not patching.is_active():
+        return "not accelerated: FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"
+    outcome = Outcome.of(stats, entry_point)
+    if not (outcome.accelerated or outcome.reasons):
+        return f"not accelerated: {_NOT_COUNTED.get(entry_point, _NOT_CALLED)}"
+    return str(outcome)
 
 
 def timing_line(input_share: float, output_share: float, finish: float) -> str:

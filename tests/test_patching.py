@@ -1,5 +1,7 @@
 """Patches: applied when the target is imported, reversible to the very object, declined when the target looks wrong."""
 
+import copy
+import pickle
 import sys
 import types
 
@@ -102,3 +104,24 @@ def test_a_wrapper_of_somebody_else_is_not_thrown_away(toolkit):
     patches.disable()
     assert "another library" in patch.state
     assert toolkit.Model().run(1) == 102
+
+
+class Keeper:
+    """Keeps a method of another object, as PEFT's models do."""
+
+
+def test_methods_that_are_kept_are_copied_and_pickled(toolkit):
+    """A copy has the method of its own object; all of them are wrapped as long as the patch is there."""
+    toolkit.Model.__module__, toolkit.Model.__qualname__ = toolkit.__name__, "Model"
+    patches = PatchSet([patch_of(toolkit)])
+    patches.enable()
+    keeper = Keeper()
+    keeper.model = toolkit.Model()
+    keeper.run, keeper.function = keeper.model.run, toolkit.Model.__dict__["run"]
+    copies = [copy.copy(keeper), copy.deepcopy(keeper), pickle.loads(pickle.dumps(keeper))]
+    for each in copies:
+        assert each.run(1) == 4 and each.function(each.model, 1) == 4
+    assert copies[0].run.__self__ is keeper.model
+    assert all(each.run.__self__ is each.model and each.model is not keeper.model for each in copies[1:])
+    patches.disable()
+    assert [each.run(1) for each in copies] == [2, 2, 2]

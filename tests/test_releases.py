@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -18,8 +19,11 @@ import transformers
 import fastgen
 from fastgen import releases
 from fastgen.models.unilm import UniLMForSeq2SeqLM
+from fastgen.ops import triton as operators
 from tests import stub_release
 from tests.equivalence.models import BY_NAME, FAMILIES
+from tests.equivalence.others import OTHERS
+from tests.equivalence.test_captured import NOT_ACCELERATED
 
 ROOT = Path(__file__).parents[1]
 LLAMA = BY_NAME["llama"]
@@ -60,10 +64,41 @@ def test_models_are_those_that_must_be_accelerated() -> None:
     assert {family.model_class for family in FAMILIES} == releases.MODELS
 
 
+def test_other_models_that_are_accelerated_are_known() -> None:
+    """So that whoever has one is told, too, where a release takes that away."""
+    accelerated = {family.model_class for family in OTHERS if family.name not in NOT_ACCELERATED}
+    assert accelerated == releases.OTHER_MODELS
+
+
+def test_a_class_of_the_users_is_known_by_those_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(transformers.Phi3ForCausalLM):
+        pass
+
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
+    monkeypatch.setattr(releases, "_has_warned", False)
+    with pytest.warns(RuntimeWarning, match="Own.*no reason"):
+        releases.note(Own.__new__(Own), "no reason")
+
+
 def test_the_installed_release_is_a_tested_one() -> None:
     assert releases.version() == transformers.__version__
     assert releases.is_tested(transformers.__version__)
     assert releases.cache_name() in inspect.signature(type(LLAMA.build()).forward).parameters
+
+
+def test_the_tested_releases_are_the_same_wherever_they_are_named() -> None:
+    first, last = releases.TESTED
+    makefile, constraints, *pages = (
+        (ROOT / name).read_text()
+        for name in ("Makefile", "constraints.txt", "README.md", "docs/index.md", "CHANGELOG.md", "docs/support.md")
+    )
+    tried = re.search(r"^TRANSFORMERS_VERSIONS \?= (.*)$", makefile, re.M)
+    pinned = re.search(r"^transformers==(.*)$", constraints, re.M)
+    assert tried is not None and pinned is not None and pinned[1] == tried[1].split()[-1]
+    assert [re.sub(r"\.\d+$", "", tried[1].split()[place]) for place in (0, -1)] == [first, last]
+    assert all(f"Transformers {first} to {last}" in page for page in pages)
+    assert f"with transformers {pinned[1]}." in pages[-1]
+    assert f'"transformers>={first}"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -89,14 +124,24 @@ def test_a_model_of_fastgens_takes_the_cache_by_both_names(name: str) -> None:
         forward(None, 3, cache=1, past_key_values=2)
 
 
+# Names that some tested releases have, and others do not; `cache` alone says too little.
+CHANGED = (
+    "past_key_values|cache_params|_encoder_decoder_kwargs_for_generation|get_max_(cache|length)|get_query_offset|"
+    "record_past|is_croppable|multi_token_biases|PreTrainedTokenizerBase|assistant_ensemble_weight|speculation_type|use_mtp|"
+    "GgufHfQuantizer|read_gguf_metadata|modeling_attn_mask_utils"
+)
+
+
 def test_names_of_a_release_are_spelled_out_in_one_file() -> None:
-    changed = re.compile(r"past_key_values|cache_params|_encoder_decoder_kwargs_for_generation|get_max_(cache|length)")
+    changed = re.compile(rf"\b\w*({CHANGED})")
     spelled = [
         str(path.relative_to(ROOT))
-        for path in (ROOT / "fastgen").rglob("*.py")
+        for part in ("fastgen", "fastgen_cli")
+        for path in (ROOT / part).rglob("*.py")
         if changed.search(re.sub(r'(?s)""".*?"""', "", path.read_text()))
     ]
-    assert spelled == ["fastgen/releases.py"]
+    # Options that a user of any release may give are data.
+    assert sorted(spelled) == ["fastgen/pipeline/generation_fields.py", "fastgen/releases.py"]
 
 
 @pytest.mark.parametrize("name", releases.CACHE_NAMES[:2])
@@ -105,12 +150,12 @@ def test_a_cache_of_the_users_by_both_names(name: str) -> None:
         pytest.skip("a name that this release does not know")
     model, inputs = LLAMA.build(), LLAMA.make_inputs()
 
-    def run() -> tuple[torch.Tensor, int, list[str]]:
+    def run() -> tuple[torch.Tensor, int, list[tuple[str, str, int]]]:
         cache = transformers.DynamicCache(config=model.config)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = model.generate(**inputs, **{name: cache}, num_beams=2)
-        return found, cache.get_seq_length(), [str(each.message) for each in caught]
+        return found, cache.get_seq_length(), [(str(each.message), each.filename, each.lineno) for each in caught]
 
     with fastgen.disabled():
         expected = run()
@@ -135,14 +180,80 @@ def test_a_call_that_is_repeated_warns_of_a_former_name_once(monkeypatch: pytest
     assert len([each for each in messages if "ZeroDivisionError" in each]) == 1
 
 
+def test_a_warning_about_the_inputs_of_a_step_names_the_models_code() -> None:
+    if releases.cache_name() != "cache":
+        pytest.skip("this release has but one name")
+
+    class OwnInputs(transformers.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> dict[str, Any]:
+            return super().prepare_inputs_for_generation(input_ids, past_key_values=cache, **kwargs)
+
+    model = OwnInputs(LLAMA.build().config).eval()
+
+    def run() -> list[tuple[str, str, int]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FutureWarning)
+            model.generate(**LLAMA.make_inputs(), max_new_tokens=3)
+        return [(str(each.message), each.filename, each.lineno) for each in caught]
+
+    with fastgen.disabled():
+        expected = run()
+    assert run() == expected and {filename for _, filename, _ in expected} == {__file__}
+
+
+@pytest.mark.parametrize("captured_step", ["never", "always"])
+@pytest.mark.parametrize("name", ["llama", "bart", "mistral-long-window"])
+def test_a_returned_cache_has_what_the_release_puts_into_one(
+    name: str, captured_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers have no `dtype` from 5.24 on, and other things before."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs()
+
+    def run() -> list[dict[str, Any]]:
+        found = model.generate(**inputs, num_beams=2, max_new_tokens=20, return_dict_in_generate=True)
+        cache = releases.cache_in(found)
+        parts = [getattr(cache, part, None) for part in ("self_attention_cache", "cross_attention_cache")]
+        layers = [layer for part in parts if part is not None for layer in part.layers] or cache.layers
+        return [
+            {key: value.shape if isinstance(value, torch.Tensor) else value for key, value in vars(layer).items()}
+            for layer in layers
+        ]
+
+    with fastgen.disabled():
+        expected = run()
+    fastgen.reset_stats()
+    with fastgen.settings.changed(captured_step=captured_step):
+        assert run() == expected
+    assert fastgen.stats()["transformers.generate"]["accelerated"] == 1
+
+
+def test_continuous_batching_is_the_librarys() -> None:
+    """Its paged cache is handed on by attention functions up to 5.23, and by models from 5.24 on."""
+    prompts = LLAMA.make_inputs(padding=None)["input_ids"].tolist()
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+
+    def run() -> list[list[int]]:
+        model = copy.deepcopy(LLAMA.build())
+        found = model.generate_batch(inputs=prompts, generation_config=config)
+        return [each.generated_tokens for each in found.values()]
+
+    with fastgen.disabled():
+        expected = run()
+    fastgen.reset_stats()
+    assert run() == expected and len(expected) == len(prompts)
+    assert fastgen.stats() == {}
+
+
 # ---- a release that does not exist
 
 
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        ({"cache": "kv_store"}, "no K/V cache"),
-        ({"_prefill": "_first_pass"}, "has no attribute '_prefill'"),
+        ({"cache": "kv_store"}, "no K/V cache (the release has another name for it"),
+        ({"_prefill": "_first_pass"}, "cannot hook the first pass"),
+        ({"is_first_iteration": "is_first"}, "cannot hook the first pass"),
         ({"_sample": "_draw", "_beam_search": "_search"}, "has a decoding loop of its own"),
         ({"DynamicLayer": "GrowingLayer"}, "cannot import name 'DynamicLayer'"),
         ({"custom_generate": "own_loop"}, "has no parameter custom_generate"),

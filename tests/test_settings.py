@@ -43,6 +43,28 @@ def test_the_captured_step_can_be_turned_off(monkeypatch):
         settings.Settings.from_environment()
 
 
+def test_bits_and_activations(monkeypatch):
+    monkeypatch.setenv("FASTGEN_KEEP_BITS", "1")
+    monkeypatch.setenv("FASTGEN_ACTIVATIONS", "int8")
+    found = settings.Settings.from_environment()
+    assert found.keep_bits and found.activations == "int8" and found.explicit == {"keep_bits", "activations"}
+    assert not settings.Settings().keep_bits and settings.Settings().activations == "float"
+    with pytest.raises(ValueError, match="keep_bits .FASTGEN_KEEP_BITS. is 'yes': give True or False"):
+        settings.change(keep_bits="yes")
+
+
+@pytest.mark.parametrize(("old", "new"), [("exact", "float"), ("int8", "int8")])
+def test_the_old_name_of_activations(defaults, monkeypatch, old, new):
+    monkeypatch.setenv("FASTGEN_FEW_BITS_INPUTS", old)
+    with pytest.warns(DeprecationWarning, match="FASTGEN_FEW_BITS_INPUTS is now called FASTGEN_ACTIVATIONS"):
+        assert settings.Settings.from_environment().activations == new
+    with pytest.warns(DeprecationWarning, match="few_bits_inputs is now called activations"):
+        fastgen.enable(few_bits_inputs=old)
+    assert settings.current().activations == new
+    with pytest.raises(TypeError, match="few_bits_inputs is the old name of activations"):
+        fastgen.enable(few_bits_inputs=old, activations=new)
+
+
 def test_blocks_of_two_threads_that_overlap_leave_nothing_behind(defaults):
     first_began, second_began, first_ended = (threading.Event() for _ in range(3))
 
@@ -81,3 +103,15 @@ def test_a_data_set_keeps_what_the_user_has_asked_for(defaults, monkeypatch, giv
     fastgen.enable(**given)
     monkeypatch.setitem(generate_dataset.__globals__, "run", lambda *_: settings.current().linear_products)
     assert generate_dataset("model", "input", "output") == used
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"strict": "off"}, {"strict": 1}, {"weight_group_size": 64.0}, {"weight_group_size": "64"}, {"padding": True}],
+    ids=str,
+)
+def test_values_that_only_look_like_one(defaults, given):
+    """What counts as true or equal is not what was meant."""
+    with pytest.raises(ValueError, match=f"{next(iter(given))}.*known: "):
+        fastgen.enable(**given)
+    assert settings.current() == settings.Settings()

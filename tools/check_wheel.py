@@ -1,17 +1,20 @@
 """Installs the wheel in dist/ where there is no compiler, and generates there with and without it: `make check-wheel`.
 
-    python tools/check_wheel.py [PYTHON ...]
+    python tools/check_wheel.py [--with torch==2.10.0] [--tests] [PYTHON ...]
 
 For each Python (default: the one that runs this) it makes a virtual environment, installs the wheel with transformers,
 and generates on the models of examples/. Operators must be the compiled ones, tokens must be identical, and what an
-operator raises must reach Python. First `auditwheel` says which systems the wheel fits. The exit status is 1 where
-anything is not as it must be.
+operator raises must reach Python. With --tests, every model that must be accelerated runs there both ways
+(tests/survey.py), and so does the fast part of the tests. First `auditwheel` says which systems the wheel fits. The
+exit status is 1 where anything is not as it must be.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = (2, 28)
+# The fast part of the tests: what depends on the Python and the torch that are installed.
+FAST = """
+tests/test_counters.py tests/test_patching.py tests/test_settings.py tests/ops tests/decoding tests/models/test_unilm.py
+tests/equivalence/test_versions.py tests/equivalence/test_transparent.py tests/equivalence/test_captured.py
+""".split()
+# They need a compiler, or what is beside the package in its repository.
+LEFT_OUT = "test_compiler.py triton test_package.py".split()
+TOOLS = "pytest pytest-xdist pytest-timeout hypothesis psutil gguf compressed-tensors".split()
+SHOW = """
+import platform, torch, transformers
+print("Python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
+"""
 TRY = """
 import sys
 from pathlib import Path
@@ -28,7 +43,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 assert Path(sys.prefix) in Path(fastgen.__file__).parents, fastgen.__file__
 print(fastgen.status())
-assert all(backend.startswith("C++") for backend in ops.backends().values()), ops.backends()
+some = ("split_linear", "widened_linear")  # what they need, not every processor has
+others = {name: backend for name, backend in ops.backends().items() if not backend.startswith("C++")}
+assert not others.keys() - set(some), others
 try:
     torch.ops.fastgen.no_repeat_ngram_(torch.zeros(1, 4), torch.tensor([[1, 2, 1]]), None, 0)
 except RuntimeError as error:
@@ -61,26 +78,60 @@ def problems_of(wheel: Path) -> list[str]:
     return problems
 
 
-def works_with(python: str, wheel: Path) -> bool:
-    """Whether the wheel works in a new environment of this Python, with nothing but the environment in PATH."""
+def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) -> bool:
+    """Whether the wheel works in a new environment of this Python, with nothing but the environment in PATH.
+
+    Args:
+        others: packages that are installed as well, as pip names them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
         there = Path(folder, "bin", "python")
         environment = {"PATH": str(there.parent), "LANG": "C.UTF-8", "HOME": folder}
-        # pip may ask how this machine reaches the index; the rest gets nothing.
-        wanted = f"fastgen[transformers] @ {wheel.as_uri()}"
-        subprocess.run(
-            [there, "-m", "pip", "install", "-q", wanted], env=os.environ | {"PATH": environment["PATH"]}, check=True
+
+        def install(*packages: str) -> None:
+            # pip may ask how this machine reaches the index; the rest gets nothing.
+            command = [there, "-m", "pip", "install", "-q", *packages]
+            subprocess.run(command, env=os.environ | {"PATH": environment["PATH"]}, check=True)
+
+        def run(*words: str | Path, where: str | Path = folder) -> bool:
+            return subprocess.run([there, *words], cwd=where, env=environment).returncode == 0
+
+        install(f"fastgen[transformers] @ {wheel.as_uri()}", *others)
+        run("-c", SHOW)
+        if not with_tests:
+            return run("-c", TRY, ROOT / "examples")
+        install(f"fastgen[cli] @ {wheel.as_uri()}", *TOOLS, *others)
+        tests = Path(folder, "tree")
+        for part in ("tests", "examples", "docs", "benchmarks", "tools"):
+            shutil.copytree(ROOT / part, tests / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / part, tests)
+        left_out = [f"--ignore-glob=*/{name}" for name in LEFT_OUT]
+        pytest = ["-m", "pytest", "-q", "--numprocesses", "auto", "--maxprocesses", "8", *left_out, *FAST]
+        # All of them, whatever one of them says.
+        return all(
+            [
+                run("-c", TRY, ROOT / "examples"),
+                run("-m", "tests.release_report", "--no-tests", where=tests),
+                run(*pytest, where=tests),
+            ]
         )
-        return subprocess.run([there, "-c", TRY, ROOT / "examples"], cwd=folder, env=environment).returncode == 0
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--with", dest="others", action="append", default=[], help="a package that pip installs as well"
+    )
+    parser.add_argument("--tests", action="store_true", help="also run the fast part of the tests")
+    parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
+    options = parser.parse_args()
     (wheel,) = (ROOT / "dist").glob("fastgen-*.whl")
     problems = problems_of(wheel)
-    for python in sys.argv[1:] or [sys.executable]:
+    for python in options.pythons:
         print(f"{wheel.name} with {python}", flush=True)
-        if not problems and not works_with(python, wheel):
+        if not problems and not works_with(python, wheel, options.others, options.tests):
             problems.append(f"it does not work with {python}")
     for problem in problems:
         print(f"check_wheel: {wheel.name}: {problem}", file=sys.stderr)

@@ -17,7 +17,7 @@ from benchmarks import smollm2
 from benchmarks.record import Record, Target
 from benchmarks.workload import NEVER_SLOWER, Context, Generation, Workload, faster_on_cpu, faster_than
 
-_QUESTIONS = (
+QUESTIONS = (
     "Explain in simple words why the sky is blue.",
     "Write a short story about a fox who learns to swim.",
     "What are three good ways to save water at home?",
@@ -90,7 +90,7 @@ class Chat(Generation):
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-        chats = [[{"role": "user", "content": question}] for question in _QUESTIONS[: self.batch]]
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: self.batch]]
         prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
         encoded = tokenizer(prompts, return_tensors="pt", padding=True)
         return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}

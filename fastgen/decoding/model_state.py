@@ -54,7 +54,7 @@ def _chosen() -> Hashable:
     """The settings of FastGen that decide what is recorded."""
     now = settings.current()
     products = now.packed_weights == "never", now.linear_products
-    return *products, now.weight_dtype, now.weight_group_size, now.few_bits_inputs
+    return *products, now.weight_dtype, now.weight_group_size, now.activations
 
 
 def _memory(tensor: Tensor) -> Hashable:

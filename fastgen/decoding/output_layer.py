@@ -121,6 +121,8 @@ def _measure(rows: int, inputs: int, outputs: int) -> tuple[float, float]:
 class OutputLayer(weight_copies.CopiedWeight):
     """A weight as it is, and its copy."""
 
+    waits = weight_copies.STEPS_OF_COPY
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
         self._computed = self._steps = 0

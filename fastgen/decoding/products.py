@@ -208,7 +208,7 @@ class GroupedProduct(NamedTuple):
     parts: tuple[Tensor | None, ...]  # numbers, scales, zeros, minimums
     order: Tensor | None
     bias: Tensor | None
-    sizes: tuple[int, int, bool]  # bits, group size, and whether groups are rotated
+    sizes: tuple[int, int, bool, bool]  # bits, group size, whether groups are rotated, and activations stay floats
 
 
 AnyProduct = Product | GroupedProduct | NarrowProduct
@@ -289,8 +289,8 @@ def of(operation: Operation, args: Sequence[Any], result: Tensor, written: froze
         written: the storages that its recording writes to: a weight in one of these changes from step to step.
     """
     if operation.function is _GROUPED:
-        x, *parts, order, bias, _, bits, group_size, rotated = args
-        return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size, rotated))
+        x, *parts, order, bias, _, bits, group_size, rotated, floats = args
+        return GroupedProduct(result, x, tuple(parts), order, bias, (bits, group_size, rotated, floats))
     if operation.function not in OPERATORS:
         return None
     x, weight, bias = args[-2], args[-1].t(), args[0] if len(args) == 3 else None

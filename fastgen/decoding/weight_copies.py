@@ -73,10 +73,12 @@ class CopiedWeight:
     Attributes:
         looks_at: a call looks whether the copy stands for the weight when it needs it for this time, and does without
             it before. The look costs as much as reading the weight.
+        waits: the first copy is made in the step of this number.
         counted_as: calls that use copies are counted under this name in `fastgen.stats()`, if there is one.
     """
 
     looks_at: ClassVar[int] = 1
+    waits: ClassVar[int] = 1
     counted_as: ClassVar[str | None] = None
     _known: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Any]]
 
@@ -90,7 +92,7 @@ class CopiedWeight:
         self._seen_in: _Call | None = None  # the last call that needed the copy, and how often it has
         self._uses = 0
         self._pause = 0  # calls that will not look at it
-        self._waits = 1  # steps until there will be a copy
+        self._waits = self.waits  # steps until there will be a copy
 
     @classmethod
     def of(cls, weight: Tensor) -> Any:

@@ -1,22 +1,26 @@
-"""Linear layers on weights of 4 or 8 bits in groups of inputs: those of quantised checkpoints, and FastGen's own.
+"""Linear layers on weights of 4 to 8 bits in groups of inputs: those of quantised checkpoints, and FastGen's own.
 
     weight = scale * (number - zero)      or      weight = scale * number + minimum
 
-with a scale, and a zero or a minimum, for each output and group. In the kernels, the inputs become multiples of a 127th
-of the largest of their row and group. What these integers come to within a group is exact; groups are added in float32
-(for groups of inputs see Dettmers and Zettlemoyer, "The case for 4-bit precision", 2023, section 2).
+with a scale, and a zero or a minimum, for each output and group. The activations stay floats, or are rounded to 8 bits.
 
-So a result differs from the product with the weight in float32 by rounding the inputs alone: by at most
-`sum over groups of (largest input of the group) / 254 * sum of |weight|`. A row has the same result whatever the other
-rows and the number of threads.
+**Floats.** Numbers become the weight's in the registers, to the last bit (csrc/cpu/narrow_groups.cpp). The result has
+the bits of `fastgen.ops.linear.packed_linear` with the unpacked weight, whatever the other rows and the number of
+threads.
+
+**8 bits.** Activations become multiples of a 127th of the largest of their row and group. What these integers come to
+within a group is exact; groups are added in float32 (for groups of inputs see Dettmers and Zettlemoyer, "The case for
+4-bit precision", 2023, section 2). So a result differs from the product with the weight in float32 by rounding the
+activations alone: by at most `sum over groups of (largest input of the group) / 254 * sum of |weight|`. A row has the
+same result whatever the other rows and the number of threads.
 
 Weights may be *rotated* before they are rounded: each group is multiplied with the Hadamard matrix H of its size
 n, and so are the inputs, before they are rounded. As H H^T = n, which the inputs are divided by, the product stays.
 What is much larger than the rest of its group is spread over the whole group, and costs fewer digits (Ashkboos et al.,
 "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, section 3). The bound then holds for what is rotated.
 
-Scales and minimums may be *multiples*: bytes times two numbers in float16 of eight groups in a row. GGUF's Q4_K has
-them so. In groups of 32 they take 5 bits for 8 weights, where those in float32 take 16.
+Scales and minimums may be *multiples*: bytes times numbers in float16 of 8 or 16 groups in a row, as GGUF's types with
+a K have them. In groups of 32 they take 5 bits for 8 weights, where those in float32 take 16.
 """
 
 from __future__ import annotations
@@ -30,33 +34,51 @@ from torch import Tensor
 from fastgen.ops import _library
 from fastgen.ops.linear import as_rows
 
-# Outputs of a panel (csrc/cpu/grouped_linear.cpp).
+# Outputs of a panel (csrc/cpu/grouped_linear).
 _PANEL = 32
-BITS = (4, 8)
+BITS = (4, 5, 6, 8)
+# Inputs of a set of lines, which groups are whole numbers of: of 5 and 6 bits, it has a line of upper bits.
+_SET_INPUTS = {4: 8, 5: 32, 6: 16, 8: 4}
+# Products of so many inputs are summed among themselves: groups of float products divide it (csrc/cpu/linear/depth.h).
+_DEPTH = 256
 # Smaller scales have too few digits in float16.
 _LEAST_HALF = 2.0**-18
-# Groups whose scales and minimums are multiples of the same numbers.
-BLOCK_GROUPS = 8
-# Of a panel's outputs, such numbers in float16: a scale and a minimum of each.
-_UNIT_BYTES = 2 * 2 * _PANEL
+# Without minimums, bytes of scales stand for themselves less this.
+SIGNED_MIDDLE = 128
 
 
 class Multiples(NamedTuple):
-    """Scales and minimums as bytes times a number for each block, which is eight groups in a row."""
+    """Scales and minimums as bytes times a number for each block, which is 8 or 16 groups in a row.
+
+    Without minimums, a block has 16 groups, and a byte stands for itself less `SIGNED_MIDDLE`.
+    """
 
     scales: Tensor  # [outputs, groups], uint8
-    minimums: Tensor  # the same
-    scale_units: Tensor  # [outputs, groups / 8], float16
-    minimum_units: Tensor  # the same
+    minimums: Tensor | None  # the same
+    scale_units: Tensor  # [outputs, blocks], float16
+    minimum_units: Tensor | None  # the same
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minimums, [outputs, groups], float32."""
+        if self.minimums is None or self.minimum_units is None:
+            return _multiplied(self.scale_units, self.scales.float() - SIGNED_MIDDLE), None
+        found = _multiplied(self.scale_units, self.scales), _multiplied(self.minimum_units, self.minimums)
+        return found
+
+
+def _multiplied(units: Tensor, each: Tensor) -> Tensor:
+    groups = each.shape[1] // units.shape[1]
+    return units.float().repeat_interleave(groups, dim=1) * each
 
 
 class PackedWeight(NamedTuple):
     """What `pack` makes of a weight."""
 
-    numbers: Tensor  # [panels, groups * group_size / 4 or 8, 32, 4], uint8: a line has 4 or 8 inputs of each output
-    # [panels, groups, 32], float16 or float32. Multiples, of scales and minimums: uint8 [panels, blocks, 640], for each
-    # block 32 units of scales and 32 of minimums in float16, then for each of its groups 32 bytes of scales and 32 of
-    # minimums.
+    # [panels, lines, 32, 4], uint8: a line has a word for each output of a panel, with 4 inputs of 8 bits or the lower
+    # 4 bits of 8 inputs. Of 5 and 6 bits, a line with the upper bits of 32 or 16 inputs follows those (`_in_lines`).
+    numbers: Tensor
+    # [panels, groups, 32], float16 or float32. Multiples: uint8 [panels, blocks, bytes], for each block 32 units of
+    # scales and 32 of minimums in float16, then for each of its groups 32 bytes of scales and 32 of minimums.
     scales: Tensor
     zeros: Tensor | None  # as scales that are no multiples, uint8
     minimums: Tensor | None  # the same, of the type of the scales
@@ -82,11 +104,12 @@ def pack(
     """A weight [outputs, inputs] in the layout of the kernels, which is the same on every processor.
 
     Args:
-        numbers: [outputs, inputs], uint8, from 0 to 2**bits - 1.
+        numbers: [outputs, inputs], uint8, from 0 to 2**bits - 1, of 4, 5, 6 or 8 bits.
         scales: [outputs, groups], floating: kept in float16 if that is what they are or changes none of them.
         zeros: [outputs, groups], uint8: the number that stands for 0; by default 2**(bits - 1), without minimums.
         minimums: [outputs, groups], floating: what is added instead.
-        group_size: inputs of a group, from 8 to 256, in eights. The last group may have fewer.
+        group_size: inputs of a group, from 8 to 256, in eights; of 5 bits in 32s, of 6 bits in 16s. The last group may
+            have fewer.
         order: [inputs], int64: the column i is that of the layer's input order[i].
 
     Raises:
@@ -117,21 +140,27 @@ def pack_multiples(numbers: Tensor, multiples: Multiples, *, bits: int, group_si
         ValueError: shapes, types or sizes are not as `Multiples` and `pack` say.
     """
     outputs, inputs = numbers.shape
+    scales, minimums, scale_units, minimum_units = multiples
+    blocks = scale_units.shape[1] if scale_units.dim() == 2 else 0
     groups = inputs // group_size
-    _check(numbers, multiples.scales.half(), None, multiples.minimums.half(), bits, group_size, None)
+    per_block = groups // max(blocks, 1)
+    _check(numbers, scales.half(), None, None if minimums is None else minimums.half(), bits, group_size, None)
+    if (minimums is None) != (minimum_units is None) or per_block not in ((8, 16) if minimums is not None else (16,)):
+        raise ValueError(f"{groups} groups in {blocks} blocks: 8 or 16 groups in each, and 16 without minimums")
+    if inputs != blocks * per_block * group_size:
+        raise ValueError(f"{inputs} inputs are no whole blocks of {per_block} groups of {group_size}")
     for name, each, shape, dtype in (
-        ("scales", multiples.scales, (outputs, groups), torch.uint8),
-        ("minimums", multiples.minimums, (outputs, groups), torch.uint8),
-        ("scale_units", multiples.scale_units, (outputs, groups // BLOCK_GROUPS), torch.float16),
-        ("minimum_units", multiples.minimum_units, (outputs, groups // BLOCK_GROUPS), torch.float16),
+        ("scales", scales, (outputs, groups), torch.uint8),
+        ("minimums", minimums, (outputs, groups), torch.uint8),
+        ("scale_units", scale_units, (outputs, blocks), torch.float16),
+        ("minimum_units", minimum_units, (outputs, blocks), torch.float16),
     ):
-        if each.shape != shape or each.dtype is not dtype:
+        if each is not None and (each.shape != shape or each.dtype is not dtype):
             raise ValueError(f"{name} must be {dtype}, {list(shape)}, not {each.dtype}, {list(each.shape)}")
-    if inputs % (group_size * BLOCK_GROUPS):
-        raise ValueError(f"{inputs} inputs are no whole blocks of {BLOCK_GROUPS} groups of {group_size}")
-    units = torch.stack([_by_panels(multiples.scale_units), _by_panels(multiples.minimum_units)], dim=2)
-    each = torch.stack([_by_panels(multiples.scales), _by_panels(multiples.minimums)], dim=2)  # [panels, groups, 2, 32]
-    octets = units.flatten(2).view(torch.uint8), each.unflatten(1, (-1, BLOCK_GROUPS)).flatten(2)
+    # [panels, blocks or groups, 1 or 2, 32]
+    units = torch.stack([_by_panels(each) for each in (scale_units, minimum_units) if each is not None], dim=2)
+    factors = torch.stack([_by_panels(each) for each in (scales, minimums) if each is not None], dim=2)
+    octets = units.flatten(2).view(torch.uint8), factors.unflatten(1, (-1, per_block)).flatten(2)
     lines = _in_lines(numbers, bits, group_size)
     return PackedWeight(lines, torch.cat(octets, dim=2), None, None, None, outputs, inputs, bits, group_size)
 
@@ -143,7 +172,32 @@ def _in_lines(numbers: Tensor, bits: int, group_size: int) -> Tensor:
     wide = torch.zeros(panels * _PANEL, groups * group_size, dtype=torch.uint8, device=numbers.device)
     wide[:outputs, :inputs] = numbers
     fours = wide.view(panels, _PANEL, -1, 4).transpose(1, 2)  # [panels, fours of inputs, outputs, 4]
-    return (fours if bits == 8 else fours[:, 0::2] | fours[:, 1::2] << 4).contiguous()
+    if bits == 8:
+        return fours.contiguous()
+    low = fours & 15 if bits > 4 else fours
+    words = low[:, 0::2] | low[:, 1::2] << 4
+    if bits == 4:
+        return words.contiguous()
+    in_set = _SET_INPUTS[bits] // 4
+    high = (fours >> 4).unflatten(1, (-1, in_set))
+    line = torch.zeros_like(high[:, :, 0])
+    for four in range(in_set):
+        line |= high[:, :, four] << (four * (bits - 4))
+    return torch.cat((words.unflatten(1, (-1, in_set // 2)), line.unsqueeze(2)), dim=2).flatten(1, 2)
+
+
+def _from_lines(lines: Tensor, bits: int) -> Tensor:
+    """The inverse for some outputs, [n, lines, 4]: [n, inputs], with the padding of the last group."""
+    if bits == 8:
+        return lines.flatten(1)
+    if bits == 4:
+        return torch.stack((lines & 15, lines >> 4), dim=2).flatten(1)
+    in_set = _SET_INPUTS[bits] // 4
+    sets = lines.unflatten(1, (-1, in_set // 2 + 1))
+    words, line = sets[:, :, :-1], sets[:, :, -1:]
+    low = torch.stack((words & 15, words >> 4), dim=3).flatten(2, 3)  # [n, sets, fours, 4]
+    shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=lines.device).view(1, 1, -1, 1)
+    return (low | (line >> shifts & 2 ** (bits - 4) - 1) << 4).flatten(1)
 
 
 def rounded(weight: Tensor, bits: int, group_size: int, rotated: bool = False) -> PackedWeight:
@@ -185,8 +239,12 @@ def _check(
     group_size: int,
     order: Tensor | None,
 ) -> None:
-    if bits not in BITS or not 8 <= group_size <= 256 or group_size % 8:
-        raise ValueError(f"{bits} bits in groups of {group_size}: 4 or 8 bits, groups of 8 to 256 inputs, in eights")
+    step = max(8, _SET_INPUTS.get(bits, 8))
+    if bits not in BITS or not 8 <= group_size <= 256 or group_size % step:
+        raise ValueError(
+            f"{bits} bits in groups of {group_size}: 4, 5, 6 or 8 bits, groups of 8 to 256 inputs, in eights, of 5 "
+            "bits in 32s and of 6 bits in 16s"
+        )
     if numbers.dim() != 2 or numbers.dtype is not torch.uint8 or not numbers.numel():
         raise ValueError(f"numbers must be uint8, [outputs, inputs], not {numbers.dtype}, {list(numbers.shape)}")
     shape = torch.Size((numbers.shape[0], -(-numbers.shape[1] // group_size)))
@@ -217,11 +275,9 @@ def unpacked(weight: PackedWeight, outputs: Tensor | slice = slice(None)) -> tup
     if isinstance(outputs, slice):
         outputs = torch.arange(weight.outputs, device=weight.numbers.device)[outputs]
     panels, lanes = outputs // _PANEL, outputs % _PANEL
-    lines = weight.numbers[panels, :, lanes]  # [n, lines, 4]
-    if weight.bits == 4:
-        lines = torch.stack((lines & 15, lines >> 4), dim=2)
+    numbers = _from_lines(weight.numbers[panels, :, lanes], weight.bits)
     return (
-        lines.flatten(1)[:, : None if weight.rotated else weight.inputs],
+        numbers[:, : None if weight.rotated else weight.inputs],
         [None if factor is None else factor[panels, :, lanes] for factor in _factors(weight)],
     )
 
@@ -230,8 +286,14 @@ def _factors(weight: PackedWeight) -> tuple[Tensor, Tensor | None, Tensor | None
     """Scales, zeros and minimums, [panels, groups, 32]."""
     if weight.scales.dtype is not torch.uint8:
         return weight.scales, weight.zeros, weight.minimums
-    units = weight.scales[:, :, :_UNIT_BYTES].contiguous().view(torch.float16).unflatten(2, (1, 2, _PANEL))
-    each = weight.scales[:, :, _UNIT_BYTES:].unflatten(2, (BLOCK_GROUPS, 2, _PANEL))
+    # 16 groups without minimums, 8 or 16 with them: their sizes tell them apart.
+    size = weight.scales.shape[2]
+    kinds = 1 if size == 2 * _PANEL + 16 * _PANEL else 2
+    unit_bytes = kinds * 2 * _PANEL
+    units = weight.scales[:, :, :unit_bytes].contiguous().view(torch.float16).unflatten(2, (1, kinds, _PANEL))
+    each = weight.scales[:, :, unit_bytes:].unflatten(2, (-1, kinds, _PANEL)).float()
+    if kinds == 1:
+        return (units.float() * (each - SIGNED_MIDDLE)).flatten(1, 2)[:, :, 0], None, None
     scales, minimums = (units.float() * each).flatten(1, 2).unbind(2)
     return scales, None, minimums
 
@@ -286,11 +348,14 @@ def rows(weight: PackedWeight, which: Tensor, dtype: torch.dtype) -> Tensor:
     return found if weight.order is None else found[:, weight.order.argsort()]
 
 
-def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear(x, dequantized(weight), bias)`, with x rounded to 8 bits; not differentiable.
+def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, floats: bool = False) -> Tensor:
+    """`torch.nn.functional.linear(x, dequantized(weight), bias)`, summed in float32; not differentiable.
 
-    x is [..., inputs] in float32, bfloat16 or float16, as is the result; the bias [outputs] in any of them. A row and
-    group of x that holds anything infinite or NaN gives NaN.
+    x is [..., inputs] in float32, bfloat16 or float16, as is the result; the bias [outputs] in any of them.
+
+    Args:
+        floats: x stays as it is, for a weight that `keeps_floats` is True of. Otherwise it is rounded to 8 bits, and a
+            row and group of x that holds anything infinite or NaN gives NaN.
 
     Raises:
         RuntimeError: shapes or types do not fit together.
@@ -298,9 +363,22 @@ def grouped_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) 
     rows = as_rows(x)
     if rows.shape[1] != weight.inputs:
         raise RuntimeError(f"grouped_linear: {rows.shape[1]} inputs for a weight of {weight.inputs}")
-    sizes = weight.outputs, weight.bits, weight.group_size, weight.rotated
+    sizes = weight.outputs, weight.bits, weight.group_size, weight.rotated, floats
     y = torch.ops.fastgen.grouped_linear.default(rows, *weight[:5], bias, *sizes)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.outputs)
+
+
+def keeps_floats(weight: PackedWeight) -> bool:
+    """Whether there are products with float activations that have the bits of those of the unpacked weight.
+
+    There are none for rotated groups, for groups that do not divide 256 inputs, and for zeros whose products with their
+    scales float32 does not hold. No format in use has these, with scales of 16 bits.
+    """
+    if weight.rotated or _DEPTH % weight.group_size:
+        return False
+    if weight.zeros is None or weight.scales.dtype is torch.float16:
+        return True
+    return bool((weight.scales.double() * weight.zeros == (weight.scales * weight.zeros).double()).all())
 
 
 @functools.cache
@@ -333,7 +411,7 @@ def _fake_rows(like: Tensor, which: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
-    outputs = rest[-4]
+    outputs = rest[6]
     return x.new_empty(x.shape[0], outputs)
 
 
@@ -341,6 +419,7 @@ def _fake_nothing(*arguments: Any) -> None:
     """What writes into its arguments returns nothing."""
 
 
+_SIZES = "int bits, int group_size, bool rotated, bool floats"
 _PACKED = "numbers, Tensor scales, Tensor? zeros, Tensor? minimums, Tensor? order, Tensor? bias"
 _library.define(
     "group_extremes(Tensor weight, int group_size, bool rotated) -> Tensor",
@@ -356,17 +435,17 @@ _library.define(
     fake=_fake_rows,
 )
 _library.define(
-    f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, int bits, int group_size, bool rotated) -> Tensor",
+    f"grouped_linear(Tensor x, Tensor {_PACKED}, int outputs, {_SIZES}) -> Tensor",
     fake=_fake_linear,
 )
 _library.define(
-    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, int bits, int group_size, bool rotated) -> ()",
+    f"grouped_linear_out(Tensor(a!) out, Tensor x, Tensor {_PACKED}, {_SIZES}) -> ()",
     fake=_fake_nothing,
 )
 # Several of them with the same x.
 _library.define(
     "grouped_linears_out(Tensor(a!)[] out, Tensor x, Tensor[] numbers, Tensor[] scales, Tensor?[] zeros, "
-    "Tensor?[] minimums, Tensor? order, Tensor?[] bias, int bits, int group_size, bool rotated) -> ()",
+    f"Tensor?[] minimums, Tensor? order, Tensor?[] bias, {_SIZES}) -> ()",
     fake=_fake_nothing,
 )
 backend = functools.partial(_library.backend, "fastgen::grouped_linear_out")

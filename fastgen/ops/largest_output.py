@@ -42,6 +42,9 @@ _UNIT = 2.0**-24
 # So much of a result, at the most, it may differ by because it and its estimate are rounded when the bias is added.
 _ROUNDING = 4 * _UNIT
 
+# Numbers whose copies in float64 take no memory to speak of.
+_AT_ONCE = 2**18
+
 
 class Copy(NamedTuple):
     """A weight in 8 bits, with what its estimates may be off by."""
@@ -58,7 +61,7 @@ def copy_of(weight: Tensor) -> Copy | None:
     # Of panels, groups and outputs. Rotated lines are longer by the root of the group size: so it is no factor here.
     scales = numbers.scales.double()
     roots = scales.square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
-    lengths = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64)
+    lengths = _lengths_of(weight.detach())
     # Each number of a line is off by half of its group's scale at the most; slightly more where the scale is rounded.
     # What is smaller than float32 can divide by may have become any number of 8 bits.
     are_tiny = scales.amax(dim=1).flatten()[: weight.shape[0]] < _LEAST_SCALE
@@ -80,10 +83,16 @@ def rough_copy_of(weight: Tensor) -> Copy | None:
     roots = numbers.scales.double().square().sum(dim=1).sqrt().flatten()[: weight.shape[0]]
     # Numbers of a group are off by a scale / sqrt(12) on the average.
     errors = roots * math.sqrt(_GROUP_SIZE / 12)
-    lengths = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64)
+    lengths = _lengths_of(weight.detach())
     likely = 3 / math.sqrt(weight.shape[1])
     sizes = (torch.stack([_with_blocks(lengths), _with_blocks(errors)]) * likely).float().clamp(min=_LEAST)
     return Copy(numbers, sizes) if bool(sizes.isfinite().all()) else None
+
+
+def _lengths_of(weight: Tensor) -> Tensor:
+    """Of the lines of a weight, [outputs], float64. Little by little: all its numbers in float64 are twice its size."""
+    some = max(_AT_ONCE // weight.shape[1], 1)
+    return torch.cat([torch.linalg.vector_norm(lines, dim=1, dtype=torch.float64) for lines in weight.split(some)])
 
 
 def _with_blocks(sizes: Tensor) -> Tensor:
@@ -95,7 +104,7 @@ def _with_blocks(sizes: Tensor) -> Tensor:
 def estimate_out(estimates: Tensor, x: Tensor, bias: Tensor | None, copy: Copy) -> None:
     """Writes estimates of all outputs, [rows, outputs], float32; the other arguments are as in `largest_output_out`."""
     packed = copy.numbers
-    sizes = packed.bits, packed.group_size, packed.rotated
+    sizes = packed.bits, packed.group_size, packed.rotated, False
     torch.ops.fastgen.grouped_linear_out.default(estimates, x, *packed[:5], bias, *sizes)
 
 

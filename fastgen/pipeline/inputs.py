@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import Source, open_source
+from fastgen.pipeline.readers import LONGEST_TEXT, Source, open_source
 from fastgen.pipeline.records import BadRecord, Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
 _MISSING = object()
+_MOST_NAMED = 50  # columns, in a message
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which UTF-8 has no bytes for
 
 
@@ -38,7 +39,10 @@ def _checked(source: Source, wanted: str, what: str) -> str:
 
 
 def _listed(columns: list[str]) -> str:
-    return f"the columns are: {', '.join(columns)}" if columns else "it has no readable row"
+    if not columns:
+        return "it has no readable row"
+    more = f" and {len(columns) - _MOST_NAMED} more" if len(columns) > _MOST_NAMED else ""
+    return f"the columns are: {', '.join(columns[:_MOST_NAMED])}{more}"
 
 
 def field_of(fields: Mapping[str, Any], column: str, default: Any = None) -> Any:
@@ -144,6 +148,8 @@ def _problem(column: str, text: Any) -> Problem | None:
         return Problem("wrong-type", f"column {column!r} has a value of type {type(text).__name__}, not a string")
     if _SURROGATE.search(text):
         return Problem("invalid-utf8", "the text is not valid UTF-8")
+    if len(text) > LONGEST_TEXT:
+        return Problem("malformed", f"the text is longer than {LONGEST_TEXT} characters")
     if "\0" in text:
         return Problem("nul-character", "the text has a NUL character")
     if not text.strip():

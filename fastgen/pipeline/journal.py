@@ -18,7 +18,6 @@ A file of that name that does not begin like this is somebody else's: it is neit
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO
 
+from fastgen.pipeline.digests import digest
 from fastgen.pipeline.errors import RESUMABLE, SetupError, writing
 from fastgen.pipeline.layouts import GENERATION, dumps, encode
 from fastgen.pipeline.planner import Resumed, Window
@@ -153,14 +153,6 @@ def is_own(path: Path, beginning: bytes) -> bool:
         return beginning.startswith(handle.read(len(beginning)))
 
 
-def digest(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as handle:
-        while chunk := handle.read(1 << 20):
-            found.update(chunk)
-    return found.hexdigest()
-
-
 class Journal:
     """The journal of one run, open for appending and locked against a second run with the same output.
 
@@ -258,6 +250,9 @@ class Journal:
         for name, old, new in _differences(settings, self._settings):
             if name.startswith("model."):
                 raise SetupError(f"cannot resume with another model: its {name[6:]} changed since the run began")
+            what, _, part = name.partition(".")
+            if what in ("input", "reference") and part in ("digest", "fingerprint", "size", "rows"):
+                raise SetupError(f"cannot resume with another {what}: its content changed since the run began")
             raise SetupError(f"cannot resume with other settings: {name} was {_short(old)} and is now {_short(new)}")
         self._compare_environment(environment)
 

@@ -6,12 +6,14 @@ import contextlib
 import copy
 import functools
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.generation_fields import DRAFTS, check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
@@ -95,17 +97,22 @@ def read_model(
     from transformers.utils import logging as transformers_logging
 
     quiet_transformers(settings.quiet)
-    check_path(settings.model)
+    check_path(settings.model, gguf=True)
     device = choose_device(settings.device)
-    local = Path(settings.model).is_dir()
+    local, gguf = Path(settings.model).is_dir(), is_gguf(settings.model)
     name = str(Path(settings.model, folder)) if local and folder else settings.model
-    options = {"trust_remote_code": settings.trust_remote_code, **({} if local else {"subfolder": folder})}
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    if gguf:
+        name, options["gguf_file"] = str(Path(name).parent), Path(name).name
+    elif not local:
+        options["subfolder"] = folder
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
-    with explained(f"model {name} cannot be loaded"):
+    with explained(f"model {settings.model} cannot be loaded"), switches.changed(keep_bits=settings.keep_bits):
         config = AutoConfig.from_pretrained(name, **options)
+        stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        _check_tokenizer(tokenizer, name)
+        _check_tokenizer(tokenizer, settings.model if gguf else name)
         torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
         if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing
@@ -116,7 +123,33 @@ def read_model(
             transformers_logging.set_verbosity(before)
         model, found = loaded
         _check_weights(found, settings, needed, unused)
-        return model.eval().to(device), tokenizer
+        model = model.eval().to(device)
+    if not settings.quiet:
+        print(_how_loaded(model, "gguf" if gguf else stored), file=sys.stderr)
+    return model, tokenizer
+
+
+def is_gguf(model: str) -> bool:
+    """Whether a model is named by its GGUF file."""
+    return model.lower().endswith(".gguf") and Path(model).is_file()
+
+
+def _how_loaded(model: Any, stored: Any) -> str:
+    """A line about the weights of a model.
+
+    Args:
+        stored: "gguf", or the `quantization_config` of a checkpoint, or None.
+    """
+    from fastgen.quantization import loaded
+
+    kept = loaded.described(model)
+    if kept is not None:
+        return f"model: {kept}"
+    line = f"model: {type(model).__name__} in {str(model.dtype).removeprefix('torch.')}"
+    if not stored:
+        return line
+    method = stored if isinstance(stored, str) else dict(stored).get("quant_method")
+    return f"{line}, as Transformers loads {method} (--keep-bits keeps weights in their bits)"
 
 
 def _check_tokenizer(tokenizer: Any, name: str) -> None:
@@ -125,7 +158,8 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
     named = {*getattr(tokenizer, "vocab_files_names", {}).values()} - {"tokenizer_config.json"}
     known = {*named, "tokenizer.json", "tokenizer.model", "tekken.json"}
     ordinary = set(tokenizer.get_vocab()) - {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    if not ordinary or (named and not any(file_of(name, file) for file in known)):
+    has_file = is_gguf(name) or any(file_of(name, file) for file in known)
+    if not ordinary or (named and not has_file):
         raise SetupError(f"model {name} has no tokenizer: its files, such as tokenizer.json, are missing")
 
 
@@ -133,6 +167,8 @@ def file_of(model: str, name: str) -> Path | None:
     """A file of a model, in its directory or where the library keeps what it has downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
+    if is_gguf(model):  # which holds all that there is
+        return None
     path = Path(model, name) if Path(model).is_dir() else try_to_load_from_cache(model, name)
     return Path(path) if isinstance(path, str | Path) and Path(path).exists() else None
 
@@ -151,12 +187,16 @@ def _check_weights(found: Mapping[str, Any], settings: DataOptions, needed: Mapp
             )
 
 
-def check_path(name: str) -> None:
-    """A SetupError where a path is given that no model can be at. Done before anything slow is imported."""
+def check_path(name: str, gguf: bool = False) -> None:
+    """A SetupError where a path is given that no model can be at. Done before anything slow is imported.
+
+    Args:
+        gguf: whether it may be a GGUF file.
+    """
     path = Path(name)
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise SetupError(f"model {name}: no such directory")
-    if path.is_file():
+    if path.is_file() and not (gguf and is_gguf(name)):
         raise SetupError(f"model {name} is a file: give the directory written by save_pretrained, or a hub name")
 
 

@@ -96,6 +96,9 @@ class MemoryModel:
         element = model.dtype.itemsize
         beams, returned = generation.num_beams or 1, generation.num_return_sequences or 1
         on_gpu = model.device.type == "cuda"
+        new_tokens = generation.max_new_tokens or generation.max_length or 20
+        # Some configurations have a limit that stands for none. Where there are more after all, a batch is halved.
+        new_tokens = min(new_tokens, size("max_position_embeddings", default=new_tokens))
         return cls(
             layers=size("decoder_layers", "num_decoder_layers", default=layers),
             kv_bytes=2 * size("num_key_value_heads", default=heads) * head * element,
@@ -106,7 +109,7 @@ class MemoryModel:
             vocabulary=size("vocab_size", default=32000) * size("ngram", default=1),
             element=element,
             beams=beams if beams > 1 else returned,
-            new_tokens=generation.max_new_tokens or generation.max_length or 20,
+            new_tokens=new_tokens,
             encoder_decoder=bool(config.is_encoder_decoder),
             biased=hasattr(config, "relative_attention_num_buckets"),
             eager=getattr(config, "_attn_implementation", None) == "eager",

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
 import itertools
 import json
 import logging
 import os
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fastgen.pipeline.digests import digest
 from fastgen.pipeline.errors import PipelineError, SetupError, check_installed, explained, one_line
 from fastgen.pipeline.records import Problem, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
@@ -27,8 +27,9 @@ from fastgen.pipeline.settings import STANDARD_STREAM, TEXT_SUFFIXES
 CHUNK = 1 << 20
 # To count the records of a CSV file is to parse all of it. Larger files are not counted; the progress shows no total.
 COUNT_CSV_UP_TO = 64 << 20
-# Characters in a CSV cell. Without a limit, a quote that is not closed would read the rest of the file into memory.
-LONGEST_CELL = 1 << 26
+# Characters of a text, and bytes of a line. A text of more would take minutes until it is found to be too long for any
+# model, and a file without line ends, or with a quote that is not closed, would be read into memory.
+LONGEST_TEXT = 1 << 26
 # A JSON lines file has no header. Its columns are those of its first rows, of this many.
 PEEK_ROWS = 100
 ROWS_AT_ONCE = 1024
@@ -72,7 +73,15 @@ class FileSource:
     def rows(self) -> Iterator[Row]:
         r"""The rows in order: here the lines, as `text`. Only \n ends a line: a text may have the others of Unicode."""
         with self.open() as handle:
-            for number, line in enumerate(handle, start=1):
+            for number in itertools.count(1):
+                line = handle.readline(LONGEST_TEXT + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST_TEXT:
+                    while line and not line.endswith(b"\n"):
+                        line = handle.readline(CHUNK)
+                    yield Row(number, problem=Problem("malformed", f"the line is longer than {LONGEST_TEXT} bytes"))
+                    continue
                 if number == 1:
                     # Standard input could not be checked earlier.
                     _check_start("standard input", line)
@@ -95,17 +104,14 @@ class FileSource:
         return lines + (last != b"\n")
 
     def identity(self) -> dict[str, Any]:
-        """What the journal keeps, so that a run is not resumed with another input: size, and a digest of both ends."""
+        """What the journal keeps, so that a run is not resumed with another input: the size, and a digest of all of it.
+
+        A digest takes a second for a gigabyte, which a model reads for hours.
+        """
         if self.name == STANDARD_STREAM:
             return {"name": STANDARD_STREAM}
         size = os.path.getsize(self.name)
-        digest = hashlib.sha256()
-        with open(self.name, "rb") as handle:
-            digest.update(handle.read(CHUNK))
-            if size > CHUNK:
-                handle.seek(max(CHUNK, size - CHUNK))
-                digest.update(handle.read(CHUNK))
-        return {"name": os.path.abspath(self.name), "size": size, "digest": digest.hexdigest()[:32]}
+        return {"name": os.path.abspath(self.name), "size": size, "digest": digest(Path(self.name))}
 
 
 class JsonLinesSource(FileSource):
@@ -154,7 +160,7 @@ class CsvSource(FileSource):
         with open(name, "rb") as handle:
             # Where lines end with \n, a carriage return in a row is no end of it. A file may have nothing else.
             self._newline = "\n" if b"\n" in handle.read(CHUNK) else ""
-        csv.field_size_limit(LONGEST_CELL)
+        csv.field_size_limit(LONGEST_TEXT)
         header = next(self._records(), (1, []))[1]
         if isinstance(header, Problem):
             raise SetupError(f"{name}, line 1: {header.message}")
@@ -312,10 +318,10 @@ class DatasetSource:
         return len(self._data)
 
     def identity(self) -> dict[str, Any]:
-        # The fingerprint of the library changes with the path and the date of the original files. Rows and columns
-        # are enough to catch a mistake.
+        # The fingerprint is the library's: of what the data set was made of, and how.
         named = {"name": self.name, "config": self._config, "split": self._split}
-        return named | {"rows": len(self._data), "columns": self.columns}
+        fingerprint = getattr(self._data, "_fingerprint", None)
+        return named | {"rows": len(self._data), "columns": self.columns, "fingerprint": fingerprint}
 
 
 Source = FileSource | DatasetSource
@@ -352,7 +358,8 @@ def quiet_hub() -> None:
 
 def _check_names(path: str, columns: list[str]) -> None:
     """Raises `SetupError` where two columns have one name. Spreadsheets give empty columns empty names: these may."""
-    repeated = next((name for name in columns if name and columns.count(name) > 1), None)
+    counts = Counter(columns)
+    repeated = next((name for name in counts if name and counts[name] > 1), None)
     if repeated is not None:
         raise SetupError(f"{path} has column {repeated!r} twice")
 

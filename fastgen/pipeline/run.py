@@ -74,7 +74,7 @@ def run(
     work = Work(detokenizer, settings.lang or settings.tgt_lang or "en", settings.metrics)
     work.check()
     if model is None:
-        check_path(settings.model)
+        check_path(settings.model, gguf=True)
     inputs = Inputs(settings)
     workers = default_workers() if settings.workers is None else settings.workers
     with closing(PostProcessor(partial(Processor, work), workers if work.any else 0)) as post:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from fastgen import settings as switches
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.option_types import check_types
 
 TEXT_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 INPUT_FORMATS = ("auto", "txt", "jsonl", "csv", "tsv", "parquet", "dataset")
@@ -23,6 +24,7 @@ _NOT_STREAMED = ("npy", "parquet")  # formats that are not written from front to
 METRICS = ("bleu", "rouge", "chrf", "exact")
 DTYPES = ("fp32", "fp16", "bf16")
 STANDARD_STREAM = "-"
+_MOST_WORKERS = 1024  # processes
 
 
 def option(default: Any, help: str, *aliases: str, group: str = "", free: bool = False) -> Any:
@@ -54,7 +56,7 @@ class DataOptions:
     """That of a name which says nothing."""
 
     model: str
-    """A directory written by `save_pretrained`, or a hub name."""
+    """A directory written by `save_pretrained`, a GGUF file, or a hub name."""
     input: str
     """A .txt, .jsonl, .csv, .tsv or .parquet file, a `datasets` name or saved data set, or `-` (standard input)."""
     output: str
@@ -94,6 +96,15 @@ class DataOptions:
         lambda: switches.current().weight_group_size,
         "inputs that share a scale in int8 and int4: 32, 64 or 128 (default: 64)",
     )
+    keep_bits: bool = option(
+        lambda: switches.current().keep_bits,
+        "keep weights in GGUF, GPTQ, AWQ and compressed-tensors in their bits, also where Transformers unpacks them",
+    )
+    activations: str = option(
+        lambda: switches.current().activations,
+        "int8: round what such weights are multiplied with on a CPU, which is faster, with other results "
+        "(default: float)",
+    )
     batch_size: int | Literal["auto"] = option(
         16,
         "rows in a batch, or auto for as many as fit into free memory (default: 16)",
@@ -129,6 +140,7 @@ class DataOptions:
         return None
 
     def __post_init__(self) -> None:
+        check_types(self)
         _among("input_format", self.input_format, INPUT_FORMATS)
         _among("output_format", self.output_format, ("auto", *self.OUTPUTS))
         _among("dtype", self.dtype, DTYPES)
@@ -136,12 +148,14 @@ class DataOptions:
             dataclasses.replace(switches.current(), **self.weights)
         except ValueError as error:
             raise SetupError(str(error)) from error
-        if self.batch_size != "auto" and not isinstance(self.batch_size, int):
-            raise SetupError(f"batch-size is {self.batch_size!r}: give a number or auto")
         for name, smallest in self._least().items():
             value = getattr(self, name)
             if isinstance(value, int) and value < smallest:
                 raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at least {smallest}")
+        for name, largest in self._most().items():
+            value = getattr(self, name)
+            if value is not None and value > largest:
+                raise SetupError(f"{name.replace('_', '-')} is {value}: it must be at most {largest}")
         if self.resume and self.to_stdout:
             raise SetupError("resume needs an output file: standard output cannot be continued")
         if self.to_stdout and self.resolved_output_format in _NOT_STREAMED:
@@ -151,6 +165,10 @@ class DataOptions:
     def _least(self) -> dict[str, int]:
         """The smallest value of each option that is a number."""
         return {"batch_size": 1, "max_tokens": 1, "limit": 1}
+
+    def _most(self) -> dict[str, int]:
+        """The largest value of each option whose number takes more than memory for what there is."""
+        return {}
 
     def read(self) -> dict[str, str | None]:
         """The files that are read, by what they are called in messages."""
@@ -182,7 +200,8 @@ class DataOptions:
     @property
     def weights(self) -> dict[str, Any]:
         """FastGen's settings for the weights of linear layers."""
-        return {"weight_dtype": self.weight_dtype, "weight_group_size": self.weight_group_size}
+        names = ("weight_dtype", "weight_group_size", "keep_bits", "activations")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def from_stdin(self) -> bool:
@@ -271,6 +290,7 @@ class RunOptions(DataOptions):
     score_path: str | None = option(None, "write the metrics to this JSON file", free=True)
 
     def __post_init__(self) -> None:
+        check_types(self)
         _among("detokenizer", self.detokenizer or "none", ("moses", "none"))
         for metric in self.metrics:
             _among("metrics", metric, METRICS)
@@ -283,6 +303,9 @@ class RunOptions(DataOptions):
 
     def _least(self) -> dict[str, int]:
         return super()._least() | {"max_source_length": 1, "workers": 0}
+
+    def _most(self) -> dict[str, int]:
+        return super()._most() | {"workers": _MOST_WORKERS}
 
     def read(self) -> dict[str, str | None]:
         return super().read() | {"the reference": self.reference, "the generation config": self.generation_config}
@@ -302,8 +325,12 @@ class RunOptions(DataOptions):
 
 
 def captured_drafts() -> dict[str, Any]:
-    """The settings with which steps that check drafts are captured, unless the user asked for others."""
-    return {} if "linear_products" in switches.current().explicit else {"linear_products": "measured"}
+    """The settings with which steps that check drafts are captured, and draw, unless the user asked for others.
+
+    A batch of one text draws as the others do.
+    """
+    wanted = {"linear_products": "measured", "assisted_sampling": "fastgen"}
+    return {name: value for name, value in wanted.items() if name not in switches.current().explicit}
 
 
 def unfinished_path(path: Path) -> Path:

@@ -8,7 +8,7 @@ and 7 of the word's eight.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ _PLACES = tuple(_OUTPUTS.index(output) for output in range(8))
 _BITS = 4
 
 
-@dataclass(frozen=True)
-class AWQ:
+class AWQ(NamedTuple):
     """AWQ in the layout `gemm`.
 
     Attributes:
@@ -40,8 +39,14 @@ class AWQ:
     """
 
     group_sizes: frozenset[int] = frozenset()
-    name = "awq"
-    writable = True
+
+    @property
+    def name(self) -> str:
+        return "awq"
+
+    @property
+    def writable(self) -> bool:
+        return True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> AWQ:
         return self

@@ -9,7 +9,7 @@ int8 [outputs, groups] in older files. `weight_g_idx`, [inputs], names the group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from fastgen.quantization.checkpoint import (
 from fastgen.quantization.grouped import GroupedWeight
 
 
-@dataclass(frozen=True)
-class PackQuantized:
+class PackQuantized(NamedTuple):
     """`pack-quantized`.
 
     Attributes:
@@ -41,12 +40,18 @@ class PackQuantized:
 
     packed_zeros: bool = True
     group_sizes: frozenset[int] = frozenset()
-    name = "compressed-tensors"
-    writable = True
+
+    @property
+    def name(self) -> str:
+        return "compressed-tensors"
+
+    @property
+    def writable(self) -> bool:
+        return True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> PackQuantized:
         zeros = tensors.get("weight_zero_point")
-        return self if zeros is None else replace(self, packed_zeros=zeros.dtype != torch.int8)
+        return self if zeros is None else self._replace(packed_zeros=zeros.dtype != torch.int8)
 
     def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
         stored = tensors.get("weight_packed")

@@ -1,21 +1,22 @@
-"""Blocks of GGUF (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c): Q4_0, Q4_1, Q8_0 and Q4_K.
+"""Blocks of GGUF (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c).
 
-A row of a weight is a row of blocks, each with its own scale. Q4_0: a scale d in float16 and 32 numbers of 4 bits,
-which stand for d * (number - 8); the first 16 are the lower halves of the bytes. Q4_1: d, m and numbers for
-d * number + m. Q8_0: d and 32 signed bytes. Q4_K: 8 groups of 32 numbers with scales and minimums of 6 bits, which are
-multiples of two numbers in float16. These products need 17 bits; on a CPU the multiples are kept instead, a byte each.
+A row of a weight is a row of blocks. A block of 32 numbers has a scale in float16: Q4_0, Q5_0 and Q8_0 stand for
+scale * (number - middle), Q4_1 and Q5_1, which have a minimum, too, for scale * number + minimum. A block of 256
+numbers has groups of 16 or 32. Their scales, and minimums where there are some, are small integers times numbers in
+float16 (Q2_K to Q6_K), and are kept so on a CPU, a byte each: multiplied, they would need up to 18 bits.
+
+In memory, numbers have the bits of their type, or 4 if these are fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgen.ops.grouped_linear import Multiples
+from fastgen.ops.grouped_linear import SIGNED_MIDDLE, Multiples
 from fastgen.quantization.checkpoint import ADVICE, expect
 from fastgen.quantization.grouped import GroupedWeight
 
@@ -25,8 +26,12 @@ class _Parts(NamedTuple):
 
     numbers: Tensor
     scales: Tensor
-    minimums: Tensor | None
+    minimums: Tensor | None = None
     multiples: Multiples | None = None
+
+
+def _of_multiples(numbers: Tensor, multiples: Multiples) -> _Parts:
+    return _Parts(numbers, *multiples.values(), multiples)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -34,40 +39,81 @@ def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
-def _lower_then_upper(packed: Tensor) -> Tensor:
-    """All lower halves of the bytes, then all upper ones, along the last dimension."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
+def _split(packed: Tensor, bits: int, width: int) -> Tensor:
+    """Numbers of so many bits: for every `width` bytes, the lowest bits of all of them, then the next, and so on."""
+    each = packed.reshape(len(packed), -1, 1, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    return (each >> shifts & 2**bits - 1).flatten(1)
+
+
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """Those of 32 numbers, from the lowest of four bytes on, in their place."""
+    octets = blocks[:, start : start + 4].unsqueeze(2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    return (octets >> shifts & 1).flatten(1) << 4
+
+
+def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of 8 groups, 6 bits each, in 12 bytes."""
+    low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=1)
+    return scales, torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
 
 
 def _q4_0(blocks: Tensor) -> _Parts:
-    return _Parts(_lower_then_upper(blocks[:, 2:]), _half(blocks, 0), None)
+    return _Parts(_split(blocks[:, 2:], 4, 16), _half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
-    return _Parts(_lower_then_upper(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+    return _Parts(_split(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> _Parts:
+    return _Parts(_split(blocks[:, 6:], 4, 16) | _fifth_bits(blocks, 2), _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> _Parts:
+    return _Parts(_split(blocks[:, 8:], 4, 16) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
-    return _Parts(blocks[:, 2:] ^ 128, _half(blocks, 0), None)  # a signed byte plus 128
+    return _Parts(blocks[:, 2:] ^ 128, _half(blocks, 0))  # a signed byte plus 128
+
+
+def _q2_k(blocks: Tensor) -> _Parts:
+    factors, numbers = blocks[:, :16], _split(blocks[:, 16:80], 2, 32)
+    return _of_multiples(numbers, Multiples(factors & 15, factors >> 4, _half(blocks, 80), -_half(blocks, 82)))
+
+
+def _q3_k(blocks: Tensor) -> _Parts:
+    low, high = _split(blocks[:, 32:96], 2, 32), _split(blocks[:, :32], 1, 32)
+    scales = _split(blocks[:, 96:104], 4, 8) | _split(blocks[:, 104:108], 2, 4) << 4  # plus 32
+    # Without the high bit, 4 is taken away: numbers from -4 to 3, plus the middle of 4 bits.
+    numbers = low + 4 + (high << 2)
+    return _of_multiples(numbers, Multiples(scales + (SIGNED_MIDDLE - 32), None, _half(blocks, 108), None))
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
-    six = blocks[:, 4:16]
-    low, high = six[:, :4], six[:, 4:8]
-    rest = six[:, 8:]
-    scales = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=1)
-    minimums = torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=1)
-    # 32 bytes hold two groups.
-    numbers = _lower_then_upper(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
-    multiples = Multiples(scales, minimums, _half(blocks, 0), -_half(blocks, 2))
-    found = multiples.scale_units.float() * scales, multiples.minimum_units.float() * minimums
-    return _Parts(numbers, *found, multiples)
+    factors = Multiples(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
+    return _of_multiples(_split(blocks[:, 16:], 4, 32), factors)
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    factors = Multiples(*_sixes(blocks[:, 4:16]), _half(blocks, 0), -_half(blocks, 2))
+    return _of_multiples(_split(blocks[:, 48:], 4, 32) | _split(blocks[:, 16:48], 1, 32) << 4, factors)
+
+
+def _q6_k(blocks: Tensor) -> _Parts:
+    numbers = _split(blocks[:, :128], 4, 64) | _split(blocks[:, 128:192], 2, 32) << 4  # plus 32
+    signed = blocks[:, 192:208] ^ 128  # a signed byte plus 128
+    return _of_multiples(numbers, Multiples(signed, None, _half(blocks, 208), None))
 
 
 class BlockType(NamedTuple):
     """How a type of GGUF stores weights.
 
     Attributes:
+        bits: of a number, in memory.
         numbers: of a block.
         size: of a block, in bytes.
         group_size: numbers that share a scale.
@@ -91,17 +137,25 @@ class BlockType(NamedTuple):
 BLOCK_TYPES = {
     2: BlockType("Q4_0", 4, 32, 18, 32, _q4_0),
     3: BlockType("Q4_1", 4, 32, 20, 32, _q4_1),
+    6: BlockType("Q5_0", 5, 32, 22, 32, _q5_0),
+    7: BlockType("Q5_1", 5, 32, 24, 32, _q5_1),
     8: BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
+    10: BlockType("Q2_K", 4, 256, 84, 16, _q2_k),
+    11: BlockType("Q3_K", 4, 256, 110, 16, _q3_k),
     12: BlockType("Q4_K", 4, 256, 144, 32, _q4_k),
+    13: BlockType("Q5_K", 5, 256, 176, 32, _q5_k),
+    14: BlockType("Q6_K", 6, 256, 210, 16, _q6_k),
 }
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Blocks of one type: the tensor `blocks`, uint8 [outputs, bytes of a row]."""
 
     type: BlockType
-    writable = False
+
+    @property
+    def writable(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:
@@ -113,16 +167,15 @@ class Blocks:
     def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:
         shape = outputs, self.type.row_bytes(inputs)
         blocks = expect("blocks", tensors.get("blocks"), shape, (torch.uint8,)).reshape(-1, self.type.size)
-        numbers, scales, minimums, multiples = self.type.parts(blocks)
+        numbers, *factors, multiples = self.type.parts(blocks)
+        scales, minimums = (None if each is None else each.reshape(outputs, -1) for each in factors)
+        assert scales is not None
+        if multiples is not None:
+            parts: list[Any] = [None if each is None else each.reshape(outputs, -1) for each in multiples]
+            multiples = Multiples(*parts)
+        bits, group_size = self.type.bits, self.type.group_size
         return GroupedWeight(
-            numbers.reshape(outputs, inputs),
-            scales.reshape(outputs, -1),
-            None,
-            None if minimums is None else minimums.reshape(outputs, -1),
-            self.type.bits,
-            self.type.group_size,
-            None,
-            None if multiples is None else Multiples(*(each.reshape(outputs, -1) for each in multiples)),
+            numbers.reshape(outputs, inputs), scales, None, minimums, bits, group_size, None, multiples
         )
 
     def write(self, weight: GroupedWeight) -> dict[str, Tensor]:

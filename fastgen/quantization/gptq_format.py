@@ -8,7 +8,7 @@ group of each input. Version 1 stores a zero minus 1, modulo 2**bits, version 2 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ from fastgen.quantization.checkpoint import (
 from fastgen.quantization.grouped import BITS, GroupedWeight
 
 
-@dataclass(frozen=True)
-class GPTQ:
+class GPTQ(NamedTuple):
     """GPTQ, as a file's configuration says.
 
     Attributes:
@@ -42,8 +41,14 @@ class GPTQ:
     lowered: bool = True
     symmetric: bool = True
     group_sizes: frozenset[int] = frozenset()
-    name = "gptq"
-    writable = True
+
+    @property
+    def name(self) -> str:
+        return "gptq"
+
+    @property
+    def writable(self) -> bool:
+        return True
 
     def resolved(self, tensors: Mapping[str, Tensor]) -> GPTQ:
         stored, scales = tensors.get("qzeros"), tensors.get("scales")
@@ -56,7 +61,7 @@ class GPTQ:
                 lowered = sum((2 ** (bits - 1) - 1) << shift for shift in range(0, 32, bits))
                 for value, is_lowered in ((middle - 2**32, False), (lowered, True)):
                     if stored.numel() and torch.all(stored == value):
-                        return replace(self, lowered=is_lowered)
+                        return self._replace(lowered=is_lowered)
         return self
 
     def read(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> GroupedWeight:

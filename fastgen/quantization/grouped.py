@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.ops import grouped_linear
 from fastgen.ops.grouped_linear import Multiples
 
+# What formats that pack integers into words have; blocks of GGUF have others, too.
 BITS = (4, 8)
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -24,7 +26,7 @@ class GroupedWeight(NamedTuple):
     scales: Tensor  # [outputs, groups], float16, bfloat16 or float32
     zeros: Tensor | None  # uint8 [outputs, groups]: the number that stands for 0; without it 2**(bits - 1) ...
     minimums: Tensor | None  # ... unless these are given: [outputs, groups], the dtypes of scales; what 0 stands for
-    bits: int  # 4 or 8
+    bits: int  # 4, 5, 6 or 8
     group_size: int  # inputs per group
     order: Tensor | None  # int64 [inputs]: column i of `numbers` is the layer's input order[i]; None: as they are
     multiples: Multiples | None = None  # what scales and minimums are products of, where the file has them so
@@ -67,8 +69,8 @@ def check(weight: GroupedWeight) -> None:
         ValueError: a part has another shape or dtype than `GroupedWeight` says, or the order is not a permutation.
     """
     numbers, scales, zeros, minimums, bits, group_size, order, _ = weight
-    if bits not in BITS:
-        raise ValueError(f"weights have {bits} bits: 4 and 8 are served")
+    if bits not in grouped_linear.BITS:
+        raise ValueError(f"weights have {bits} bits: 4, 5, 6 and 8 are served")
     if numbers.dim() != 2 or numbers.dtype != torch.uint8:
         raise ValueError(f"numbers are {_described(numbers)}: they must be uint8 [outputs, inputs]")
     outputs, inputs = numbers.shape

@@ -1,24 +1,28 @@
-"""Layers on weights of few bits, which come from a checkpoint and multiply without being unpacked as a whole.
+"""Layers on low-bit weights, which come from a checkpoint and multiply without being unpacked as a whole.
 
 Until its tensors are loaded, a layer has them as parameters under the names of the file. `pack` puts them into one form
-and drops them. State dicts hold the file's tensors again, made from that form, where the format can be written.
+and drops them. State dicts hold the file's tensors again, made from that form, where the format can be written;
+otherwise the weight in floating point, as the state dict of an ordinary layer does.
+
+A layer is an instance of the class that it stands for, and has its attributes. Its weight is no parameter, and cannot
+be written to.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastgen.quantization import products
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.grouped import dequantized
 from fastgen.quantization.products import PARTS, PackedWeight, Sizes
+from fastgen.quantization.unpacked import UNPACK, Unpacked
 
 # By the numbers of a weight as it was before: the layer that has moved it.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -32,23 +36,22 @@ class QuantizedWeight(nn.Module):
         dtype: of the model, in which the weight is given where it must be floating.
     """
 
+    # The weight that is shown is [inputs, outputs].
+    transposed: ClassVar[bool] = False
     like: Tensor
 
     def __init__(
         self, outputs: int, inputs: int, form: Format, stored: Mapping[str, Tensor], dtype: torch.dtype
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # and not that of the class which this stands for: it would make a weight
+        self.activations: str | None = None  # "float" or "int8"; None: as `Settings.activations` says
         self.outputs, self.inputs, self.form = outputs, inputs, form
         self.stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         self.sizes: Sizes | None = None  # once packed
         for name, tensor in stored.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         for part in PARTS:
-            # What cannot be written in its own format is saved as it is.
-            self.register_buffer(f"packed_{part}", None, persistent=not form.writable)
-        self.placeholder = torch.empty(
-            outputs, inputs, dtype=dtype, device="meta"
-        )  # for the weight, until it is loaded
+            self.register_buffer(f"packed_{part}", None, persistent=False)
         # Holds the dtype, and follows `module.to(dtype)`; the parts of the weight do not.
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
 
@@ -95,13 +98,38 @@ class QuantizedWeight(nn.Module):
         return PackedWeight(**parts, sizes=self.sizes)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Any:
         """The weight in floating point, for code that looks at weights; layers do not use it.
 
         It is on the device "meta" as long as nothing has been loaded, and then unpacked by the first operation on it:
         T5, for one, asks for its type alone.
         """
-        return self.placeholder if self.sizes is None else _Unpacked(self)
+        like, shape = self.like, self._shown_shape()
+        if self.sizes is None:
+            return torch.empty(shape, dtype=like.dtype, device="meta")
+        packed = self.packed
+        return Unpacked.of(shape, like.dtype, like.device, self, lambda: self._shown(packed, like.dtype))
+
+    def _shown_shape(self) -> tuple[int, int]:
+        return (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
+
+    def _shown(self, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+        found = dequantized(products.unpack(packed), dtype)
+        return found.t().contiguous() if self.transposed else found
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name != "weight":
+            super().register_parameter(name, param)
+        elif isinstance(param, Unpacked) and param.owner is not None and param.shape == self._shown_shape():
+            self.share(param.owner)  # as code does that ties weights
+        else:
+            raise RuntimeError(f"weights that are kept in their bits cannot be replaced: {UNPACK}")
+
+    def named_parameters(self, prefix: str = "", *rest: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """With the weight, where this layer alone is asked: it refuses to be trained. A model's have none of these."""
+        if self.sizes is not None:
+            yield f"{prefix}.weight" if prefix else "weight", self.weight
+        yield from super().named_parameters(prefix, *rest, **named)
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in floating point, [outputs, inputs], by default in the model's dtype."""
@@ -134,11 +162,17 @@ class QuantizedWeight(nn.Module):
         return other.packed
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.sizes is not None:
+            self._save_weight(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.sizes is not None and self.form.writable:
-            tensors = self.form.write(products.unpack(self.packed))
-            for name, dtype in self.stored_dtypes.items():
-                destination[prefix + name] = tensors[name].to(dtype)
+
+    def _save_weight(self, destination: dict[str, Any], prefix: str) -> None:
+        if not self.form.writable:
+            destination[f"{prefix}weight"] = self.weight.detach()
+            return
+        tensors = self.form.write(products.unpack(self.packed))
+        for name, dtype in self.stored_dtypes.items():
+            destination[prefix + name] = tensors[name].to(dtype)
 
     def _load_from_state_dict(
         self,
@@ -151,57 +185,43 @@ class QuantizedWeight(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = unexpected_keys, error_msgs
-        if self.sizes is None or not self.form.writable:
+        if self.sizes is None:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
             return
         found: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, found, error_msgs)
-        names = {prefix + name: name for name in self.stored_dtypes}
+        names = {prefix + name: name for name in (self.stored_dtypes if self.form.writable else ("weight",))}
         unexpected_keys += [key for key in found if key not in names]
         missing = [key for key in names if key not in state_dict]
         missing_keys += missing
         if missing:
             return
         try:
-            self._take({name: state_dict[key].to(self.like.device) for key, name in names.items()})
+            if self.form.writable:
+                self._take({name: state_dict[key].to(self.like.device) for key, name in names.items()})
+            else:
+                self._check_same(state_dict[f"{prefix}weight"])
         except ValueError as error:
             error_msgs.append(f"{prefix.rstrip('.')}: {error}")
+
+    def _check_same(self, weight: Tensor) -> None:
+        """Raises ValueError for a weight in floating point that is another one."""
+        own = self.weight
+        if weight.shape != own.shape or not torch.equal(own, weight.to(own)):
+            raise ValueError(f"weights that are kept in their bits take no other numbers: {UNPACK}")
 
     def extra_repr(self) -> str:
         return f"{self.inputs}, {self.outputs}, {self.form.name}, bits={self.bits}"
 
 
-class _Unpacked(Tensor):
-    """The weight of a layer, which every operation on it unpacks anew."""
-
-    layer: QuantizedWeight
-
-    @staticmethod
-    def __new__(cls, layer: QuantizedWeight) -> _Unpacked:
-        like = layer.like
-        return Tensor._make_wrapper_subclass(cls, (layer.outputs, layer.inputs), dtype=like.dtype, device=like.device)
-
-    def __init__(self, layer: QuantizedWeight) -> None:
-        self.layer = layer
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no class method
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        def unpacked(leaf: Any) -> Any:
-            return leaf.layer.dequantized(leaf.dtype) if isinstance(leaf, _Unpacked) else leaf
-
-        return func(*tree_map(unpacked, args), **tree_map(unpacked, kwargs or {}))
-
-
-class QuantizedLinear(QuantizedWeight):
-    """A linear layer on a weight of few bits; x is [..., inputs] in any floating dtype, the result [..., outputs].
+class QuantizedProduct(QuantizedWeight):
+    """A linear layer on a low-bit weight; x is [..., inputs] in any floating dtype, the result [..., outputs].
 
     Args:
         bias: of the layer that this stands for, or None.
     """
 
-    bias: nn.Parameter | None
+    bias: Any  # the parameter, or None
 
     def __init__(
         self,
@@ -213,11 +233,18 @@ class QuantizedLinear(QuantizedWeight):
         bias: nn.Parameter | None = None,
     ) -> None:
         super().__init__(outputs, inputs, form, stored, dtype)
-        self.in_features, self.out_features = inputs, outputs
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return products.multiply(x, self.packed, self.bias)
+        return products.multiply(x, self.packed, self.bias, self.activations)
+
+
+class QuantizedLinear(QuantizedProduct, nn.Linear):  # type: ignore[override]  # its weight is no parameter
+    """In the place of a linear layer of torch."""
+
+    def __init__(self, outputs: int, inputs: int, *stored: Any) -> None:
+        super().__init__(outputs, inputs, *stored)
+        self.in_features, self.out_features = inputs, outputs
 
     def dequantize(self) -> nn.Linear:
         """A plain layer with the same weight in floating point."""
@@ -233,8 +260,10 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-class QuantizedEmbedding(QuantizedWeight):
-    """An embedding on a weight of few bits, [tokens, size]; only the rows that are asked for are unpacked."""
+class QuantizedEmbedding(QuantizedWeight, nn.Embedding):  # type: ignore[override]  # its weight is no parameter
+    """An embedding on a low-bit weight, [tokens, size]; only the rows that are asked for are unpacked."""
+
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
         self,

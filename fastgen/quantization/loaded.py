@@ -18,19 +18,20 @@ def note(model: nn.Module, form: str) -> None:
 
 def notes() -> list[str]:
     """A line for each such model that is still there, and has not been unpacked since."""
-    found = ((model, form, _layers(model)) for model, form in list(_formats.items()))
-    return [_described(model, form, layers) for model, form, layers in found if layers]
+    return [line for model in list(_formats) if (line := described(model)) is not None]
 
 
-def _layers(model: nn.Module) -> list[QuantizedWeight]:
-    return [module for module in model.modules() if isinstance(module, QuantizedWeight) and module.bits is not None]
-
-
-def _described(model: nn.Module, form: str, layers: list[QuantizedWeight]) -> str:
+def described(model: nn.Module) -> str | None:
+    """A line about a model whose weights are kept in their bits; None for any other."""
+    form = _formats.get(model)
+    layers = [each for each in model.modules() if isinstance(each, QuantizedWeight) and each.bits is not None]
+    if form is None or not layers:
+        return None
     distinct = {layer.packed.numbers.data_ptr(): layer for layer in layers}.values()  # tied ones count once
     size = sum(layer.nbytes for layer in distinct)
     full = sum(layer.outputs * layer.inputs * 4 for layer in distinct)
-    bits = " and ".join(str(bits) for bits in sorted({layer.bits or 0 for layer in layers}))
+    *some, last = (str(bits) for bits in sorted({layer.bits or 0 for layer in layers}))
+    bits = f"{', '.join(some)} and {last}" if some else last
     return (
         f"{type(model).__name__} read from {form}: {len(layers)} layers of {bits} bits in {size / 2**20:.1f} MiB, "
         f"{full / 2**20:.1f} MiB in float32"

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.calibration import Quantised
 from fastgen.quantization.compressed_tensors import PackQuantized
 from fastgen.quantization.gptq_format import GPTQ
@@ -94,6 +95,7 @@ def config(layers: Mapping[str, Kind], left_out: Iterable[str], embeddings: Iter
         # Transformers then unpacks the weights while it loads them: what it does otherwise, at the first forward pass,
         # fails for zero points and for T5. But this takes all layers to be of one kind.
         "dequantize": len(groups) == 1,
+        IN_CONFIG: True,
     }
 
 
@@ -114,6 +116,7 @@ def gptq_config(layers: Mapping[str, Kind], left_out: Iterable[str]) -> dict[str
         "checkpoint_format": "gptq",
         "pack_dtype": "int32",
         "dynamic": others,
+        IN_CONFIG: True,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fastgen
 from fastgen_cli import classify, embed
 from fastgen_cli.encode import build_parser
+from tests.equivalence.encoder_models import build, tokenizer
 from tests.pipeline import tiny
 
 FAST = ["--device", "cpu", "--batch-size", "4"]
@@ -23,8 +26,6 @@ COMMANDS = {"embed": (embed, "npy"), "classify": (classify, "csv")}
 
 @pytest.fixture(autouse=True)
 def patches_as_before():
-    import fastgen
-
     yield
     fastgen.enable()
 
@@ -49,18 +50,22 @@ def test_a_run_from_end_to_end(name, model, inputs, tmp_path, capsys):
     form = COMMANDS[name][1]
     source, out, report = tmp_path / "some.txt", tmp_path / f"out.{form}", tmp_path / "report.json"
     source.write_text(inputs.read_text() + "\n" + "A" * 500 + "\n")
+    fastgen.reset_stats()
     assert call(name, model, source, out, *FAST, "--report", report) == 1
     said = capsys.readouterr().err
     assert "41 samples in" in said and "the model waited" in said
     assert f"fastgen-{name}: 1 of 41 inputs were cut" in said
     assert f"fastgen-{name}: 1 of 42 records skipped: see {out}.errors.jsonl" in said
+    # Texts of about one length share a batch, so most batches have no padding to leave out.
+    last = said.splitlines()[-1]
+    assert re.fullmatch(r"accelerated by FastGen: \d of 1\d calls; the others: .* \(\d+ calls?\)", last)
     assert json.loads(report.read_text())["truncated"] == 1
     if form == "npy":
         assert np.load(out).shape == (42, 32)
     else:
         assert len(out.read_text().splitlines()) == 42
     assert call(name, model, inputs, tmp_path / f"good.{form}", *FAST, "--quiet") == 0
-    assert "sample" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
     assert call(name, model, source, tmp_path / f"strict.{form}", *FAST, "--quiet", "--strict") == 1
     assert "line 41: the text is empty" in capsys.readouterr().err
 
@@ -70,7 +75,7 @@ def test_a_run_from_end_to_end(name, model, inputs, tmp_path, capsys):
     ("words", "message"),
     [
         ([], "required: MODEL, INPUT, OUTPUT"),
-        (["m", "i", "o.jsonl", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o.jsonl", "--batch-size", "many"], "a whole number or 'auto'"),
         (["m", "i", "o.jsonl", "--max-length", "x"], "invalid int value"),
         (["m", "i", "o.jsonl", "--num-beams", "3"], "unrecognized arguments: --num-beams 3"),
         (["m", "i", "o"], "no format"),
@@ -118,6 +123,22 @@ def test_ctrl_c_says_how_to_continue(name, model, inputs, tmp_path, capsys):
     assert call(name, *said.split(f"to continue: fastgen-{name} ")[1].split()) == 0
     assert call(name, *words[:2], tmp_path / f"whole.{form}", *words[3:]) == 0
     assert (tmp_path / f"out.{form}").read_bytes() == (tmp_path / f"whole.{form}").read_bytes()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_last_line_says_why_nothing_was_accelerated(name, model, inputs, tmp_path, capsys):
+    longformer = tmp_path / "longformer"
+    build("Longformer", "SequenceClassification" if name == "classify" else "").save_pretrained(longformer)
+    tokenizer().save_pretrained(longformer)
+    for folder, words, reason in (
+        (model, ["--no-fastgen"], "FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"),
+        (longformer, [], "FastGen does not know the layers of this model"),
+    ):
+        fastgen.reset_stats()
+        words = [folder, inputs, tmp_path / f"{folder.name}.{COMMANDS[name][1]}", *FAST, *words]
+        assert call(name, *words) == 0
+        assert capsys.readouterr().err.splitlines()[-1] == f"not accelerated: {reason}"
+        fastgen.enable()
 
 
 def test_without_fastgen_the_vectors_are_the_same(model, inputs, tmp_path):

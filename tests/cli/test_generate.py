@@ -88,7 +88,7 @@ def test_words_after_a_double_dash_are_left_alone():
         (["m", "i", "o", "extra"], "unexpected argument 'extra'"),
         (["m", "i", "o", "--num-beams", "three"], "'three' is not a value of type int"),
         (["m", "i", "o", "--bad-words-ids", "[[1"], "not valid JSON"),
-        (["m", "i", "o", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o", "--batch-size", "many"], "a whole number or 'auto'"),
         (["m", "i", "o", "--batch-size", "0"], "at least 1"),
         (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "metrics is 'meteor'"),
         (["m", "i", "o", "--metrics", "bleu"], "need references"),
@@ -272,6 +272,39 @@ def test_without_fastgen_the_output_is_the_same(bart, gpt2, unilm, inputs, tmp_p
             report = tmp_path / f"{name}-{way}.report.json"
             assert call(model, inputs, out, *FAST, "--quiet", "--token-ids", "--report", report, *flag) == 0
         assert (tmp_path / f"{name}-with.jsonl").read_bytes() == (tmp_path / f"{name}-without.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "accelerated by FastGen: all 10 calls"),
+        (["--metrics", "exact", "--reference", "INPUT"], "accelerated by FastGen: all 10 calls"),
+        (["--no-fastgen"], "not accelerated: FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"),
+        (["--no-use-cache"], "not accelerated: no K/V cache (use_cache=False)"),
+        (["--quiet"], None),
+    ],
+)
+def test_the_last_line_says_whether_fastgen_accelerated(bart, inputs, tmp_path, capsys, words, expected):
+    import fastgen
+
+    fastgen.reset_stats()
+    words = [inputs if word == "INPUT" else word for word in words]
+    assert call(bart, inputs, tmp_path / "out.txt", *FAST, *words) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1:] == ([] if expected is None else [expected])
+
+
+def test_the_last_line_where_fastgen_is_not_hooked(bart, inputs, tmp_path, capsys, monkeypatch):
+    from transformers.generation.utils import GenerationMixin
+
+    import fastgen
+    from fastgen import patching
+
+    monkeypatch.setattr(GenerationMixin, "generate", patching.original_of(GenerationMixin.generate))
+    fastgen.reset_stats()
+    assert call(bart, inputs, tmp_path / "out.txt", *FAST) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "not accelerated: FastGen was not called (python -m fastgen says what it hooks)"
 
 
 def test_ctrl_c_says_how_to_continue(bart, inputs, tmp_path, capsys, monkeypatch):

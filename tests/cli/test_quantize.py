@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     said = capsys.readouterr()
     for word in ("weights", "bleu", "tokens per second", "Relative output errors", "mean of all", "gptq, 4 bits"):
         assert word in " ".join(said.out.split())  # a title is wrapped where the path is long
+    assert re.fullmatch(r"tokens per second: accelerated by FastGen: .*calls.*", said.err.splitlines()[-1])
     files = "config.json model.safetensors report.json report.png tokenizer.json generation_config.json".split()
     assert set(files) <= {path.name for path in out.iterdir()}
     config = json.loads((out / "config.json").read_text())["quantization_config"]

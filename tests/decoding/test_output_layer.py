@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not largest_output.is_available(), reason="there
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # what other tests have left; it takes long, so only where something must be gone
     monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(OutputLayer, "waits", 1)
     monkeypatch.setattr(_timings, "_known", {})
     monkeypatch.setenv("FASTGEN_CACHE", "")  # a file would bring back what another test has measured
     monkeypatch.setattr(output_layer, "_measure", lambda *sizes: (2.0, 1.0))
@@ -77,6 +78,17 @@ def test_a_weight_that_has_changed_between_two_calls(scale: float) -> None:
     with weight_copies.call():
         assert all(greedy.is_right() for _ in range(weight_copies.STEPS_OF_COPY + 1))
     assert layers()[0].copy() is not None
+
+
+def test_the_first_copy_must_pay_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a few tokens makes none."""
+    monkeypatch.undo()
+    monkeypatch.setattr(output_layer, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(output_layer, "_is_faster", lambda known: True)
+    greedy = Greedy(torch.randn(600, 64))
+    for _ in range(weight_copies.STEPS_OF_COPY - 1):
+        assert greedy.is_right() and layers()[0]._copy is None
+    assert greedy.is_right() and layers()[0]._copy is not None and greedy.is_right()
 
 
 def test_a_copy_of_a_changed_weight_must_pay_first() -> None:

@@ -23,10 +23,14 @@ NOT_RUN = {
     "python examples/train.py ...": "trains the shipped models for ten minutes each",
     "MALLOC_MMAP_MAX_=0 ...": "the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
+    "python -m benchmarks.ordinary_session ...": "the same",
 }
 # A line that is in the block.
 PYTHON_NOT_RUN = {
     'model = UniLMForSeq2SeqLM.from_published("unilm1-base-cased.bin")': "needs the authors' file of 450 MB",
+    'model = AutoModelForCausalLM.from_pretrained("smollm2", gguf_file="model.gguf", quantization_config=keep)': (
+        "needs a file of 98 MB"
+    ),
 }
 NEEDS_FAIRSEQ = {"docs/fairseq.md", "docs/unilm-prophetnet.md"}
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:python|pip|make|fastgen-\S+|cat|head|apt-get|\.venv/\S+) "

@@ -17,19 +17,27 @@ from fastgen import settings
 from fastgen.decoding.captured import graph
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, pays
+from fastgen.optimizer.transformers.speculation import decoding as speculation
 from tests.equivalence.models import BY_NAME, Family
 from tests.equivalence.others import OTHERS
 from tests.recorded_graph import RecordedGraph
 
 # Models whose steps can be captured in some releases of Transformers.
-BY_RELEASE = {"bloom", "gpt-bigcode", "deepseek-v3"}
+BY_RELEASE = {"gpt-bigcode", "deepseek-v3"}
+
+
+def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Recording a step pays from so many steps on."""
+    monkeypatch.setattr(pays.Ledger, "_repaid_by", lambda self, rows: steps)
+    monkeypatch.setattr(speculation, "PAYS_FROM", steps)
 
 
 class Graph(RecordedGraph):
     """Transformers asks torch whether a capture is going on, and does not look at masks then."""
 
     made = 0
+    follows = False
 
     def __init__(self, device):
         super().__init__()
@@ -42,6 +50,8 @@ class Graph(RecordedGraph):
 
 class CalledGraph:
     """Calls the function again instead of replaying it: for kernels that a simulated graph does not see (Triton's)."""
+
+    follows = False
 
     def __init__(self, device):
         pass
@@ -74,9 +84,9 @@ def on_the_cpu():
         mock.patch.object(settings, "_current", dataclasses.replace(settings._current, packed_weights="never")),
         mock.patch.object(operators, "is_interpreted", lambda: False),
         mock.patch.object(loop, "_check_on_cpu", lambda *call: None),
-        mock.patch.object(graph_cache, "PAYS_FROM", 0),
+        mock.patch.object(pays.Ledger, "_repaid_by", lambda self, rows: 0),
         mock.patch.object(graph, "unavailable", lambda device: None),
-        mock.patch.object(graph, "new", lambda device: graph.Graph(device)),
+        mock.patch.object(graph, "new", lambda device, growing: graph.Graph(device)),
         mock.patch.object(graph, "is_recorded", lambda device: False),
         mock.patch.object(graph, "Graph", Graph),
         mock.patch.object(graph, "LateFlag", LateFlag),

@@ -82,7 +82,7 @@ def speculates_at_once(counted: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
     speculation.record_at_once(monkeypatch)
     yield
-    fastgen.enable(self_speculation="off")
+    fastgen.enable(self_speculation="off", assisted_sampling="library")
     graph_cache.drop_all()
 
 

@@ -21,6 +21,7 @@ from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
 from fastgen.optimizer.transformers.speculation.pace import Pace
 from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
+from tests.equivalence.captured import record_from
 from tests.equivalence.models import BY_NAME
 from tests.equivalence.others import OTHERS
 
@@ -30,7 +31,7 @@ GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 24}
 
 def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded in the first call, and layers of any size draft in few bits, in calls of any length."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    record_from(monkeypatch, 0)
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
@@ -40,6 +41,7 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
+    fastgen.enable(assisted_sampling="fastgen")
     graph_cache.drop_all()
     fastgen.reset_stats()
 

@@ -15,7 +15,7 @@ from fastgen.decoding import norms
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.kv import StaticKV
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import (
     BEAMS,
     BY_RELEASE,
@@ -145,7 +145,7 @@ PROPHETNET = {
 @pytest.mark.parametrize("options", PROPHETNET.values(), ids=PROPHETNET)
 def test_prophetnet(options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams with a column of their own, and buckets of distances in buffers longer than what is in them."""
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 16)
     model, inputs = build(BY_NAME["prophetnet"], device)
     options = {**options, "max_new_tokens": 36, "min_new_tokens": 30}  # more than the distance of the last bucket
     if "decoder_input_ids" in options:
@@ -166,7 +166,7 @@ UNILM = {
 @pytest.mark.parametrize("options", UNILM.values(), ids=UNILM)
 def test_unilm(options: dict[str, Any], side: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step stores two positions and drops one, behind a source that self-attention has stored."""
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model = tiny_unilm.tiny_model(end=3.0).to(device)
     inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37), side))
     options = {"max_new_tokens": 24, "min_new_tokens": 12, **options}
@@ -202,7 +202,7 @@ RETURNED = ["bart", "t5", "gpt2", "llama", "prophetnet", "mistral-short-window"]
 @pytest.mark.parametrize("name", [*RETURNED, "unilm"])
 def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache as the library leaves it, also when the step was exchanged, and when steps ran past the end."""
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     if name == "unilm":
         model = tiny_unilm.tiny_model(end=3.0).to(device)
         inputs = to(device, tiny_unilm.batch(tiny_unilm.sources(44, 12, 37)))
@@ -223,13 +223,14 @@ def test_what_is_returned_besides_the_tokens(name: str, device: torch.device, mo
 
 @every
 def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
     model, inputs = build(family, device)
     options = {**BEAMS, "min_new_tokens": 30, "max_new_tokens": 30}
     for _ in range(2):
         check(model, inputs, options)
     assert captures() == 2, reasons()
-    assert sorted(key.capacity for key in graph_cache._of(model).steps) == [8, 16, 32]
+    assert sorted(key.sizes.new for key in graph_cache._of(model).steps) == [8, 16, 32]
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])

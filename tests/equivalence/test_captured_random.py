@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import BY_RELEASE, reasons
 from tests.equivalence.check import check
 from tests.equivalence.models import BY_NAME, EOS, FIRST_WORD, LONG, PAD, VOCABULARY
@@ -42,9 +42,9 @@ SESSIONS = [
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have to grow in the middle of a call, and few of them are kept."""
-    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 8)
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
-    monkeypatch.setattr(decoding, "_PREFIX", 16)
+    monkeypatch.setattr(sizes, "_FIRST_NEW", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW", 8)
+    monkeypatch.setattr(sizes, "_MULTIPLE", 16)
     monkeypatch.setattr(graph_cache, "MOST", 2)
 
 

@@ -49,6 +49,109 @@ def _bert_and_bert() -> Any:
     return transformers.EncoderDecoderModel(config)
 
 
+def _florence2() -> Any:
+    vision = {
+        "depths": [1, 1, 1, 1],
+        "embed_dim": [16, 16, 16, 16],
+        "num_heads": [4, 4, 4, 4],
+        "num_groups": [4, 4, 4, 4],
+        "projection_dim": 32,
+    }
+    text = {**_TOKENS, "model_type": "bart", "d_model": 32, "decoder_start_token_id": BOS}
+    for side in ("encoder", "decoder"):
+        text |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    config = transformers.Florence2Config(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1)
+    return transformers.Florence2ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("image", [False, True])
+def test_an_encoder_that_gets_no_tokens(image: bool, decoding: str) -> None:
+    """Florence-2 embeds them itself, and images among them; the prompts of a batch differ in length."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY - 1, (3, LONG), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    inputs = {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+    if image:  # of 32 x 32, two tokens
+        inputs["input_ids"][:, :2] = VOCABULARY - 1
+        inputs["pixel_values"] = torch.randn(3, 3, 32, 32, generator=generator)
+    check(build(_florence2), inputs, {**DECODING[decoding], **SCORES})
+    assert accelerated() == 1
+
+
+def _idefics(resampler: bool) -> Any:
+    config = transformers.IdeficsConfig(
+        **_TOKENS,
+        **_TEXT,
+        cross_layer_interval=1,
+        use_resampler=resampler,
+        alpha_initializer="ones",
+        vision_config={"embed_dim": 32, "image_size": 16, "patch_size": 8, **_TEXT},
+        perceiver_config={
+            "use_resampler": resampler,
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 16,
+        },
+    )
+    return transformers.IdeficsForVisionText2Text(config)
+
+
+_IDEFICS = {resampler: functools.partial(_idefics, resampler) for resampler in (False, True)}
+
+
+@pytest.mark.parametrize("decoding", DECODING, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("resampler", _IDEFICS)
+def test_images_that_are_handed_on_from_step_to_step(resampler: bool, images: int, decoding: str) -> None:
+    """Idefics encodes images in its first pass, and gives the next steps what comes of it."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY, (2, 7), generator=generator)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(2, images, 3, 16, 16, generator=generator),
+        "image_attention_mask": torch.ones(2, 7, images),
+    }
+    check(build(_IDEFICS[resampler]), inputs, {**DECODING[decoding], **SCORES})
+    assert accelerated() == 1
+
+
+def _handing_on() -> Any:
+    class HandingOn(transformers.LlamaForCausalLM):
+        """As Moshi and others do: what it hands on has the rows of the first pass."""
+
+        def forward(self, input_ids: Any = None, former: Any = None, **kwargs: Any) -> Any:
+            outputs = super().forward(input_ids, **kwargs)
+            if former is not None:
+                outputs.logits = outputs.logits + former
+            return outputs
+
+        def prepare_inputs_for_generation(self, input_ids: Any, former: Any = None, **kwargs: Any) -> Any:
+            return {**super().prepare_inputs_for_generation(input_ids, **kwargs), "former": former}
+
+        def _update_model_kwargs_for_generation(
+            self, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            found = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+            return {**found, "former": outputs.logits[:1, -1:].tanh()}
+
+    for method in (HandingOn.forward, HandingOn.prepare_inputs_for_generation):
+        method.__module__ = "transformers.models.handing_on"
+    HandingOn._update_model_kwargs_for_generation.__module__ = "transformers.models.handing_on"
+    return HandingOn(transformers.LlamaConfig(**_TOKENS, **LLAMA))
+
+
+def test_models_of_which_it_is_not_known_what_they_hand_on() -> None:
+    """With several sequences for an input they are left to the original code."""
+    ids = torch.randint(4, VOCABULARY, (2, LONG), generator=torch.Generator().manual_seed(0))
+    model = build(_handing_on)
+    check(model, {"input_ids": ids}, {"num_beams": 3})
+    assert list(fallbacks()) == ["HandingOn hands on more than K/V from step to step"]
+
+
 def _llava() -> Any:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**{**_IMAGE, "patch_size": 8}, projection_dim=32),

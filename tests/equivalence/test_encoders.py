@@ -18,7 +18,7 @@ import fastgen
 from fastgen import patching, settings
 from fastgen.decoding import layers, products
 from fastgen.ops import linear, packed_attention, quantized_linear, split_linear
-from fastgen.optimizer.transformers.encoders import call, passes
+from fastgen.optimizer.transformers.encoders import call, passes, programs
 from fastgen.optimizer.transformers.encoders.stacks import COUNTING, GROUPED, PACKED
 from tests.equivalence.encoder_models import (
     HEADS,
@@ -423,7 +423,17 @@ def test_wrong_attention_is_noticed(classifier: Any, monkeypatch: pytest.MonkeyP
 def test_little_padding_is_left(classifier: Any) -> None:
     given = inputs([39, 40, 38])
     assert torch.equal(_fast(classifier, given).logits, _plain(classifier, given).logits)
-    assert not fastgen.stats()
+    assert not _accelerated() and _reasons() == ["hardly any padding that could be left out"]
+
+
+def test_faster_layers_are_counted(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding, too: of many positions in float32, and of any number in 16 bits."""
+    if linear.is_available():
+        monkeypatch.setattr(programs, "MOST_TOKENS", 100)
+        _fast(classifier, inputs([40, 40, 40]))
+        assert fastgen.stats()["transformers.encoder, layers"]["accelerated"] == 1
+    _fast(copy.deepcopy(classifier).bfloat16(), inputs([9]))
+    assert fastgen.stats()["transformers.encoder, layers"]["accelerated"] == 1
 
 
 def test_disabling_puts_everything_back() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,6 +64,82 @@ class _Twice(_Head):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         whole = self.states(input_ids, torch.ones_like(attention_mask))[:, 0]
         return whole - self.states(input_ids, attention_mask)[:, 0]
+
+
+@dataclasses.dataclass
+class _Fields:
+    states: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frozen:
+    states: Any
+
+
+class _Slots:
+    __slots__ = ("states",)
+
+    def __init__(self, states: Any) -> None:
+        self.states = states
+
+
+class _Pair(NamedTuple):
+    states: Any
+
+
+def _with_itself(states: Any) -> dict[str, Any]:
+    result = {"states": states}
+    result["self"] = result
+    return result
+
+
+# What a head may put its states in; in the last ones they cannot be replaced, or not be found.
+_CHANGED: dict[str, Callable[[Any], Any]] = {
+    "a UserDict": lambda states: UserDict(states=states),
+    "fields": _Fields,
+    "slots": _Slots,
+    "a named tuple": _Pair,
+    "attributes": lambda states: SimpleNamespace(states=(states,)),
+    "one that contains itself": _with_itself,
+}
+_UNKNOWN: dict[str, Callable[[Any], Any]] = {
+    "frozen fields": _Frozen,
+    "a read-only mapping": lambda states: MappingProxyType({"states": states}),
+    "a set": lambda states: {states},
+    "an array": lambda states: states.numpy(),
+}
+
+
+class _Wrapping(_Head):
+    container: Any
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        # A product with NaN: what is in the place of padding is no longer what the layers gave.
+        return self.container(2 * self.states(input_ids, attention_mask))
+
+
+def _states_in(result: Any) -> Tensor:
+    if isinstance(result, (Mapping, UserDict)):
+        found = result["states"]
+    elif isinstance(result, set):
+        found = next(iter(result))
+    else:
+        found = torch.as_tensor(result) if hasattr(result, "shape") else result.states
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("name", [*_CHANGED, *_UNKNOWN])
+def test_states_in_containers_of_the_users(name: str) -> None:
+    """They are found wherever they are; where they are not, the call is left to the original code."""
+    model = _with_head(_Wrapping)
+    model.container = {**_CHANGED, **_UNKNOWN}[name]
+    given = inputs(LENGTHS)
+    expected, mask = _states_in(_plain(model, given)), given["attention_mask"].bool()
+    for _ in range(2):
+        found = _states_in(_fast(model, given, "zero"))
+        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-5, atol=1e-5)
+        assert not bool(found.isnan().any())
+        assert _accelerated() == (name in _CHANGED), _reasons()
 
 
 def _with_head(kind: type[_Head]) -> Any:

@@ -128,10 +128,14 @@ def _single() -> dict[str, Any]:
 
 
 CASES = {
-    "assistant model": Case(
-        "assisted decoding", options=lambda: {"assistant_model": BY_NAME["qwen2"].build()}, inputs=_single
+    "assistant model, sampled": Case(
+        "assisted decoding",
+        options=lambda: {"assistant_model": BY_NAME["qwen2"].build(), "do_sample": True},
+        inputs=_single,
     ),
-    "prompt lookup": Case("assisted decoding", options=lambda: {"prompt_lookup_num_tokens": 3}, inputs=_single),
+    "prompt lookup, sampled": Case(
+        "assisted decoding", options=lambda: {"prompt_lookup_num_tokens": 3, "do_sample": True}, inputs=_single
+    ),
     "custom loop": Case(
         "a custom decoding loop", options=lambda: {"custom_generate": lambda model, input_ids, **_: input_ids + 1}
     ),

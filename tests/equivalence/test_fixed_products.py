@@ -18,7 +18,7 @@ from fastgen.decoding import layers
 from fastgen.decoding.layers import FastLayers
 from fastgen.ops import linear, quantized_linear
 from fastgen.ops import triton as operators
-from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from tests.equivalence.captured import captures, reasons
 from tests.equivalence.cases import BEAM
 from tests.equivalence.check import check, run
@@ -87,8 +87,8 @@ def test_timings_memory_and_earlier_calls_change_no_bit(
 def test_captured_steps_change_no_bit(build: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a step is recorded in this call or was before, whatever is measured, and with more capacity later."""
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
     model, options = build(), {**options, "max_new_tokens": 40}
     fastgen.enable(linear_products="fixed", captured_step="always", strict=True)
     first = check(model, INPUTS, options)

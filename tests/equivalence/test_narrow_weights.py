@@ -17,7 +17,7 @@ from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
 from fastgen.ops import linear, narrow, narrow_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, two
+from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, record_from, two
 from tests.equivalence.check import check, run
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    record_from(monkeypatch, 0)
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
     # With sums in order, so that products without copies have the same bits.
     monkeypatch.setattr(products, "_FOLDED", products._STREAMED)

@@ -22,9 +22,21 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import linear, quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import loop
-from fastgen.optimizer.transformers.captured import decoding, graph_cache
-from tests.equivalence.captured import BEAMS, BY_RELEASE, FAMILIES, GREEDY, KNOWN, build, captures, every, reasons
+from fastgen.optimizer.transformers.captured import graph_cache, pays, sizes
+from tests.equivalence.captured import (
+    BEAMS,
+    BY_RELEASE,
+    FAMILIES,
+    GREEDY,
+    KNOWN,
+    build,
+    captures,
+    every,
+    reasons,
+    record_from,
+)
 from tests.equivalence.check import accelerated, check, run
+from tests.equivalence.models import EOS, VOCABULARY
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 
@@ -40,7 +52,7 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)
     if device.type != "cpu" or graph.unavailable(device) is not None:
         pytest.skip("programs are for the CPU, and need the compiled operators")
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 0)
+    record_from(monkeypatch, 0)
     monkeypatch.setattr(
         linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)
     )
@@ -109,9 +121,9 @@ def test_models_are_captured(name: str, options: dict[str, Any], replays: list[P
 
 @every
 def test_padding_on_both_sides_and_one_input(family: Any) -> None:
-    for sizes in ({"batch": 1}, {"batch": 3}):
+    for size in ({"batch": 1}, {"batch": 3}):
         model, inputs = build(family, CPU)
-        inputs = {name: value[: sizes["batch"]] for name, value in inputs.items()}
+        inputs = {name: value[: size["batch"]] for name, value in inputs.items()}
         check(model, inputs, BEAMS)
         check(model, inputs, GREEDY)
     assert captures() == 4, reasons()
@@ -188,8 +200,8 @@ def test_samples_and_the_random_state(family: Any, beams: int, case: str, monkey
     options: dict[str, Any] = {**SAMPLED, "num_beams": beams, "num_return_sequences": 2}
     wanted = 2
     if case == "longer":
-        monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 4)
-        monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 4)
+        monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 1)
+        monkeypatch.setattr(sizes, "_NEW_ON_CPU", (1, 3))
     elif case == "fails":
         monkeypatch.setattr(program, "record", lambda function: (function(), 1 / 0))
         wanted = 0
@@ -375,19 +387,45 @@ def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -
 def test_a_step_is_recorded_once_it_pays(monkeypatch: pytest.MonkeyPatch, replays: list[Program]) -> None:
     """Calls of one key count together. Until then they are accelerated as without a captured step."""
     new = GREEDY["max_new_tokens"]
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 2 * new + 1)
+    monkeypatch.setattr(pays, "MANY", 1)
+    record_from(monkeypatch, 2 * new)
     model, inputs = build(FAMILIES[0], CPU)
     found = []
     for options in (GREEDY, BEAMS, GREEDY, GREEDY, GREEDY, BEAMS):
-        check(model, inputs, options)
+        check(model, inputs, {**options, "min_new_tokens": new})
         found.append(captures())
     assert found == [0, 0, 0, 1, 2, 2] and accelerated() == 6 and replays
 
 
 def test_a_long_call_pays_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", GREEDY["max_new_tokens"])
-    check(*build(FAMILIES[0], CPU), GREEDY)
+    record_from(monkeypatch, GREEDY["max_new_tokens"])
+    check(*build(FAMILIES[0], CPU), {**GREEDY, "min_new_tokens": GREEDY["max_new_tokens"]})
     assert captures() == 1, reasons()
+
+
+@pytest.mark.parametrize(
+    "options", [GREEDY, BEAMS, {**SAMPLED, "num_beams": 2}], ids=["greedy", "beams", "beam samples"]
+)
+def test_a_call_that_may_end_first_shows_that_it_goes_on(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, replays: list[Program]
+) -> None:
+    """Its first steps run as they are; one that ends with them has recorded nothing."""
+    record_from(monkeypatch, 10)
+    model, inputs = build(FAMILIES[0], CPU)
+    captured: list[Program] = []
+    capture = Program.capture
+
+    def noting(self: Program, function: Any) -> None:
+        captured.append(self)
+        capture(self, function)
+
+    monkeypatch.setattr(Program, "capture", noting)
+    longer = {**options, "max_new_tokens": 40}
+    check(model, inputs, {**longer, "eos_token_id": list(range(VOCABULARY - 1))})
+    assert not captured
+    pays.Ledger._of.clear()
+    check(model, inputs, {**longer, "bad_words_ids": [[EOS]]})
+    assert captured and 0 < len(replays) < 40 * len(captured)
 
 
 @pytest.mark.parametrize("moment", ["record", "compile"])
@@ -505,8 +543,8 @@ def test_criteria_get_the_scores(family: Any, way: dict[str, Any]) -> None:
 
 def test_criteria_after_the_capacity_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the larger step is captured without a first token of its own."""
-    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 8)
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 5)
+    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (5, 3))
     model, inputs = build(FAMILIES[0], CPU)
     for _ in range(2):
         check(
@@ -646,11 +684,12 @@ def test_products_in_few_bits_with_one_input_are_one_call(kept_weights: str) -> 
 
 def test_a_step_that_had_to_go_must_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "MOST", 1)
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 2 * GREEDY["max_new_tokens"])
+    monkeypatch.setattr(pays, "MANY", 1)
+    record_from(monkeypatch, GREEDY["max_new_tokens"] + 1)
     model, inputs = build(FAMILIES[0], CPU)
-    for options in (GREEDY, GREEDY, BEAMS, BEAMS, GREEDY):
-        run(model, inputs, options)
-    assert captures() == 2 and sum(reasons().values()) == 3
+    for options in (GREEDY, GREEDY, GREEDY, BEAMS, BEAMS, BEAMS, GREEDY):
+        run(model, inputs, {**options, "min_new_tokens": GREEDY["max_new_tokens"]})
+    assert captures() == 2 and sum(reasons().values()) == 5
 
 
 def test_a_model_takes_its_programs_with_it() -> None:

@@ -23,7 +23,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.row_lengths import RowLengths
 from fastgen.optimizer.transformers.call import fast_layers
-from fastgen.optimizer.transformers.captured import decoding, graph_cache
+from fastgen.optimizer.transformers.captured import decoding, graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.pace import Pace
 from fastgen.optimizer.transformers.speculation.step import LENGTHS
 from tests import near_ties
@@ -247,8 +247,8 @@ def test_padding(name: str, padding: str | None, any_lengths: None) -> None:
 )
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_options(name: str, options: dict[str, Any], any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
-    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
     family = KNOWN[name]
     fastgen.enable(self_speculation="int8")
     for _ in range(2):
@@ -288,6 +288,26 @@ def test_what_is_left_to_others() -> None:
     fastgen.enable(self_speculation="off")
     same(model, family.make_inputs(1), {**GREEDY, "output_hidden_states": True}, prompt_lookup_num_tokens=3)
     assert counts()["accelerated"] == 0
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_a_static_cache_is_left_to_the_library(name: str) -> None:
+    """Whether it drafts with one, and compiles, depends on the release. A model with an encoder may be refused."""
+    family = KNOWN[name]
+    options = {**GREEDY, "prompt_lookup_num_tokens": 3, "cache_implementation": "static"}
+
+    def outcome() -> Any:
+        model = copy.deepcopy(family.build())  # it keeps the cache
+        try:
+            return model.generate(**family.make_inputs(1, SHORT), **options).tolist()
+        except (TypeError, ValueError) as error:
+            return type(error)
+
+    with fastgen.disabled():
+        expected = outcome()
+    fastgen.reset_stats()
+    assert outcome() == expected
     assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 1}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import fastgen
 from fastgen.decoding.speculation import draft_length
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Lo
 from fastgen.optimizer.transformers.speculation.pace import can_begin
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from fastgen.optimizer.transformers.speculation.times import KEPT
+from tests.equivalence.captured import record_from
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
 
@@ -163,7 +164,9 @@ def test_what_a_step_of_a_plain_call_takes_is_known(monkeypatch: pytest.MonkeyPa
 
 def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latter is recorded after half as many tokens, whether or not calls ask for drafts."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "MANY", 1)
+    record_from(monkeypatch, 80)
+    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
     fastgen.enable(self_speculation="int8", captured_step="auto")
     family = KNOWN["llama"]
     model, steps = copy.deepcopy(family.build()), []
@@ -178,7 +181,7 @@ def test_until_a_step_with_drafts_pays_calls_have_that_of_plain_calls(monkeypatc
 @pytest.mark.parametrize("draft", ["lookup", "assistant"])
 def test_steps_of_short_calls_are_recorded_when_they_pay(monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
     """Though the call asks for a draft; those of a long one at once."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    record_from(monkeypatch, 100)
     for kind in (LookupDraft, AssistantDraft):
         monkeypatch.setattr(kind, "recorded_at_once_from", 60)
     family = KNOWN["llama"]

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import fastgen
 from fastgen.decoding.speculation.prompt_lookup import PromptLookup
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.speculation.positions import Positions
 from tests import near_ties
 from tests.equivalence.models import SHORT
@@ -196,10 +196,9 @@ def test_max_time() -> None:
 
 def test_a_criterion_and_a_buffer_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that has been cut stays inside the buffers."""
-    from fastgen.optimizer.transformers.captured import decoding
 
-    monkeypatch.setattr(decoding, "_MAX_FIRST_CAPACITY", 16)
-    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 16)
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 13)
+    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (13, 3))
     family = KNOWN["llama"]
     model, inputs = family.build(), family.make_inputs(4)
     options = {**GREEDY, "max_new_tokens": 60, "min_new_tokens": 50}

@@ -14,12 +14,13 @@ from fastgen.decoding.speculation import draft_length
 from fastgen.decoding.speculation.own_weights import OwnWeights
 from fastgen.ops import quantized_linear
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS
-from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.captured import graph_cache, pays
 from fastgen.optimizer.transformers.loop import ENTRY_POINT as CAPTURED
 from fastgen.optimizer.transformers.speculation import decoding, preparation
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from fastgen.optimizer.transformers.speculation.drafts import OwnWeightsDraft
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
+from tests.equivalence.captured import record_from
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, counts, same
 
@@ -30,7 +31,9 @@ LITTLE_BY_LITTLE = "what drafts need is made little by little, in calls without 
 @pytest.fixture(autouse=True)
 def prepared(speculates_at_once: None, any_lengths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps are recorded in the third call of 40 tokens; from the fifth on, each makes one thing for drafts."""
-    monkeypatch.setattr(graph_cache, "PAYS_FROM", 100)
+    monkeypatch.setattr(pays, "MANY", 1)
+    record_from(monkeypatch, 80)
+    monkeypatch.setattr(decoding, "PAYS_FROM", 100)
     monkeypatch.setattr(OwnWeightsDraft, "is_prepared", True)
     monkeypatch.setattr(preparation, "SHARE", 1e9)
     monkeypatch.setattr(decoding, "LEAST_GAIN", -1e9)

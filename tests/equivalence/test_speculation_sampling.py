@@ -183,3 +183,45 @@ def test_that_processors_at_the_wrong_position_are_found(
         SpeculativeStep, "_processed_at", lambda self, logits, ahead, *more: processed(self, logits, 0, *more)
     )
     assert probability(model, method, PROCESSORS, DRAWS // 5) < 1e-9
+
+
+@pytest.mark.parametrize("draft", ["lookup", "assistant", "early exit"])
+def test_the_library_draws_by_default(model: Any, draft: str) -> None:
+    """With one seed the tokens are those of its own assisted generation."""
+    fastgen.enable(assisted_sampling="library")
+    options: dict[str, Any] = {
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "assistant": {"assistant_model": disturbed(model, 0.3)},
+        "early exit": {"assistant_early_exit": 1},
+    }[draft]
+    prompt = torch.tensor([PROMPT])
+
+    def tokens(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=20, **options
+            )[0].tolist()
+
+    with fastgen.disabled():
+        expected = [tokens(seed) for seed in range(5)]
+    # Of several sequences there is nothing of the library's to reproduce.
+    with torch.no_grad():
+        several = model.generate(
+            prompt.expand(3, -1),
+            attention_mask=torch.ones(3, len(PROMPT)),
+            do_sample=True,
+            max_new_tokens=20,
+            **options,
+        )
+    assert len(several) == 3 and counts()["accelerated"] == 1
+    fastgen.reset_stats()
+    assert [tokens(seed) for seed in range(5)] == expected
+    assert fastgen.stats()["transformers.generate"]["fallback"] == {"assisted decoding": 5}
+
+
+@pytest.mark.parametrize("size", [-1, -(10**9)])
+def test_sizes_of_which_the_library_says_what_is_wrong(model: Any, size: int) -> None:
+    prompt = torch.tensor([PROMPT])
+    with pytest.raises(ValueError, match="max_matching_ngram_size"):
+        model.generate(prompt, prompt_lookup_num_tokens=3, max_matching_ngram_size=size, max_new_tokens=20)

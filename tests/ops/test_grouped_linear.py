@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgen.ops import grouped_linear
+from fastgen.ops import grouped_linear, linear
 from fastgen.ops.grouped_linear import Multiples, PackedWeight
 from tests.ops.instructions import instruction_set
 
@@ -49,6 +49,67 @@ def _weight(
     return packed, meant
 
 
+@given(
+    rows=st.integers(0, 70),
+    inputs=st.integers(1, 600),
+    outputs=st.integers(1, 140),
+    bits=st.sampled_from([4, 5, 6, 8]),
+    group_size=st.sampled_from([8, 16, 32, 64, 128, 256]),
+    form=st.sampled_from(FORMS),
+    ordered=st.booleans(),
+    biased=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**30),
+)
+# Two tiles of rows that multiply different numbers of vectors; rows that are laid out in two parts.
+@example(29, 513, 100, 4, 32, "minimums", False, True, torch.float32, 0)
+@example(15, 300, 33, 5, 32, "middle", False, False, torch.float32, 0)
+@example(230, 40, 65, 6, 16, "zeros", True, True, torch.float32, 0)
+def test_floats_have_the_bits_of_packed_products(
+    vectors: str | None,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    bits: int,
+    group_size: int,
+    form: str,
+    ordered: bool,
+    biased: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """With rows that are not next to each other; nothing else is written."""
+    group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
+    packed, _ = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
+    assert grouped_linear.keeps_floats(packed)
+    meant = grouped_linear.dequantized(packed._replace(order=None), torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+    around = torch.full((rows + 2, outputs), torch.nan, dtype=dtype)
+    with instruction_set(vectors):
+        arguments = *packed[:5], bias, bits, group_size, False, True
+        torch.ops.fastgen.grouped_linear_out.default(around[1:-1], x, *arguments)
+        columns = x.float() if packed.order is None else x.float()[:, packed.order]
+        wide = None if bias is None else bias.float()
+        expected = linear.packed_linear(columns, linear.pack(meant), wide, outputs).to(dtype)
+    assert torch.equal(around[1:-1], expected) and around[[0, -1]].isnan().all()
+
+
+def test_which_weights_take_floats() -> None:
+    packed, _ = _weight(40, 96, 4, 32, "zeros", 2)
+    assert grouped_linear.keeps_floats(packed)
+    assert not grouped_linear.keeps_floats(packed._replace(rotated=True))
+    assert not grouped_linear.keeps_floats(packed._replace(group_size=96))
+    wide = packed._replace(scales=packed.scales.float() * 1.2345678)
+    assert not grouped_linear.keeps_floats(wide) and grouped_linear.keeps_floats(wide._replace(zeros=None))
+    with pytest.raises(RuntimeError, match="stay floats"):
+        grouped_linear.grouped_linear(torch.randn(3, 96), packed._replace(group_size=96), floats=True)
+    with pytest.raises(RuntimeError, match="stay floats"):
+        rotated = grouped_linear.rounded(torch.randn(40, 96), 8, 32, rotated=True)
+        grouped_linear.grouped_linear(torch.randn(3, 96), rotated, floats=True)
+
+
 def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
     """What the kernels round x to, in float64."""
     x = x.double() if order is None else x.double()[:, order]
@@ -62,7 +123,7 @@ def _rounded(x: Tensor, group_size: int, order: Tensor | None) -> Tensor:
     rows=st.integers(0, 50),
     inputs=st.integers(1, 300),
     outputs=st.integers(1, 100),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([4, 5, 6, 8]),
     group_size=st.sampled_from([8, 32, 64, 96, 128]),
     form=st.sampled_from(FORMS),
     ordered=st.booleans(),
@@ -81,13 +142,14 @@ def test_is_a_linear_layer(
     biased: bool,
     seed: int,
 ) -> None:
+    group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
     packed, meant = _weight(outputs, inputs, bits, group_size, form, seed, ordered)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator) if biased else None
     y = torch.full((rows, outputs), torch.nan)
     with instruction_set(vectors):
-        torch.ops.fastgen.grouped_linear_out.default(y, x, *packed[:5], bias, bits, group_size, False)
+        torch.ops.fastgen.grouped_linear_out.default(y, x, *packed[:5], bias, bits, group_size, False, False)
     assert y.shape == (rows, outputs) and y.dtype is torch.float32
     exact = _rounded(x, group_size, packed.order) @ meant.t() + (0.0 if bias is None else bias.double())
     # A number in the middle of two may be rounded to either; sums of groups are rounded to float32.
@@ -245,59 +307,75 @@ def test_matrix_registers_give_the_same_bits(bits: int, form: str) -> None:
         assert y[3].isnan().all() and y[[*range(3), *range(4, 41)]].isfinite().all()
 
 
-def _multiples(outputs: int, groups: int, seed: int) -> tuple[Multiples, tuple[Tensor, Tensor]]:
+# Groups of a block, and whether there are minimums.
+BLOCKS = [(8, True), (16, True), (16, False)]
+
+
+def _multiples(
+    outputs: int, groups: int, seed: int, per_block: int = 8, has_minimums: bool = True
+) -> tuple[Multiples, tuple[Tensor, Tensor | None]]:
     """Multiples, and the scales and minimums that they are, by the definition."""
     generator = torch.Generator().manual_seed(seed)
     bytes_of = [torch.randint(0, 256, (outputs, groups), generator=generator, dtype=torch.uint8) for _ in range(2)]
-    units = [(torch.randn(outputs, groups // 8, generator=generator) * 1e-3).half() for _ in range(2)]
+    units = [(torch.randn(outputs, groups // per_block, generator=generator) * 1e-3).half() for _ in range(2)]
     meant = [torch.empty(outputs, groups) for _ in range(2)]
     for which in range(2):
         for group in range(groups):
-            meant[which][:, group] = units[which][:, group // 8].float() * bytes_of[which][:, group].float()
+            each = bytes_of[which][:, group].float() - (0 if has_minimums else 128)
+            meant[which][:, group] = units[which][:, group // per_block].float() * each
+    if not has_minimums:
+        return Multiples(bytes_of[0], None, units[0], None), (meant[0], None)
     return Multiples(*bytes_of, *units), (meant[0], meant[1])
 
 
 @given(
     rows=st.integers(0, 50),
     blocks=st.integers(1, 3),
+    kind=st.sampled_from(BLOCKS),
     outputs=st.integers(1, 100),
-    bits=st.sampled_from([4, 8]),
-    group_size=st.sampled_from([8, 32, 64]),
+    bits=st.sampled_from([4, 5, 6, 8]),
+    group_size=st.sampled_from([8, 16, 32, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     biased=st.booleans(),
+    floats=st.booleans(),
     seed=st.integers(0, 2**30),
 )
 def test_multiples_are_the_scales_that_they_stand_for(
     vectors: str | None,
     rows: int,
     blocks: int,
+    kind: tuple[int, bool],
     outputs: int,
     bits: int,
     group_size: int,
     dtype: torch.dtype,
     biased: bool,
+    floats: bool,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    inputs = blocks * 8 * group_size
+    group_size = max(group_size, {5: 32, 6: 16}.get(bits, 8))
+    per_block, has_minimums = kind
+    inputs = blocks * per_block * group_size
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    multiples, (scales, minimums) = _multiples(outputs, 8 * blocks, seed)
+    multiples, (scales, minimums) = _multiples(outputs, per_block * blocks, seed, *kind)
     packed = grouped_linear.pack_multiples(numbers, multiples, bits=bits, group_size=group_size)
     wide = grouped_linear.pack(numbers, scales, None, minimums, bits=bits, group_size=group_size)
     found, (scales_back, zeros, minimums_back) = grouped_linear.unpacked(packed)
-    assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and torch.equal(minimums_back, minimums)
-    assert zeros is None and torch.equal(
-        grouped_linear.dequantized(packed, dtype), grouped_linear.dequantized(wide, dtype)
-    )
+    assert torch.equal(found, numbers) and torch.equal(scales_back, scales) and zeros is None
+    assert (minimums is None and minimums_back is None) or torch.equal(minimums_back, minimums)
+    assert torch.equal(grouped_linear.dequantized(packed, dtype), grouped_linear.dequantized(wide, dtype))
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator) if biased else None
     with instruction_set(vectors):
-        assert torch.equal(grouped_linear.grouped_linear(x, packed, bias), grouped_linear.grouped_linear(x, wide, bias))
+        ours, theirs = (grouped_linear.grouped_linear(x, each, bias, floats) for each in (packed, wide))
+        assert torch.equal(ours, theirs)
     some = torch.randint(0, outputs, (rows,), generator=generator)
     assert torch.equal(grouped_linear.rows(packed, some, dtype), grouped_linear.dequantized(packed, dtype)[some])
-    # Numbers of 4 bits in groups of 32: five bits for eight weights, and outputs in full panels.
+    # Bytes of each group and numbers of each block, and outputs in full panels.
     sizes = packed.numbers.nbytes + packed.scales.nbytes
-    assert sizes * 8 == -(-outputs // 32) * 32 * inputs * (bits + 20 / group_size)
+    factors = (2 if has_minimums else 1) * (8 + 16 / per_block)
+    assert sizes * 8 == -(-outputs // 32) * 32 * inputs * (bits + factors / group_size)
 
 
 def test_multiples_that_do_not_fit() -> None:
@@ -328,7 +406,7 @@ def test_several_products_with_one_input() -> None:
     x, biases = torch.randn(4, 96), [torch.randn(33), None, torch.randn(64)]
     results = [torch.full((4, weight.outputs), torch.nan) for weight in weights]
     parts = [list(part) for part in zip(*(weight[:4] for weight in weights), strict=True)]
-    torch.ops.fastgen.grouped_linears_out.default(results, x, *parts, None, biases, 4, 32, False)
+    torch.ops.fastgen.grouped_linears_out.default(results, x, *parts, None, biases, 4, 32, False, False)
     for result, weight, bias in zip(results, weights, biases, strict=True):
         assert torch.equal(result, grouped_linear.grouped_linear(x, weight, bias))
 
@@ -409,9 +487,9 @@ def test_shapes_for_the_compiler(bits: int) -> None:
         extremes = torch.ops.fastgen.group_extremes(weight, 64, True)
         numbers = torch.ops.fastgen.round_to_panels(weight, scales, bits, 64, True)
         panels = torch.nn.functional.pad(scales, (0, 0, 0, 26)).view(3, 32, 2).transpose(1, 2).contiguous()
-        y = torch.ops.fastgen.grouped_linear(x, numbers, panels, None, None, None, None, 70, bits, 64, True)
+        y = torch.ops.fastgen.grouped_linear(x, numbers, panels, None, None, None, None, 70, bits, 64, True, False)
         out = torch.zeros(3, 70)
-        torch.ops.fastgen.grouped_linear_out(out, x, numbers, panels, None, None, None, None, bits, 64, True)
+        torch.ops.fastgen.grouped_linear_out(out, x, numbers, panels, None, None, None, None, bits, 64, True, False)
         rows = torch.ops.fastgen.grouped_rows(x, which, numbers, panels, None, None, 70, 100, bits, 64)
         return extremes, numbers, y, out, rows
 

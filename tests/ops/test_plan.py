@@ -78,8 +78,10 @@ def test_products_in_few_bits(rows: int) -> None:
     first, second, third = (torch.zeros(rows, outputs) for outputs in (33, 33, 64))
     parts = [list(part) for part in zip(*(weight[:4] for weight in several), strict=True)]
     calls = [
-        partial(operators.grouped_linear_out.default, first, x, *one[:5], bias, 8, 32, False),
-        partial(operators.grouped_linears_out.default, [second, third], x, *parts, None, [None, None], 8, 64, True),
+        partial(operators.grouped_linear_out.default, first, x, *one[:5], bias, 8, 32, False, False),
+        partial(
+            operators.grouped_linears_out.default, [second, third], x, *parts, None, [None, None], 8, 64, True, False
+        ),
         elementwise.bound([elementwise.Instruction(elementwise._ADD, second, (second, first))]),
     ]
     (planned,) = plan.planned(calls)
@@ -123,7 +125,7 @@ def test_memory_that_moves() -> None:
     parts = grouped_linear.rounded(weight, 8, 32)
     total = torch.zeros(3, 8)
     calls = [
-        partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False),
+        partial(operators.grouped_linear_out.default, out, x, *parts[:5], None, 8, 32, False, False),
         elementwise.bound([elementwise.Instruction(elementwise._ADD, total, (out, out))]),
     ]
     (planned,) = plan.planned(calls)

@@ -157,12 +157,12 @@ def test_capacity_for_what_is_generated():
 def test_sizes_are_those_of_the_captured_step_and_of_the_store():
     from fastgen.decoding import kv
     from fastgen.optimizer.transformers import prefill
-    from fastgen.optimizer.transformers.captured import decoding
+    from fastgen.optimizer.transformers.captured import decoding, sizes
 
     assert memory.MIN_SHARED_PREFIX == kv.MIN_SHARED_PREFIX
     assert memory.FIRST_CAPACITY == prefill._MAX_FIRST_CAPACITY
-    assert memory.CAPTURED_CAPACITIES == (decoding._FIRST_CAPACITY, decoding._MAX_FIRST_CAPACITY)
-    assert memory.CAPTURED_PREFIX == decoding._PREFIX and memory.CAPTURED_BATCHES == decoding.BATCHES
+    assert memory.CAPTURED_CAPACITIES == (sizes._FIRST_NEW, sizes._MAX_FIRST_NEW)
+    assert memory.CAPTURED_PREFIX == sizes._MULTIPLE and memory.CAPTURED_BATCHES == decoding.BATCHES
 
 
 def test_a_captured_step_has_buffers_of_its_own():
@@ -231,3 +231,14 @@ def test_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 400)
     assert free_memory(SimpleNamespace(type="cuda")) == 1300
+
+
+def test_a_limit_that_stands_for_none_takes_no_memory_from_the_batch():
+    """No sequence has more positions than the model, whatever its configuration says."""
+    model, generation = prepared(llama, torch.device("cpu"))
+    fits = model.config.max_position_embeddings
+    plans = []
+    for limit in (fits, 10**9, 10**18):
+        generation.update(max_new_tokens=None, max_length=limit)
+        plans.append(MemoryModel.of(model, generation).largest(2**30, 64, 40))
+    assert plans[0] == plans[1] == plans[2]

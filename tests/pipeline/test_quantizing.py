@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -304,7 +306,7 @@ def test_autoround(family, changes, llama, gpt2, text, pairs, tmp_path):
     call = {"input_ids": torch.arange(3, 20)[None]}
     if family in ("bart", "t5"):
         call["decoder_input_ids"] = torch.tensor([[1, 5, 7]])
-    with torch.no_grad(), fastgen.settings.changed(few_bits_inputs="exact"):
+    with torch.no_grad(), fastgen.settings.changed(activations="float"):
         expected, found = (model(**call).logits for model in (theirs, ours))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if "bf16" not in changes else 2e-2)
 
@@ -581,3 +583,31 @@ def test_the_choice_is_greedy():
     assert calibration.most_gaining(given, 4.4) == {"d"}
     assert calibration.most_gaining(given, 7.0) == {"d", "b", "c"}
     assert calibration.most_gaining(given, 6.0) == {"d", "a"}  # what does not fit is passed over
+
+
+@pytest.mark.parametrize("again", ["resume", "overwrite"])
+@pytest.mark.parametrize("killed_at", [1, 2, 4, 7])
+def test_a_kill_while_the_directory_is_removed(killed_at, again, llama, text, tmp_path, monkeypatch):
+    """Whatever is left says whose it is: the next run takes it over, or drops it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "_write", lambda *_: (_ for _ in ()).throw(Stop))
+        with pytest.raises(Stop):
+            run(llama, tmp_path / "out", text)
+    removed = itertools.count(1)
+
+    def until(remove):
+        def removing(path, *args, **kwargs):
+            if next(removed) == killed_at:
+                raise Stop
+            return remove(path, *args, **kwargs)
+
+        return removing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", until(os.unlink))
+        patch.setattr(Path, "unlink", until(Path.unlink))
+        patch.setattr(os, "rmdir", until(os.rmdir))
+        with contextlib.suppress(Stop):
+            run(llama, tmp_path / "out", text, overwrite=True)
+    run(llama, tmp_path / "out", text, **{again: True})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]

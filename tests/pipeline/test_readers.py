@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from fastgen.pipeline import readers
 from fastgen.pipeline.errors import PipelineError, SetupError
 from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.readers import open_source
@@ -155,7 +156,7 @@ def test_a_carriage_return_in_a_row_of_csv_is_no_end_of_it(tmp_path):
 
 
 def test_a_csv_cell_has_a_limit_so_that_an_open_quote_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastgen.pipeline.readers.LONGEST_CELL", 1000)
+    monkeypatch.setattr("fastgen.pipeline.readers.LONGEST_TEXT", 1000)
     path = tmp_path / "in.csv"
     path.write_text('id,text\n1,"open\n' + "2,two\n" * 1000)
     found = read(path, input_column="text")
@@ -389,3 +390,72 @@ def test_a_csv_header_again_is_found_with_a_mark_or_spaces(tmp_path, again):
     path = tmp_path / "in.csv"
     path.write_text(f"id,text\n1,a\n{again}\n2,b\n", encoding="utf-8")
     assert [row.line for row in open_source(str(path)).rows() if row.problem] == [3]
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "csv", "tsv", "parquet"])
+def test_a_change_in_the_middle_is_another_input(form, tmp_path):
+    """Also of a large file, and where the size stays."""
+    chosen = {} if form == "txt" else {"input_column": "text"}
+    texts = [f"text {number:09d} {'x' * 1000}" for number in range(4000)]
+    before = inputs(write(tmp_path / f"in.{form}", texts, form), **chosen).identity()
+    texts[2000] = texts[2000].replace("xx", "xy", 1)
+    after = inputs(write(tmp_path / f"in.{form}", texts, form), **chosen).identity()
+    assert form == "parquet" or before["input"]["size"] == after["input"]["size"]
+    assert before["input"]["digest"] != after["input"]["digest"]
+
+
+def test_a_data_set_with_other_texts_is_another_input(tmp_path):
+    identities = []
+    for name, texts in (("a", ["one", "two"]), ("a", ["one", "two"]), ("b", ["one", "too"])):
+        write(tmp_path / name, texts, "dataset")
+        (tmp_path / name).rename(tmp_path / "in")
+        identities.append(inputs(tmp_path / "in", input_column="text").identity()["input"])
+        (tmp_path / "in").rename(tmp_path / f"done {len(identities)}")
+    assert identities[0] == identities[1]
+    assert {name for name in identities[0] if identities[0][name] != identities[2][name]} == {"fingerprint"}
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_line_that_is_longer_than_any_text(form, ends, tmp_path, monkeypatch):
+    """It is skipped without being kept, and the lines after it are read."""
+    monkeypatch.setattr("fastgen.pipeline.readers.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("fastgen.pipeline.readers.CHUNK", 64)
+    path = write(tmp_path / f"in.{form}", ["one", "x" * 5000, "two", "y" * 5000], form)
+    if not ends:
+        path.write_bytes(path.read_bytes()[:-1])
+    found = read(path, input_column="text")
+    assert bad_kinds(found) == {2: "malformed", 4: "malformed"}
+    assert "longer than 1000 bytes" in found[1].problem.message
+    assert [record.text for record in found if isinstance(record, Record)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_a_text_that_is_longer_than_any(form, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgen.pipeline.inputs.LONGEST_TEXT", 1000)
+    found = read(write(tmp_path / f"in.{form}", ["one", "x" * 5000, "two"], form), input_column="text")
+    assert bad_kinds(found) == {2: "malformed"}
+
+
+def test_columns_are_looked_through_once(tmp_path):
+    """Names are compared once with each other, not each with all."""
+
+    class Name(str):
+        compared = 0
+        __slots__ = ()
+
+        def __eq__(self, other):
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    readers._check_names("wide.csv", [Name(f"column {number}") for number in range(4000)])
+    assert Name.compared < 40_000
+
+
+def test_a_wide_file_names_some_of_its_columns(tmp_path):
+    path = tmp_path / "in.csv"
+    path.write_text(",".join(f"c{number}" for number in range(40_000)) + "\n")
+    with pytest.raises(SetupError, match="the columns are: c0, c1, .*c49 and 39950 more$"):
+        inputs(path)

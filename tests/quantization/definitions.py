@@ -127,6 +127,9 @@ def _words(values: np.ndarray, bits: int, down: bool = False) -> Tensor:
     return torch.from_numpy(words.view(np.int32).copy())
 
 
+# Blocks of GGUF, each from its numbers. What they stand for is in `random_block`.
+
+
 def q4_0(scale: float, numbers: list[int]) -> bytes:
     return struct.pack("<e", scale) + _half_and_half(numbers)
 
@@ -135,22 +138,113 @@ def q4_1(scale: float, minimum: float, numbers: list[int]) -> bytes:
     return struct.pack("<2e", scale, minimum) + _half_and_half(numbers)
 
 
+def q5_0(scale: float, numbers: list[int]) -> bytes:
+    return struct.pack("<eI", scale, _bits(numbers, 4)) + _half_and_half(numbers)
+
+
+def q5_1(scale: float, minimum: float, numbers: list[int]) -> bytes:
+    return struct.pack("<2eI", scale, minimum, _bits(numbers, 4)) + _half_and_half(numbers)
+
+
 def q8_0(scale: float, numbers: list[int]) -> bytes:
     return struct.pack("<e32b", scale, *numbers)
 
 
+def q2_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
+    """16 scales and 16 minimums of 4 bits, and 256 numbers of 2 bits."""
+    factors = bytes(scales[i] | minimums[i] << 4 for i in range(16))
+    return factors + _twos(numbers) + struct.pack("<2e", scale, minimum)
+
+
+def q3_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
+    """16 scales of 6 bits, and 256 numbers of 3 bits, whose upper bits lie apart."""
+    high = bytes(sum((numbers[32 * j + i] >> 2) << j for j in range(8)) for i in range(32))
+    low = bytes(scales[i] & 15 | (scales[i + 8] & 15) << 4 for i in range(8))
+    upper = bytes(sum((scales[4 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(4))
+    return high + _twos(numbers) + low + upper + struct.pack("<e", scale)
+
+
 def q4_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
     """8 scales and 8 minimums of 6 bits, and 256 numbers."""
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, minimums) + _fours(numbers, 32)
+
+
+def q5_k(scale: float, minimum: float, scales: list[int], minimums: list[int], numbers: list[int]) -> bytes:
+    """The same with numbers of 5 bits, whose upper bits lie apart."""
+    high = bytes(sum((numbers[32 * j + i] >> 4) << j for j in range(8)) for i in range(32))
+    return struct.pack("<2e", scale, minimum) + _sixes(scales, minimums) + high + _fours(numbers, 32)
+
+
+def q6_k(scale: float, scales: list[int], numbers: list[int]) -> bytes:
+    """16 scales of 8 bits with a sign, and 256 numbers of 6 bits, whose upper two lie apart."""
+    low = bytearray()
+    for first in range(0, 256, 128):
+        low += bytes(numbers[first + i] & 15 | (numbers[first + 64 + i] & 15) << 4 for i in range(64))
+    high = bytearray()
+    for first in range(0, 256, 128):
+        high += bytes(sum((numbers[first + 32 * j + i] >> 4) << 2 * j for j in range(4)) for i in range(32))
+    return bytes(low) + bytes(high) + struct.pack("<16be", *scales, scale)
+
+
+def _half_and_half(numbers: list[int]) -> bytes:
+    return bytes(numbers[i] & 15 | (numbers[i + 16] & 15) << 4 for i in range(16))
+
+
+def _bits(numbers: list[int], bit: int) -> int:
+    return sum((number >> bit & 1) << i for i, number in enumerate(numbers))
+
+
+def _twos(numbers: list[int]) -> bytes:
+    found = bytearray()
+    for first in range(0, 256, 128):
+        found += bytes(sum((numbers[first + 32 * j + i] & 3) << 2 * j for j in range(4)) for i in range(32))
+    return bytes(found)
+
+
+def _fours(numbers: list[int], width: int) -> bytes:
+    found = bytearray()
+    for first in range(0, 256, 2 * width):
+        found += bytes(numbers[first + i] & 15 | (numbers[first + width + i] & 15) << 4 for i in range(width))
+    return bytes(found)
+
+
+def _sixes(scales: list[int], minimums: list[int]) -> bytes:
     six = bytearray(12)
     for i in range(4):
         six[i] = scales[i] | (scales[i + 4] >> 4) << 6
         six[i + 4] = minimums[i] | (minimums[i + 4] >> 4) << 6
         six[i + 8] = scales[i + 4] & 15 | (minimums[i + 4] & 15) << 4
-    body = bytearray()
-    for first in range(0, 256, 64):
-        body += bytes(numbers[first + i] | numbers[first + 32 + i] << 4 for i in range(32))
-    return struct.pack("<2e", scale, minimum) + bytes(six) + bytes(body)
+    return bytes(six)
 
 
-def _half_and_half(numbers: list[int]) -> bytes:
-    return bytes(numbers[i] | numbers[i + 16] << 4 for i in range(16))
+def random_block(name: str) -> tuple[bytes, list[float]]:
+    """A block of this type with random numbers, and what it stands for."""
+
+    def draw(least: int, most: int, count: int) -> list[int]:
+        return torch.randint(least, most, (count,)).tolist()
+
+    d, m = (float(x) for x in (torch.randn(2) * 0.1).half())
+    if name in ("Q4_0", "Q5_0"):
+        middle = 8 if name == "Q4_0" else 16
+        numbers = draw(0, 2 * middle, 32)
+        return {"Q4_0": q4_0, "Q5_0": q5_0}[name](d, numbers), [d * (n - middle) for n in numbers]
+    if name in ("Q4_1", "Q5_1"):
+        numbers = draw(0, 16 if name == "Q4_1" else 32, 32)
+        return {"Q4_1": q4_1, "Q5_1": q5_1}[name](d, m, numbers), [d * n + m for n in numbers]
+    if name == "Q8_0":
+        numbers = draw(-128, 128, 32)
+        return q8_0(d, numbers), [d * n for n in numbers]
+    if name == "Q2_K":
+        scales, minimums, numbers = draw(0, 16, 16), draw(0, 16, 16), draw(0, 4, 256)
+        values = [d * scales[i // 16] * n - m * minimums[i // 16] for i, n in enumerate(numbers)]
+        return q2_k(d, m, scales, minimums, numbers), values
+    if name == "Q3_K":
+        scales, numbers = draw(0, 64, 16), draw(0, 8, 256)
+        return q3_k(d, scales, numbers), [d * (scales[i // 16] - 32) * (n - 4) for i, n in enumerate(numbers)]
+    if name in ("Q4_K", "Q5_K"):
+        scales, minimums, numbers = draw(0, 64, 8), draw(0, 64, 8), draw(0, 16 if name == "Q4_K" else 32, 256)
+        values = [d * scales[i // 32] * n - m * minimums[i // 32] for i, n in enumerate(numbers)]
+        return {"Q4_K": q4_k, "Q5_K": q5_k}[name](d, m, scales, minimums, numbers), values
+    assert name == "Q6_K"
+    scales, numbers = draw(-128, 128, 16), draw(0, 64, 256)
+    return q6_k(d, scales, numbers), [d * scales[i // 16] * (n - 32) for i, n in enumerate(numbers)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -119,28 +118,9 @@ def test_what_compressed_tensors_packs() -> None:
 
 def blocks_of(kind: BlockType, rows: int, per_row: int) -> tuple[Tensor, Tensor]:
     """Random blocks, [rows, bytes], and what they stand for, in float64."""
-    data, values = b"", []
-    draw = lambda least, most, count: torch.randint(least, most, (count,)).tolist()  # noqa: E731
-    for _ in range(rows * per_row):
-        scale, minimum = (float(x) for x in (torch.randn(2) * 0.1).half())
-        if kind.name == "Q8_0":
-            numbers = draw(-128, 128, 32)
-            data += definitions.q8_0(scale, numbers)
-            values += [scale * number for number in numbers]
-            continue
-        numbers = draw(0, 16, kind.numbers)
-        if kind.name == "Q4_0":
-            data += definitions.q4_0(scale, numbers)
-            values += [scale * (number - 8) for number in numbers]
-        elif kind.name == "Q4_1":
-            data += definitions.q4_1(scale, minimum, numbers)
-            values += [scale * number + minimum for number in numbers]
-        else:
-            scales, minimums = draw(0, 64, 8), draw(0, 64, 8)
-            data += definitions.q4_k(scale, minimum, scales, minimums, numbers)
-            values += [scale * scales[i // 32] * n - minimum * minimums[i // 32] for i, n in enumerate(numbers)]
-    blocks = torch.tensor(list(data), dtype=torch.uint8).view(rows, -1)
-    return blocks, torch.tensor(values, dtype=torch.float64).view(rows, -1)
+    made = [definitions.random_block(kind.name) for _ in range(rows * per_row)]
+    blocks = torch.tensor(list(b"".join(data for data, _ in made)), dtype=torch.uint8).view(rows, -1)
+    return blocks, torch.tensor([values for _, values in made], dtype=torch.float64).view(rows, -1)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -244,7 +224,7 @@ def test_fuzzed(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8]))
     tensors[name] = torch.randint(-9 if dtype != torch.uint8 else 0, 9, shape).to(dtype)
     try:
-        read = dataclasses.replace(form).resolved(tensors).read(tensors, 8, 16)
+        read = form.resolved(tensors).read(tensors, 8, 16)
     except ValueError as error:
         assert "\n" not in str(error)
     else:

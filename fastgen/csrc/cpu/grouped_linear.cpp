@@ -9,6 +9,7 @@
 #include "grouped_linear/products.h"
 #include "grouped_linear/rounded_rows.h"
 #include "grouped_linear/rows.h"
+#include "grouped_linear/target.h"
 #include "instruction_set.h"
 #include "matrix_registers.h"
 #include "parallel.h"
@@ -39,6 +40,7 @@ namespace {
 using fastgen::Group;
 using fastgen::Inputs;
 using fastgen::is_floating;
+using fastgen::kLine;
 using fastgen::kPanel;
 using fastgen::Packed;
 using fastgen::Place;
@@ -49,14 +51,13 @@ using fastgen::read;
 using fastgen::Result;
 using fastgen::RoundedRows;
 using fastgen::Rows;
+using fastgen::Target;
 using fastgen::Tiles;
 using fastgen::Weight;
 using fastgen::write;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A line of a panel: four bytes of each output.
-constexpr int64_t kLine = kPanel * 4;
 // Bytes of a weight that a single tile asks for ahead of time. More of them take memory's time from what the processor
 // fetches by itself (measured on an AMD EPYC with AVX-512, as the number for what leaves out the second-level cache).
 constexpr int64_t kAhead = 256, kAheadOnce = 128;
@@ -210,10 +211,10 @@ int64_t tile_rows() {
 }
 
 // Whether so many rows with groups of this size are multiplied in the matrix registers.
-bool are_in_matrices(int64_t rows, int64_t group_size) {
+bool are_in_matrices(int64_t rows, int64_t bits, int64_t group_size) {
 #ifdef FASTGEN_MATRICES
   const int64_t depth = avx512vnni::matrix_depth(group_size);
-  if (depth == 0 || rows < (depth == fastgen::kMatrixBytes ? kLeastRows : 2 * kLeastRows)) return false;
+  if (bits % 4 != 0 || depth == 0 || rows < (depth == fastgen::kMatrixBytes ? kLeastRows : 2 * kLeastRows)) return false;
   return kernels() == Kernels::kAvx512Vnni && fastgen::has_matrix_registers();
 #else
   return false;
@@ -255,45 +256,6 @@ class Worker {
   uint8_t* numbers_ = nullptr;
 };
 
-// What is stored of a result, a few rows of a panel at a time.
-class Target {
- public:
-  explicit Target(const Result& result) : to_(result.data), outputs_(result.outputs), type_(result.type) {
-    if (result.bias == nullptr) return;
-    added_.resize(outputs_);
-    for (int64_t i = 0; i < outputs_; ++i) added_[i] = read(result.bias, i, result.bias_type);
-  }
-
-  // The sums of a panel, whose first output is `first`, for some rows.
-  void store(int64_t first, const float* sums, int64_t row, int64_t some) const {
-    static constexpr float kNothing[kPanel] = {};
-    const int64_t count = std::min(kPanel, outputs_ - first);
-    const float* added = added_.empty() ? kNothing : added_.data() + first;
-    if (type_ == ScalarType::Float) {
-      float* line = static_cast<float*>(to_) + row * outputs_ + first;
-      for (int64_t r = 0; r < some; ++r, line += outputs_, sums += kPanel) {
-        if (count == kPanel) {  // a number that the compiler knows
-          for (int64_t i = 0; i < kPanel; ++i) line[i] = sums[i] + added[i];
-        } else {
-          for (int64_t i = 0; i < count; ++i) line[i] = sums[i] + added[i];
-        }
-      }
-      return;
-    }
-    for (int64_t r = 0; r < some; ++r) {
-      for (int64_t i = 0; i < count; ++i) {
-        write(to_, (row + r) * outputs_ + first + i, type_, sums[r * kPanel + i] + added[i]);
-      }
-    }
-  }
-
- private:
-  void* to_;
-  int64_t outputs_;
-  ScalarType type_;
-  std::vector<float> added_;
-};
-
 // The panels of all products together are shared out among the threads.
 void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* each, size_t count) {
   std::vector<Target> targets;
@@ -305,7 +267,7 @@ void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* ea
   }
   const int64_t rows = x.rows;
   if (rows == 0 || panels == 0) return;
-  const bool in_matrices = are_in_matrices(rows, group_size);
+  const bool in_matrices = are_in_matrices(rows, each[0].weight.bits, group_size);
   const RoundedRows rounded(x, group_size, rotated, in_matrices ? 0 : tile_rows());
   const Inputs inputs = rounded.inputs();
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
@@ -317,7 +279,7 @@ void multiply(const Rows& x, int64_t group_size, bool rotated, const Product* ea
       while (number >= ends[product]) ++product;
       const int64_t own = number - (product == 0 ? 0 : ends[product - 1]);
       worker.multiply(each[product].weight, inputs, rows, own, [&](const float* sums, int64_t row, int64_t some) {
-        targets[product].store(own * kPanel, sums, row, some);
+        targets[product].store<true>(own * kPanel, kPanel, sums, kPanel, row, some);
       });
     }
   });
@@ -347,12 +309,13 @@ Places places_of(const Tensors&... tensors) {
 void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> numbers, std::vector<Tensor> scales,
                          std::vector<std::optional<Tensor>> zeros, std::vector<std::optional<Tensor>> minimums,
                          std::optional<Tensor> order, std::vector<std::optional<Tensor>> biases, int64_t bits,
-                         int64_t group_size, bool rotated) {
+                         int64_t group_size, bool rotated, bool floats) {
   const auto made = [=] {
-    return Products(results, x, numbers, scales, zeros, minimums, order, biases, bits, group_size, rotated);
+    return Products(results, x, numbers, scales, zeros, minimums, order, biases, bits, group_size, rotated, floats);
   };
-  const auto run = [group_size, rotated](const Products& products) {
-    multiply(products.x, group_size, rotated, products.each.data(), products.each.size());
+  const auto run = [](const Products& products) {
+    if (products.floats) return fastgen::multiply_floats(products);
+    multiply(products.x, products.group_size, products.rotated, products.each.data(), products.each.size());
   };
   if (!fastgen::plan_is_open()) return run(made());
   const auto places = [=] { return places_of(results, x, numbers, scales, zeros, minimums, biases); };
@@ -366,16 +329,16 @@ void grouped_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tens
 
 void grouped_linear_out(Tensor y, Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
                         std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
-                        int64_t bits, int64_t group_size, bool rotated) {
-  grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size, rotated);
+                        int64_t bits, int64_t group_size, bool rotated, bool floats) {
+  grouped_linears_out({y}, x, {numbers}, {scales}, {zeros}, {minimums}, order, {bias}, bits, group_size, rotated, floats);
 }
 
 Tensor grouped_linear(Tensor x, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
                       std::optional<Tensor> minimums, std::optional<Tensor> order, std::optional<Tensor> bias,
-                      int64_t outputs, int64_t bits, int64_t group_size, bool rotated) {
+                      int64_t outputs, int64_t bits, int64_t group_size, bool rotated, bool floats) {
   STD_TORCH_CHECK(x.dim() == 2 && outputs > 0, "grouped_linear: x must be [rows, inputs]");
   Tensor y = torch::stable::new_empty(x, {x.size(0), outputs});
-  grouped_linear_out(y, x, numbers, scales, zeros, minimums, order, bias, bits, group_size, rotated);
+  grouped_linear_out(y, x, numbers, scales, zeros, minimums, order, bias, bits, group_size, rotated, floats);
   return y;
 }
 
@@ -389,7 +352,7 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
                       which.is_contiguous() && outputs > 0 && inputs > 0,
                   "grouped_rows: the lines must be [n] of int64, their type floating");
   const Weight weight = Packed{numbers, scales, zeros, minimums}.weight(inputs, outputs, bits, group_size);
-  const int64_t count = which.size(0), line = kPanel * 4;
+  const int64_t count = which.size(0);
   const int64_t* from = static_cast<const int64_t*>(which.const_data_ptr());
   const ScalarType kept = scales.scalar_type();
   const auto read_unit = [](const uint16_t* unit) { return read(unit, 0, ScalarType::Half); };
@@ -399,16 +362,16 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
     const int64_t which_line = from[r];
     STD_TORCH_CHECK(which_line >= 0 && which_line < outputs, "grouped_rows: index out of range");
     const int64_t panel = which_line / kPanel, lane = which_line % kPanel;
-    const uint8_t* bytes = weight.numbers + panel * weight.panel_bytes + lane * 4;
+    const uint8_t* words = weight.numbers + panel * weight.panel_bytes + lane * 4;
     for (int64_t i = 0; i < inputs; ++i) {
-      const int64_t at = (panel * weight.groups + i / group_size) * kPanel + lane, four = i / 4;
-      const uint8_t byte = bits == 8 ? bytes[four * line + i % 4] : bytes[four / 2 * line + i % 4];
-      const int number = bits == 8 ? byte : four % 2 == 0 ? byte & 15 : byte >> 4;
+      const int64_t at = (panel * weight.groups + i / group_size) * kPanel + lane;
+      const int number = fastgen::code_of(words, bits, i);
       const int zero = weight.zeros != nullptr ? weight.zeros[at] : weight.middle;
       float scale, least = 0.0f;
       if (weight.multiples != nullptr) {
         const Place of = place(weight, at);
-        scale = read_unit(of.unit) * of.scale[0], least = read_unit(of.unit + kPanel) * of.scale[kPanel];
+        scale = read_unit(of.unit) * static_cast<float>(of.scale[0] - (weight.block.has_minimums ? 0 : fastgen::kSignedMiddle));
+        if (weight.block.has_minimums) least = read_unit(of.unit + kPanel) * of.scale[kPanel];
       } else {
         scale = read(weight.scales, at, kept);
         if (weight.minimums != nullptr) least = read(weight.minimums, at, kept);

@@ -58,7 +58,7 @@ enum Format { kBFloat16, kFloat16, kCodes4, kCodes8 };
 struct Kernel {
   int64_t width;          // outputs of a panel
   int64_t inputs, bytes;  // of a group of a panel
-  void (*lay_out)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to);
+  void (*lay_out)(const float* x, int64_t stride, int64_t rows, int64_t inputs, int64_t padded, float* to);
   void (*multiply)(const PanelProduct& product, int64_t begin, int64_t end);
 };
 
@@ -200,7 +200,7 @@ void multiply(const Tensor& x, const std::vector<Work>& works) {
   const float* from = static_cast<const float*>(x.const_data_ptr());
   fastgen::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> laid_out(new float[rows * even(inputs)]);  // not filled with zeros first
-    works[0].kernel.lay_out(from, x.stride(0), rows, inputs, laid_out.get());
+    works[0].kernel.lay_out(from, x.stride(0), rows, inputs, even(inputs), laid_out.get());
     int64_t first = 0;  // panel of this product, among those of all
     for (auto [kernel, product] : works) {
       const int64_t all = panels_of(product.outputs);

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastgen import settings
 from fastgen.decoding import weight_copies
+from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import ForkableLock
@@ -103,9 +104,13 @@ def backend() -> str:
     return "CUDA graphs" if device.type == "cuda" else "recorded programs"
 
 
-def new(device: torch.device) -> Graph | Program:
-    """What captures on this device."""
-    return Program() if device.type == "cpu" else Graph(device)
+def new(device: torch.device, growing: Growing | None = None) -> Graph | Program:
+    """What captures on this device.
+
+    Args:
+        growing: buffers that a program may go on with when they get other memory.
+    """
+    return Program(growing=growing) if device.type == "cpu" else Graph(device)
 
 
 class Graph:
@@ -114,6 +119,8 @@ class Graph:
     Sharing is safe because they are replayed one after another, and because nothing that a replay leaves for the next
     one is in the pool: that is in tensors which were there before the capture.
     """
+
+    follows = False  # it has the addresses of buffers in it
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

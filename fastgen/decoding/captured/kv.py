@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding import host_memory
+from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.streams import StreamKV
 from fastgen.decoding.shared import CannotBeCaptured, Parts, SharedKV
 from fastgen.ops.attention import gather_suffix
@@ -28,7 +29,15 @@ class StepState:
         ancestry: [rows, capacity], int32: position t of row r lies in row `ancestry[r, t]`; None for one row per input.
     """
 
-    def __init__(self, batch: int, per_input: int, capacity: int, device: torch.device, width: int = 1) -> None:
+    def __init__(
+        self,
+        batch: int,
+        per_input: int,
+        capacity: int,
+        device: torch.device,
+        width: int = 1,
+        growing: Growing | None = None,
+    ) -> None:
         self.batch, self.per_input, self.capacity, self.width = batch, per_input, capacity, width
         self.rows = batch * per_input
         self._first = torch.arange(width + 1, device=device).unsqueeze(1)
@@ -39,6 +48,9 @@ class StepState:
         self._own = torch.arange(self.rows, dtype=torch.int32, device=device).unsqueeze(1)
         self.ancestry = self._own.repeat(1, capacity) if per_input > 1 else None
         self._reached = 0  # before rows went back
+        self._growing = growing
+        if growing is not None and self.ancestry is not None:
+            growing.add(self.ancestry)
 
     def of_width(self, width: int) -> StepState:
         """The same place, for a step that stores fewer positions. It goes where this one goes."""
@@ -54,6 +66,15 @@ class StepState:
         *other.positions, other.filled = numbers.unbind()
         other.position = other.positions[0]
         return other
+
+    def grow(self, capacity: int) -> None:
+        """Gives the suffix more positions. What is stored stays where it is."""
+        if self._growing is not None and self.ancestry is not None:
+            larger = self._own.repeat(1, capacity)
+            larger[:, : self.capacity] = self.ancestry
+            self._growing.exchange(self.ancestry, larger)
+        self.capacity = capacity
+        self._columns = torch.arange(capacity, device=self._own.device)
 
     def reach(self) -> int:
         """Positions of the suffix that something may be stored in, of any row. Waits for the device."""
@@ -109,6 +130,7 @@ class StaticKV:
     Args:
         keys, values: [any, heads, any, dim]: as those that will be stored.
         window: a query sees so many positions, its own included; None for all.
+        growing: of the step, if its buffers may grow.
     """
 
     def __init__(
@@ -119,8 +141,9 @@ class StaticKV:
         prefix_capacity: int,
         has_suffix: bool,
         window: int | None = None,
+        growing: Growing | None = None,
     ) -> None:
-        self._state, self._window = state, window
+        self._state, self._window, self._growing = state, window, growing
         self._owners: Tensor | None = None  # the row that each one reads, where it is not its own
         self.prefix_capacity, self.has_suffix = prefix_capacity, has_suffix
         self.length = prefix_capacity + (state.capacity if has_suffix else 0)
@@ -131,12 +154,36 @@ class StaticKV:
         self.starts = torch.zeros(state.batch, dtype=torch.int32, device=keys.device)
         self.ends = torch.zeros_like(self.starts)
 
-        def zeros(rows: int, length: int) -> tuple[Tensor, ...]:
-            shapes = [(rows, part.shape[1], length, part.shape[3]) for part in (keys, values)]
-            return tuple(host_memory.zeros(shape, keys.dtype, keys.device) for shape in shapes)
+        self._shapes = [(part.shape[1], part.shape[3]) for part in (keys, values)]
+        self._dtype = keys.dtype
+        self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
+        self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
+        self._prefix = self._zeros(state.batch, prefix_capacity)
+        self._suffix = self._zeros(state.rows, state.capacity) if has_suffix else ()
+        if growing is not None:
+            growing.add(*self._prefix, *self._suffix)
 
-        self._prefix = zeros(state.batch, prefix_capacity)
-        self._suffix = zeros(state.rows, state.capacity) if has_suffix else ()
+    def _zeros(self, rows: int, length: int) -> tuple[Tensor, ...]:
+        shapes = [(rows, heads, length, dim) for heads, dim in self._shapes]
+        return tuple(host_memory.zeros(shape, self._dtype, self.starts.device) for shape in shapes)
+
+    def grow_prefix(self, capacity: int) -> None:
+        """Gives the prefix more positions. What it holds is lost: `load` follows."""
+        assert self._growing is not None, "the buffers of this step do not grow"
+        for old, new in zip(self._prefix, self._zeros(self._state.batch, capacity), strict=True):
+            self._growing.exchange(old, new)
+        self._loaded = (capacity, 0)
+        self.length += capacity - self.prefix_capacity
+        self.prefix_capacity = capacity
+
+    def grow_suffix(self, capacity: int) -> None:
+        """Gives the suffix more positions, before the state has them. What is stored stays where it is."""
+        assert self._growing is not None, "the buffers of this step do not grow"
+        stored = self._state.reach()
+        for old, new in zip(self._suffix, self._zeros(self._state.rows, capacity), strict=True):
+            new[:, :, :stored] = old[:, :, :stored]
+            self._growing.exchange(old, new)
+        self.length += capacity - self._state.capacity
 
     def view(self, state: StepState) -> StaticKV:
         """The same memory for another step, which is where `state` is."""
@@ -153,9 +200,14 @@ class StaticKV:
         """
         count, _, length, _ = keys.shape
         first = self.prefix_capacity - length if at_end else 0
+        begin, end = self._loaded
         for old, new in zip(self._prefix, (keys, values), strict=True):
-            old[inputs] = 0  # what is masked must still be numbers
+            if begin < end:
+                old[inputs, :, begin:end] = 0  # what is masked must still be numbers
             old[inputs][:count, :, first : first + length] = new
+        self._loaded = (min(begin, first), max(end, first + length))
+        if inputs == slice(None):
+            self._loaded = (first, first + length)
         stored = self._state.reach() if self._suffix else 0
         for part in self._suffix:  # what nothing was written to is zero, and on a CPU takes no memory
             part.unflatten(0, (self._state.batch, -1))[inputs, :, :, :stored] = 0
@@ -165,6 +217,7 @@ class StaticKV:
 
     def take_over(self, other: StaticKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
         """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""
+        self._loaded = other._loaded
         pairs = zip(self._prefix, other._prefix, strict=True)
         for old, new in (*pairs, (self.starts, other.starts), (self.ends, other.ends)):
             old.copy_(new[inputs])
@@ -208,7 +261,13 @@ class StaticKV:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self._prefix, *self._suffix))
+        """What the buffers take: on the CPU, pages that nothing was written to take no memory."""
+        if not self._prefix[0].is_cpu:
+            return sum(part.nbytes for part in (*self._prefix, *self._suffix))
+        begin, end = self._loaded
+        self._most = max(self._most[0], end - begin), max(self._most[1], self._state.reach() if self._suffix else 0)
+        position = sum(heads * dim for heads, dim in self._shapes) * self._dtype.itemsize
+        return position * (self._state.batch * self._most[0] + self._state.rows * self._most[1])
 
     def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
         """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from fastgen.decoding import arena, largest_outputs, narrow_weights, output_layer, products
+from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.recording import record, tensors_in
 from fastgen.decoding.operations import Constant, Operation, Place, Recording, with_out
 from fastgen.decoding.simplified import simplified
@@ -29,12 +30,17 @@ memory = arena.Arena()
 
 
 class Program:
-    """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`."""
+    """Records a function, and executes it again. Has the methods of `fastgen.decoding.captured.graph.Graph`.
 
-    def __init__(self, memory: arena.Arena = memory) -> None:
-        self._memory = memory
+    Attributes:
+        follows: once it is captured, whether it goes on with buffers of `growing` that have got other memory.
+    """
+
+    def __init__(self, memory: arena.Arena = memory, growing: Growing | None = None) -> None:
+        self._memory, self._growing = memory, growing
         self._calls = narrow_weights.Calls()
         self._chunks: set[arena.Chunk] = set()
+        self.follows = False
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Records what `function` does. What it writes is undone.
@@ -43,8 +49,9 @@ class Program:
             RuntimeError: it does what cannot be captured on a GPU.
         """
         with torch.inference_mode():
-            compiler = _Compiler(record(function)[0], self._memory)
+            compiler = _Compiler(record(function)[0], self._memory, self._growing)
             self._calls, self._chunks = narrow_weights.Calls(compiler.calls()), compiler.chunks
+            self.follows = compiler.follows
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
@@ -66,9 +73,11 @@ _Work = list[elementwise.Instruction] | products.AnyProduct | Callable[[], objec
 class _Compiler:
     """From a recording to calls."""
 
-    def __init__(self, recording: Recording, memory: arena.Arena) -> None:
+    def __init__(self, recording: Recording, memory: arena.Arena, growing: Growing | None) -> None:
         _check_that_all_is_written(recording)
         recording = simplified(recording)
+        self._growing = growing
+        self.follows = growing is not None and growing.serves(recording.operations, recording.storages)
         self._groups = _grouped(recording.operations)
         self._read = frozenset(storage for each in recording.operations for storage in each.used)
         self._written = frozenset(storage for each in recording.operations for storage in each.made | each.in_place)
@@ -100,7 +109,9 @@ class _Compiler:
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]
-        work: _Work | None = elementwise.instructions(function, args, kwargs, read)
+        work: _Work | None = None
+        if self._growing is None or not self._growing.touches(operation, self._storages):
+            work = elementwise.instructions(function, args, kwargs, read)
         # Named arguments are alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
             work = products.of(operation, args, results[0], self._written)
@@ -125,7 +136,10 @@ class _Compiler:
         chunk, begin = self._places.get(leaf.storage, (None, 0))
         storage = self._storages[leaf.storage] if chunk is None else chunk.storage
         offset = leaf.offset + begin // leaf.dtype.itemsize
-        return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
+        found = torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.size, leaf.stride)
+        if self._growing is not None and self.follows and chunk is None:
+            self._growing.note(found, storage)
+        return found
 
 
 def _check_that_all_is_written(recording: Recording) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_structure
 
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
 from fastgen.locks import ForkableLock
@@ -148,12 +148,17 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # the subclass calls operators with ordinary tensors, and those come here
         self._check(func, args, kwargs)
         # In inference mode composed operators arrive in one piece; the synchronising one may be inside.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        if _is_composed(func):
+            with self:
+                if func is _aten.linear.default and _is_plain_linear(*args, **kwargs):
+                    return _linear(*args, **kwargs)
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func is _aten.lift_fresh.default:
             return self._lift(func, args)
+        if _is_view(func):
+            return func(*args, **kwargs)
 
         changed = _written(func, args, kwargs)
         if func is kv_write.OPERATOR and not self._numbers_of(changed) & (self.recording.made | self._saved):
@@ -165,7 +170,10 @@ class _Recorder(TorchDispatchMode):
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._remember(generator)
-        leaves, structure = tree_flatten((args, kwargs))
+        if kwargs or any(isinstance(argument, list | tuple | dict) for argument in args):
+            leaves, structure = tree_flatten((args, kwargs))
+        else:  # which takes a good part of the time
+            leaves, structure = list(args), _structure(len(args))
         places = [self._place(leaf) for leaf in leaves]
         result = func(*args, **kwargs)
         fresh = [self._allocate(tensor) for tensor in tensors_in(result)]
@@ -175,6 +183,11 @@ class _Recorder(TorchDispatchMode):
             in_place = frozenset(self._numbers_of(changed))
             self.recording.operations.append(Operation(func, places, structure, fresh, in_place))
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would have a compiler look at each call of the method above."""
+        return False
 
     def put_back(self) -> None:
         """A capture executes nothing: restores what was written."""
@@ -248,6 +261,39 @@ class _Recorder(TorchDispatchMode):
     def _remember(self, generator: torch.Generator) -> None:
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
+
+
+@cache
+def _is_composed(function: Any) -> bool:
+    """Whether an operator is made of others."""
+    return function.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@cache
+def _is_view(function: Any) -> bool:
+    """Whether an operator does nothing but make other views of the memory of its arguments."""
+    schema = function._schema
+    returns = [each.alias_info for each in schema.returns]
+    is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    return is_view and not schema.is_mutable
+
+
+@cache
+def _structure(arguments: int) -> Any:
+    return tree_structure(((None,) * arguments, {}))
+
+
+def _is_plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether torch computes the layer as `_linear` does, bit for bit."""
+    has_rows = x.dim() >= 2 and x.numel() > 0 and x.is_contiguous()
+    return has_rows and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What torch makes of a linear layer. Its own decomposition takes longer than all else that is recorded."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    result = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
 
 def _refuse(function: Any, reason: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.decoding.captured.growing import Growing
 from fastgen.ops import search_step
 from fastgen.ops.triton.beam_step import Candidates, best_continuations
 
@@ -25,7 +26,11 @@ class Search:
     """Sequences in buffers, and how far they are: at most `batch` inputs with `per_input` sequences each.
 
     The buffers have prompt_capacity + new_capacity positions. A prompt is at the end of its part, so that what is
-    generated begins at the same position whatever the prompt's length. Tokens of `eos` end a sequence.
+    generated begins at the same position whatever the prompt's length. Tokens of `eos` end a sequence; `begin` may name
+    others, as many or fewer.
+
+    Args:
+        growing: of the step, if its buffers may grow.
 
     Attributes:
         prompt_capacity, new_capacity: positions for the prompt and for what is generated.
@@ -41,6 +46,9 @@ class Search:
     """
 
     parents: Tensor | None = None
+    # Buffers with a column for each position of sequences, and for each step.
+    _by_position: tuple[str, ...] = ("running_sequences",)
+    _by_step: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -52,9 +60,11 @@ class Search:
         eos: Sequence[int] = (),
         *,
         samples: bool = False,
+        growing: Growing | None = None,
     ) -> None:
         self._batch, self._per_input, self._samples = batch, per_input, samples
         self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
+        self._growing = growing
         self._eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
         self._positions = torch.arange(prompt_capacity + new_capacity, device=device)
         self.running_sequences = self._positions.new_zeros(batch, per_input, prompt_capacity + new_capacity)
@@ -68,29 +78,43 @@ class Search:
         self.is_spoilt = torch.zeros_like(self.done)
         # Inputs that are there; the others fill the batch up.
         self._is_real = torch.ones(batch, 1, dtype=torch.bool, device=device)
+        if growing is not None:
+            growing.add(self.running_sequences)
 
     @property
     def running_tokens(self) -> Tensor:
         """[rows, prompt_capacity + new_capacity]: the running sequences, for processors."""
         return self.running_sequences.flatten(0, 1)
 
-    def begin(self, prompt: Tensor, new_tokens: int, *, fill: int = 0, inputs: slice = slice(None)) -> None:
+    def begin(
+        self,
+        prompt: Tensor,
+        new_tokens: int,
+        *,
+        fill: int = 0,
+        eos: Sequence[int] | None = None,
+        inputs: slice = slice(None),
+    ) -> None:
         """Starts a search from `prompt`, [n, length], int64; `fill` stands behind the end of a sequence.
 
-        It is that of the first n of `inputs`. The rest of these fill the batch up, and all others go on.
+        It is that of the first n of `inputs`. The rest of these fill the batch up, and all others go on. `eos` ends all
+        of them from now on.
+
+        With more new tokens than the capacity, the search has to `grow` in time, or another one to take over.
 
         Raises:
-            ValueError: there is nothing to generate, or more than the capacity.
+            ValueError: there is nothing to generate, the prompt is too long, or too many tokens end a sequence.
         """
         count, width = prompt.shape
         room = len(range(self._batch)[inputs])
         if new_tokens < 1:
             raise ValueError("there is nothing to generate: the prompt is as long as the sequences may become")
-        if count > room or width > self.prompt_capacity or new_tokens > self.new_capacity:
+        if count > room or width > self.prompt_capacity:
             raise ValueError(
-                f"{count} prompts of {width} and {new_tokens} new tokens into buffers for {room} prompts of "
-                f"{self.prompt_capacity} and {self.new_capacity} new tokens"
+                f"{count} prompts of {width} into buffers for {room} prompts of {self.prompt_capacity} positions"
             )
+        if eos is not None:
+            self._put_ends(eos)
         start = self.prompt_capacity - width
         sequences = self.running_sequences[inputs]
         sequences.fill_(fill)
@@ -106,6 +130,46 @@ class Search:
         self.done.fill_(False)
         if inputs == slice(None):
             self.is_spoilt.fill_(False)
+
+    def _put_ends(self, eos: Sequence[int]) -> None:
+        if len(eos) > len(self._eos):
+            raise ValueError(f"{len(eos)} tokens that end a sequence, in a buffer for {len(self._eos)}")
+        self._eos.fill_(NOTHING)
+        self._eos[: len(eos)] = torch.tensor(list(eos), dtype=torch.int64)
+
+    def grow(self, prompt_capacity: int, new_capacity: int) -> None:
+        """Gives the buffers more positions. The sequences stay what they are."""
+        assert self._growing is not None, "the buffers of this search do not grow"
+        more = prompt_capacity - self.prompt_capacity
+        larger = [(name, self._larger(name, prompt_capacity, new_capacity)) for name in self._lengthening]
+        self._resize(prompt_capacity, new_capacity)
+        for name, new in larger:
+            old = getattr(self, name)
+            if name in self._by_position:
+                new[..., :more] = NOTHING
+                new[..., more : more + old.shape[-1]] = old
+            elif name in self._by_step:
+                new[..., : old.shape[-1]] = old
+            self._growing.exchange(old, new)
+        for place in (self.start, self.length, self.limit, self.prompt):
+            place.add_(more)
+
+    @property
+    def _lengthening(self) -> tuple[str, ...]:
+        """The buffers whose size is a matter of capacities."""
+        return *self._by_position, *self._by_step
+
+    def _larger(self, name: str, prompt_capacity: int, new_capacity: int) -> Tensor:
+        """A buffer for these capacities, with what is there where nothing has been written."""
+        old = getattr(self, name)
+        if name in self._by_position:
+            fill = self._fill.view(self._batch, self._per_input, 1)
+            return fill.repeat(1, 1, prompt_capacity + new_capacity)
+        return old.new_full((*old.shape[:-1], new_capacity), NOTHING)
+
+    def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
+        self.prompt_capacity, self.new_capacity = prompt_capacity, new_capacity
+        self._positions = torch.arange(prompt_capacity + new_capacity, device=self.tokens.device)
 
     def propose(self, scores: Tensor, normalise: bool) -> tuple[Tensor, ...]:
         """Continuations for `take`, by scores [rows, vocabulary]: logits, or (not normalised) what was made of them."""
@@ -131,11 +195,19 @@ class Search:
         raise NotImplementedError
 
     def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
-        """Goes on where `other`, a search of the same kind and size, is; without beams, maybe with some `inputs`."""
+        """Goes on where `other`, a search of the same kind and prompt capacity, is; without beams, maybe with `inputs`.
+
+        It may have more room for what is generated.
+        """
         for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor):
+            if isinstance(buffer, Tensor) and name not in (*self._lengthening, *self._constant):
                 old = getattr(other, name)
                 buffer.copy_(old if old.shape == buffer.shape else old.view(other._batch, -1)[inputs].view_as(buffer))
+        for name in self._lengthening:
+            old, buffer = getattr(other, name)[inputs], getattr(self, name)
+            buffer.copy_(self._larger(name, self.prompt_capacity, self.new_capacity))
+            if name in (*self._by_position, *self._by_step):
+                buffer[..., : old.shape[-1]] = old
 
     def _ends(self, tokens: Tensor, stops: Tensor | None) -> Tensor:
         """Which tokens end a sequence, in the shape of `tokens`."""
@@ -171,6 +243,9 @@ class Search:
         over = ~unfinished.any()
         self.done.logical_or_(over | self.is_spoilt if self._samples else over)
         return moves
+
+    # Buffers of what the capacities alone say.
+    _constant: tuple[str, ...] = ("_positions",)
 
 
 class RowSearch(Search):
@@ -219,6 +294,9 @@ class BeamSearch(Search):
     """
 
     parents: Tensor
+    _by_position = ("running_sequences", "sequences")
+    _by_step = ("running_indices", "indices")
+    _constant = ("_positions", "_steps")
 
     def __init__(self, *sizes: Any, early_stopping: bool | str = False, sorts: bool = False, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -240,8 +318,11 @@ class BeamSearch(Search):
         self._steps = torch.arange(self.new_capacity, device=device)
         self._first_rows = torch.arange(batch, device=device).unsqueeze(1) * beams
         self._best_beams = torch.arange(self.candidates, device=device) < beams
+        self._exponents = [(1.0, 1)] * batch  # of the length, and the most new tokens, by input
         self._penalties = torch.ones(batch, self.new_capacity + 2, dtype=torch.float32, device=device)
         self._favours_length = torch.zeros_like(self._is_real)
+        if self._growing is not None:
+            self._growing.add(self.sequences, self.running_indices, self.indices, self._penalties)
 
     def begin(self, prompt: Tensor, new_tokens: int, *, length_penalty: float = 1.0, **options: Any) -> None:
         """Starts a search, as `Search.begin`; `length_penalty` as in `generate`."""
@@ -254,10 +335,29 @@ class BeamSearch(Search):
             buffer[inputs] = value
         self._by_input(self.parents)[inputs] = self._by_input(self._own_rows)[inputs]
         self._improvable[inputs] = self._is_real[inputs]
-        # What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
-        penalties = [1.0] + [float(k) ** length_penalty for k in range(1, self.new_capacity + 2)]
-        self._penalties[inputs] = torch.tensor(penalties, dtype=torch.float64).float()
+        self._exponents[inputs] = [(length_penalty, new_tokens)] * len(range(self._batch)[inputs])
+        penalties = _length_penalties(self.new_capacity, length_penalty, new_tokens)
+        self._penalties[inputs] = penalties.to(self._penalties.device)
         self._favours_length[inputs] = length_penalty > 0.0
+
+    @property
+    def _lengthening(self) -> tuple[str, ...]:
+        return *super()._lengthening, "_penalties"
+
+    def _larger(self, name: str, prompt_capacity: int, new_capacity: int) -> Tensor:
+        if name != "_penalties":
+            return super()._larger(name, prompt_capacity, new_capacity)
+        by_exponent = {each: _length_penalties(new_capacity, *each) for each in dict.fromkeys(self._exponents)}
+        return torch.stack([by_exponent[each] for each in self._exponents]).to(self._penalties.device)
+
+    def _resize(self, prompt_capacity: int, new_capacity: int) -> None:
+        super()._resize(prompt_capacity, new_capacity)
+        self._steps = torch.arange(new_capacity, device=self.tokens.device)
+
+    def take_over(self, other: Search, inputs: Tensor | slice = slice(None)) -> None:
+        assert isinstance(other, BeamSearch), "a search of the same kind"
+        self._exponents = list(other._exponents)
+        super().take_over(other, inputs)
 
     def propose(self, scores: Tensor, normalise: bool) -> Candidates:
         if not self._samples:
@@ -365,6 +465,15 @@ class BeamSearch(Search):
         penalty = self._penalties.gather(1, steps.clamp(0, self._penalties.shape[1] - 1))
         # A GPU divides by a number from the host, which the library's penalty is, by multiplying with its inverse.
         return scores * penalty.reciprocal() if scores.is_cuda else scores / penalty
+
+
+def _length_penalties(new_capacity: int, length_penalty: float, new_tokens: int) -> Tensor:
+    """What scores are divided by at each length, as Python computes it; 0 stands for no length, where none is used.
+
+    The last one is that of all new tokens, which may be more than there is room for.
+    """
+    lengths = [*range(1, new_capacity + 1), max(new_capacity + 1, new_tokens)]
+    return torch.tensor([1.0] + [float(k) ** length_penalty for k in lengths], dtype=torch.float64).float()
 
 
 def _pick(x: Tensor, beams: Tensor) -> Tensor:

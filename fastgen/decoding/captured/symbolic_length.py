@@ -16,25 +16,43 @@ class SymbolicLength(Tensor):
 
     Models ask the length of their cache whether there is anything in it, or whether their table of positions is long
     enough. Where the bounds leave a comparison open, it gives a tensor, as ever.
+
+    Attributes:
+        low, high: the bounds, the last one included.
+        origin, offset: it is by `offset` more than `origin`.
+        answers: what it has answered so far, and what was made of it: what is recorded meanwhile holds as long as all
+            of them do.
     """
 
     low: int
     high: int
     origin: Tensor
-    offset: int  # it is so much more than `origin`
+    offset: int
+    answers: set[tuple[Any, int, bool]]
 
     @staticmethod
     def of(number: Tensor, low: int, high: int) -> SymbolicLength:
         """`number`, a 0-dim integer tensor, and always what is in its memory, with bounds."""
         made = number.as_subclass(SymbolicLength)
         made.low, made.high = low, high
-        made.origin, made.offset = number, 0
+        made.origin, made.offset, made.answers = number, 0, set()
         return made
+
+    def move(self, low: int, high: int) -> bool:
+        """Takes other bounds; says whether all that it has answered so far is still true."""
+        self.low, self.high = low, high
+        return all(self._answer(compare, other) is answer for compare, other, answer in self.answers)
+
+    def _answer(self, compare: Callable[[int, int], bool], other: int) -> bool | None:
+        """What the bounds say of a comparison; None if they leave it open."""
+        telling = (self.low, self.high, min(max(other, self.low), self.high))
+        found = {compare(value, other) for value in telling}
+        return found.pop() if len(found) == 1 else None
 
     def plus(self, count: int) -> SymbolicLength:
         with torch._C.DisableTorchFunctionSubclass():
             made = SymbolicLength.of(torch.add(self, count), self.low + count, self.high + count)
-        made.origin, made.offset = self.origin, self.offset + count
+        made.origin, made.offset, made.answers = self.origin, self.offset + count, self.answers
         return made
 
     @classmethod
@@ -45,10 +63,10 @@ class SymbolicLength(Tensor):
         other = args[1] if len(args) == 2 and type(args[1]) is int else None
         if number is not None and other is not None:
             if func in _COMPARISONS:
-                telling = (number.low, number.high, min(max(other, number.low), number.high))
-                answers = {_COMPARISONS[func](value, other) for value in telling}
-                if len(answers) == 1:
-                    return answers.pop()
+                answer = number._answer(_COMPARISONS[func], other)
+                if answer is not None:
+                    number.answers.add((_COMPARISONS[func], other - number.offset, answer))
+                    return answer
             elif func in _SHIFTS:
                 return number.plus(_SHIFTS[func] * other)
         with torch._C.DisableTorchFunctionSubclass():

@@ -85,12 +85,16 @@ class PromptLookup:
         return []
 
 
+# Larger n-grams are looked for among the places of those: each size that is indexed takes memory for every token.
+_MOST_INDEXED = 16
+
+
 class _Row:
-    """Tokens, and for each n from 1 the places behind each n-gram, in order."""
+    """Tokens, and for each n from 1 to a few the places behind each n-gram, in order."""
 
     def __init__(self, max_ngram: int) -> None:
         self._tokens: list[int] = []
-        self._places: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+        self._places: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(min(max_ngram, _MOST_INDEXED))]
 
     def append(self, tokens: Iterable[int]) -> None:
         known = self._tokens
@@ -100,12 +104,33 @@ class _Row:
             for size, places in enumerate(self._places[:end], 1):
                 places.setdefault(tuple(known[end - size :]), []).append(end)
 
+    def _places_of(self, size: int) -> list[int]:
+        """The places behind each n-gram like the last one, in order."""
+        known, indexed = self._tokens, min(size, len(self._places))
+        end = len(known)
+        places = self._places[indexed - 1][tuple(known[end - indexed :])]
+        if indexed == size or len(places) == 1:  # the end itself
+            return places
+        last = known[end - size :]
+        return [place for place in places if place >= size and known[place - size : place] == last]
+
+    def _longest(self, most: int) -> int:
+        """A size that no n-gram like the last one, which has occurred before, is above; `most` at the most."""
+        known = self._tokens
+        if most <= len(self._places):
+            return most
+        end, found = len(known), len(self._places)
+        for place in self._places_of(found)[:-1]:
+            while found < min(most, place) and known[place - found - 1 : place] == known[end - found - 1 :]:
+                found += 1
+        return found
+
     def occurrences(self, max_ngram: int, most: int, latest: bool) -> Iterable[list[int]]:
         """What followed the last n-gram each time, `most` tokens or less: longest n-grams first."""
         known = self._tokens
         end = len(known)
-        for size in range(min(max_ngram, end - 1), 0, -1):
-            places = self._places[size - 1][tuple(known[end - size :])]
+        for size in range(self._longest(min(max_ngram, end - 1)), 0, -1):
+            places = self._places_of(size)
             # The last place is the end itself.
             for number in range(len(places) - 2, -1, -1) if latest else range(len(places) - 1):
                 start = places[number]

@@ -221,8 +221,8 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
 
         # There is nothing to attend to across: an encoder-decoder cache's other part stays empty.
-        own = getattr(cache, "self_attention_cache", cache)
-        if own is not None and not isinstance(own, DynamicCache):
+        own: Any = getattr(cache, "self_attention_cache", cache)
+        if own is not None and not getattr(own, "drops_last", isinstance(own, DynamicCache)):
             kind = type(own).__name__
             raise ValueError(f"UniLM drops the [MASK] of each step from its cache; a {kind} cannot do that")
         stored = own.get_seq_length() if own is not None else 0

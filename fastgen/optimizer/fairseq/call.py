@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastgen import counters
 from fastgen.decoding.beams import Beams, rows_of
 from fastgen.decoding.kv import LayerKV
 from fastgen.optimizer.fairseq.prefill import Prefill
 from fastgen.patching import Wrapper, held
 
-ENTRY_POINT = "fairseq.generate"
+ENTRY_POINT = counters.OF_FAIRSEQ
 
 # FairSeq's name for one model's state between steps: {module and key: ...}.
 State = dict[str, Any]

@@ -42,12 +42,10 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     except TypeError:
         return wrapped(*args, **kwargs)  # which raises it
-    reason = unsupported(generator, arguments.get("bos_token"))
-    if reason is not None:
-        counters.count_fallback(ENTRY_POINT, reason)
+    found = counters.decided(ENTRY_POINT, _decide, generator, arguments)
+    if found is None:
         return original()
-    device = next(generator.model.parameters()).device
-    random_state = RandomState(device)
+    device, random_state = found
     with host_memory.kept(device):
         try:
             with contextlib.ExitStack() as context:
@@ -68,6 +66,18 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         result = original()  # what it raises is the call's own fault, and not reported
         counters.count_failure(ENTRY_POINT, failure, stacklevel=3)
         return result
+
+
+def _decide(generator: Any, arguments: dict[str, Any]) -> tuple[torch.device, RandomState] | None:
+    """The device of a call that is accelerated, and the random state that it begins with; None, and why is counted,
+    for one that is left alone.
+    """
+    reason = unsupported(generator, arguments.get("bos_token"))
+    if reason is not None:
+        counters.count_fallback(ENTRY_POINT, reason)
+        return None
+    device = next(generator.model.parameters()).device
+    return device, RandomState(device)
 
 
 def _open(generator: Any, arguments: dict[str, Any]) -> Call:

@@ -77,10 +77,12 @@ def no_repeat_ngram(wrapped: Any, blocker: Any, args: tuple[Any, ...], kwargs: d
     """Wrapper of `NGramRepeatBlock.forward(tokens, lprobs, bsz, beam_size, step)`."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
-    return _block(wrapped, blocker, *args, **kwargs)
+    blocked = counters.decided(_NGRAM_ENTRY_POINT, lambda: _block(blocker, *args, **kwargs))
+    return wrapped(*args, **kwargs) if blocked is None else blocked
 
 
-def _block(wrapped: Any, blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
+def _block(blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor | None:
+    """`lprobs` with repeated n-grams blocked; None, if nothing has been written, and why is counted."""
     n = blocker.no_repeat_ngram_size
     if blocker.use_extension:
         reason = "FairSeq's own CUDA extension is there"
@@ -97,7 +99,7 @@ def _block(wrapped: Any, blocker: Any, tokens: Tensor, lprobs: Tensor, bsz: int,
         except RuntimeError as error:  # the operator does not take them, and has written nothing
             reason = str(error).splitlines()[0]
     counters.count_fallback(_NGRAM_ENTRY_POINT, reason)
-    return wrapped(tokens, lprobs, bsz, beam_size, step)
+    return None
 
 
 @inside_call

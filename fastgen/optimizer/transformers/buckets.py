@@ -8,6 +8,7 @@ Decoders and later steps mask it.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,10 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     call = Call.current(model)
     if call is None or not patching.is_active():
         return wrapped(*args, **kwargs)
+    with call.decides():
+        bound = inspect.signature(_encode).bind(call, wrapped, *args, **kwargs)
     with attention.in_force():
-        return _encode(call, wrapped, *args, **kwargs)
+        return _encode(*bound.args, **bound.kwargs)
 
 
 def _encode(

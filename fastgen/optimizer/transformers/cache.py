@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    StaticCache,
 )
 
 from fastgen import releases
@@ -25,8 +26,6 @@ from fastgen.decoding.shared import CannotBeCaptured
 
 class StoredLayer(releases.CacheLayerNames, CacheLayerMixin):
     """One layer of a `Cache` whose K/V are in a store of FastGen's, `kv`."""
-
-    is_croppable = False
 
     def __init__(self, kv: Any) -> None:
         # `keys` and `values`, which the base class sets, are computed here: do not let it.
@@ -98,7 +97,7 @@ class StepLayer(StoredLayer):
     is_sliding = False
     is_initialized = True
 
-    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor]) -> None:
+    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
         super().__init__(kv)
         self._seen = seen
 
@@ -124,6 +123,21 @@ class StepLayer(StoredLayer):
 
     def capacity(self) -> int:
         return self.kv.length
+
+
+class StepCache(StaticCache):
+    """`StepLayer`s. It is a static cache because some models of some releases ask for that class.
+
+    Up to 5.17 BLOOM makes its mask of two dimensions for a static cache only, and cannot use the library's, of four.
+
+    Attributes:
+        drops_last: the last positions can be given up, as UniLM does. Not every release's static cache can do that.
+    """
+
+    drops_last = True
+
+    def __init__(self, layers: list[StepLayer]) -> None:
+        Cache.__init__(self, layers=layers)  # StaticCache's makes layers of its own
 
 
 class StoreInCache:
@@ -254,7 +268,7 @@ def unsupported(cache: Any, per_input: int, prompt: int, to_generate: int, needs
         for layer in part.layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 return f"the cache has layers of type {type(layer).__name__}"
-            if getattr(layer, "record_past", False):
+            if releases.records_past(layer):
                 return "the cache records its past states"
             window = _window(layer)
             if window is not None and prompt + to_generate > window:
@@ -292,12 +306,13 @@ def cache_of(
 
     With `of_rows` that is what positions are computed from. Masks are made for the longest row, whose `seen` is.
     """
-    caches = DynamicCache(), DynamicCache()
-    caches[0].layers = [StepLayer(kv, seen if of_rows is None else of_rows) for kv in own]
-    caches[1].layers = [StepLayer(kv, kv.prefix_capacity) for kv in cross]
-    for cache in caches:
-        cache.layer_class_to_replicate = None
-    cache = EncoderDecoderCache(*caches) if cross else caches[0]
+    cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
+    if cross:
+        cache = EncoderDecoderCache(cache, StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross]))
     if of_rows is not None:
-        cache.get_query_offset = lambda layer_idx=0: seen
+        setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
     return cache
+
+
+def _prefix_capacity(kv: StaticKV) -> int:
+    return kv.prefix_capacity

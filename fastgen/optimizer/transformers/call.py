@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,6 +57,14 @@ class NotAccelerated(Exception):
 
 class Unexpected(CannotBeCaptured):
     """A step cannot be captured because a model does something that those of tested releases do not do."""
+
+
+class DoesNotPay(CannotBeCaptured):
+    """The call is too short for recording its step. `note` gets how many tokens it has generated."""
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        super().__init__("too few steps so far to pay for recording one, on the CPU")
+        self.note = note
 
 
 def fall_back(model: Any, reason: str) -> None:
@@ -115,7 +123,8 @@ class Call:
         return call if call is not None and model in (None, call.model) else None
 
     def __enter__(self) -> Call:
-        self._packed.enter_context(self.layers)
+        with self.decides():
+            self._packed.enter_context(self.layers)
         self._token = Call._active.set(self)
         return self
 
@@ -146,7 +155,7 @@ class Call:
         """The call is done: the cache gets the library's own layers back."""
         if self.store is None:
             if not self.declined:
-                counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
+                fall_back(self.model, "the decoding loop did not go through _prefill")
             return
         if self.returns_cache or self.cache_is_the_users:
             self.store.hand_over()

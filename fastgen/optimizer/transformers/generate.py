@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from fastgen.releases import Usual
 
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin.generate`."""
+    original = wrapped
+    if releases.has_former_names(kwargs):
+        wrapped = patching.on_behalf(wrapped)
     if not patching.is_active():
         return wrapped(*args, **kwargs)
     try:
-        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
         return wrapped(*args, **kwargs)  # which raises it
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
@@ -67,8 +71,9 @@ def _report(model: Any, failure: Exception, stacklevel: int) -> None:
 def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
     """The call, with the original code should it fail. What it takes of memory is free when this returns."""
     call = attempt.call
-    with call:
+    with ExitStack() as context:
         try:
+            context.enter_context(call)
             result = wrapped(**attempt.arguments)
             call.finish()
             return result

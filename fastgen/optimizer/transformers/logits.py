@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastgen.ops.no_repeat_ngram import no_repeat_ngram_
 from fastgen.optimizer.transformers.call import Call
 
 _ENTRY_POINT = "transformers.no_repeat_ngram"
+_MIN_LENGTH = "transformers.min_length"
 ENCODER_TOKENS = "_fastgen_encoder_tokens"
 
 
@@ -22,6 +24,18 @@ def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs:
     """Wrapper of `__call__(input_ids, scores)` of both n-gram processors."""
     if not patching.is_active():
         return wrapped(*args, **kwargs)
+    found = counters.decided(_ENTRY_POINT, _ngrams, processor, args, kwargs)
+    if found is None:
+        return wrapped(*args, **kwargs)
+    counters.count_accelerated(_ENTRY_POINT)
+    input_ids, scores, size, context = found
+    return no_repeat_ngram_(scores, input_ids, size, context=context)
+
+
+def _ngrams(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Tokens, scores to write into, size and context of an n-gram processor; None, and why is counted, if it is left
+    to the original code.
+    """
     input_ids, scores = _arguments(*args, **kwargs)
     context, reason = None, _unsupported(input_ids, scores)
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
@@ -29,12 +43,12 @@ def no_repeat_ngram(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs:
         reason = reason or _context_unsupported(context, scores)
     if reason is not None:
         counters.count_fallback(_ENTRY_POINT, reason)
-        return wrapped(*args, **kwargs)
-    counters.count_accelerated(_ENTRY_POINT)
+        return None
     # A processor must not change its input, unless nobody else holds it.
     scores = scores if _are_private() else scores.clone()
-    context = context if context is None else context.to(input_ids.dtype)
-    return no_repeat_ngram_(scores, input_ids, processor.ngram_size, context=context)
+    # A size beyond that of the operator's numbers bans no more than one beyond the tokens: nothing.
+    size = min(operator.index(processor.ngram_size), input_ids.shape[1] + 2)
+    return input_ids, scores, size, context if context is None else context.to(input_ids.dtype)
 
 
 def remember_encoder_tokens(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,26 +64,34 @@ def min_length(wrapped: Any, processor: Any, args: tuple[Any, ...], kwargs: dict
 
     The original copies all scores twice, whether the end is banned or not.
     """
+    is_ours = patching.is_active() and _are_private()
+    found = counters.decided(_MIN_LENGTH, _banned, processor, args, kwargs) if is_ours else None
+    if found is None:
+        return wrapped(*args, **kwargs)
+    scores, ends = found
+    # One column after the other: indexing with a tensor takes longer than the original's copies of small scores.
+    for end in ends:
+        scores[..., end] = -float("inf")
+    return scores
+
+
+def _banned(processor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, list[int]] | None:
+    """The scores, and the columns of them that are banned now; None if that is left to the original code."""
     input_ids, scores = _arguments(*args, **kwargs)
     ends = processor.eos_token_id
     if (
-        not patching.is_active()
-        or not _are_private()
-        or not isinstance(ends, torch.Tensor)
+        not isinstance(ends, torch.Tensor)
         or scores.device.type != "cpu"  # elsewhere, looking at the tokens would wait for the device
         or (scores.requires_grad and torch.is_grad_enabled())
     ):
-        return wrapped(*args, **kwargs)
+        return None
     is_new = isinstance(processor, MinNewTokensLengthLogitsProcessor)
     skipped, least = (
         (processor.prompt_length_to_skip, processor.min_new_tokens) if is_new else (0, processor.min_length)
     )
-    if input_ids.shape[-1] - skipped < least:
-        # One column after the other: indexing with a tensor takes longer than the original's copies of small scores.
-        for end in ends.flatten().tolist():
-            if 0 <= end < scores.shape[-1]:
-                scores[..., int(end)] = -float("inf")
-    return scores
+    if input_ids.shape[-1] - skipped >= least:
+        return scores, []
+    return scores, [int(end) for end in ends.flatten().tolist() if 0 <= end < scores.shape[-1]]
 
 
 def _arguments(input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

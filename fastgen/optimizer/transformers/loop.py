@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.modeling_outputs import ModelOutput
 from transformers.pytorch_utils import Conv1D
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
@@ -23,12 +22,12 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import speculation, user_code
-from fastgen.optimizer.transformers.call import Call, Unexpected
+from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
 from fastgen.optimizer.transformers.captured import graph_cache
-from fastgen.optimizer.transformers.captured.decoding import LAST, MASKS, Decoding
-from fastgen.optimizer.transformers.captured.step import POSITIONS
+from fastgen.optimizer.transformers.captured.decoding import LAST, Decoding
+from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS
 from fastgen.optimizer.transformers.models import has_captured_steps, has_growing_frequencies
-from fastgen.optimizer.transformers.prefill import WITHOUT_ROWS
+from fastgen.optimizer.transformers.prefill import has_no_rows
 from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT as SPECULATION
 from fastgen.optimizer.transformers.speculation.decoding import SpeculativeDecoding
 from fastgen.optimizer.transformers.speculation.drafts import Draft
@@ -81,6 +80,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))
         result = wrapped(**arguments, **model_kwargs)
+        if isinstance(reason, DoesNotPay):
+            sequences = result if isinstance(result, Tensor) else result.sequences
+            reason.note(sequences.shape[1] - arguments["input_ids"].shape[1])
         if isinstance(reason, Unexpected) and call.accelerated:
             releases.note(model, str(reason), what="generate has no captured steps")
         return result
@@ -191,6 +193,4 @@ def _is_known(name: str, value: Any) -> bool:
         return name in (*MASKS, *POSITIONS, *LAST) and value.dim() == 2
     if isinstance(value, ModelOutput):
         return name == "encoder_outputs" and isinstance(value[0], Tensor) and value[0].dim() == 3
-    # The tokenizer is that of `stop_strings`.
-    nothing_more = value is None or isinstance(value, (bool, int, float, str, PreTrainedTokenizerBase))
-    return name in WITHOUT_ROWS or nothing_more
+    return value is None or has_no_rows(name, value)

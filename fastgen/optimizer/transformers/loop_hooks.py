@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
-from fastgen import patching
+from fastgen import patching, releases
 from fastgen.optimizer.transformers import scores
 from fastgen.optimizer.transformers.call import Call
 from fastgen.optimizer.transformers.compaction import BatchCompaction
@@ -50,6 +50,8 @@ def _compaction(model: Any = None) -> BatchCompaction | None:
 
 def prepare_inputs(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin.prepare_inputs_for_generation`, which gives the inputs of the next step."""
+    if releases.has_former_names(kwargs):  # of a model's own, which calls this one
+        wrapped = patching.on_behalf(wrapped)
     inputs = wrapped(*args, **kwargs)
     compaction = _compaction(model)
     return inputs if compaction is None else compaction.select(inputs)

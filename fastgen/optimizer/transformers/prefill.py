@@ -6,12 +6,12 @@ keep a call from being accelerated is looked at before anything is changed.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import ModelOutput
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from fastgen import patching, releases
 from fastgen.decoding.beams import Beams
@@ -21,13 +21,14 @@ from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.call import Call, NotAccelerated
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.loop_hooks import may_leave
+from fastgen.optimizer.transformers.models import handed_on
 from fastgen.releases import Usual
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-# Arguments of the model that have no rows. Up to transformers 5.10 the tokenizer of `stop_strings` is among them.
-_NOT_PER_ROW = (bool, int, float, str, PreTrainedTokenizerBase)
+# Arguments of the model that have no rows.
+_NOT_PER_ROW = (bool, int, float, str)
 # With beams, the library hands on an assistant, and ignores it.
-WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
+_WITHOUT_ROWS = (*releases.CACHE_NAMES, "assistant_model")
 # Allocated at first for the positions to come, at the most; more when that is full.
 _MAX_FIRST_CAPACITY = 256
 # What the decoding loops read of the outputs of the first pass, one row per sequence.
@@ -44,7 +45,9 @@ def prefill(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     # criterion, say, under `fastgen.disabled()`.
     if call is None or call.accelerated or call.declined or not patching.is_active():
         return wrapped(*args, **kwargs)
-    return _prefill(call, wrapped, *args, **kwargs)
+    with call.decides():
+        bound = inspect.signature(_prefill).bind(call, wrapped, *args, **kwargs)
+    return _prefill(*bound.args, **bound.kwargs)
 
 
 def _prefill(
@@ -55,10 +58,10 @@ def _prefill(
     model_kwargs: dict[str, Any],
     is_first_iteration: bool = True,
 ) -> Any:
-    per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
-    to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
     try:
         with call.decides():
+            per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
+            to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
     except NotAccelerated as declined:
         call.decline(declined.reason)
@@ -80,7 +83,9 @@ def _prefill(
     for name in _PER_SEQUENCE_OUTPUTS:
         if outputs.get(name) is not None:
             outputs[name] = _repeat(outputs[name], batch, per_input)
-    call.layers.expect(_certain_steps(call, generation_config, input_ids.shape[1], to_generate))
+    for name, part in handed_on(call.model) or ():
+        outputs[name][part] = _repeat_blocks(outputs[name][part], batch, per_input)
+    call.layers.expect(certain_steps(call, generation_config, input_ids.shape[1], to_generate))
     if may_leave(call, generation_config, batch):
         call.compaction = BatchCompaction(store, batch, per_input, searches=generation_config.num_beams > 1)
     return outputs
@@ -105,8 +110,10 @@ def _one_row_each(
     if not model_kwargs.get("use_cache"):
         raise NotAccelerated(Usual("no K/V cache (use_cache=False)"))
     if cache is None:
-        raise NotAccelerated("no K/V cache (a model without one)")
+        raise NotAccelerated(releases.why_no_cache())
     per_input = max(config.num_beams, config.num_return_sequences)
+    if per_input > 1 and handed_on(call.model) is None:
+        raise NotAccelerated(f"{type(call.model).__name__} hands on more than K/V from step to step")
     one_row_ids = _undo_repeat("input_ids", input_ids, per_input)
     one_row_kwargs = {name: _undo_repeat(name, value, per_input) for name, value in model_kwargs.items()}
     embedded = model_kwargs.get("inputs_embeds")
@@ -118,7 +125,7 @@ def _one_row_each(
     return one_row_ids, one_row_kwargs
 
 
-def _certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
+def certain_steps(call: Call, config: Any, prompt: int, to_generate: int) -> int:
     """Steps that will follow the prefill whatever the model says."""
     if call.runs_user_code or config.max_time is not None or config.stop_strings is not None:
         return 0
@@ -138,15 +145,21 @@ def _needs_window(model: Any, config: Any) -> str | None:
     return "the model relies on the cache for its sliding window"
 
 
+def has_no_rows(name: str, value: Any) -> bool:
+    """Whether an argument of the model is none of one row per sequence."""
+    return isinstance(value, _NOT_PER_ROW) or name in _WITHOUT_ROWS or releases.is_tokenizer(value)
+
+
 def _undo_repeat(name: str, value: Any, per_input: int) -> Any:
     """One row per input of what has been repeated `per_input` times.
 
     That the rows of an input are the same is looked at, not assumed: models may expand inputs in ways of their own.
     """
-    if value is None or isinstance(value, _NOT_PER_ROW) or name in WITHOUT_ROWS or per_input == 1:
+    if value is None or has_no_rows(name, value) or per_input == 1:
         return value
     if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or not caches.rows_agree(value, per_input):
+        of_axes = name == "position_ids" and value.dim() > 2  # an axis comes before the rows
+        if value.dim() == 0 or of_axes or not caches.rows_agree(value, per_input):
             raise NotAccelerated(f"{name} is not one row per sequence, equal for the sequences of an input")
         return value[::per_input].contiguous()
     if isinstance(value, ModelOutput):
@@ -169,3 +182,8 @@ def _repeat(value: Any, batch: int, per_input: int) -> Any:
     if value.shape[0] != batch:
         raise RuntimeError(f"an output of the first pass has {value.shape[0]} rows for {batch} inputs")
     return value.repeat_interleave(per_input, dim=0)
+
+
+def _repeat_blocks(value: torch.Tensor, batch: int, per_input: int) -> torch.Tensor:
+    """What has as many rows for each input, next to each other, such as one for each of its images."""
+    return _repeat(value.unflatten(0, (batch, -1)), batch, per_input).flatten(0, 1)

@@ -8,12 +8,16 @@ from typing import Any
 from fastgen.pipeline.encoding.modules import SentenceModules, read_modules
 from fastgen.pipeline.encoding.options import ClassifyOptions, EmbedOptions
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.loading import Loaded, read_model
+from fastgen.pipeline.loading import Loaded, is_gguf, read_model
 
 # A checkpoint may have heads that are not asked for.
 _NEEDED = {"missing": "missing", "mismatched": "misshapen"}
 # What tokenizers say where they know of no limit is a number far beyond any.
 _NO_LIMIT = 10**9
+
+
+# What configurations call the numbers of a state.
+_HIDDEN = ("hidden_size", "d_model", "dim")
 
 
 @dataclass
@@ -67,8 +71,8 @@ def load_embedder(settings: EmbedOptions) -> LoadedEmbedder:
 
     from fastgen.pipeline.loading import check_path
 
-    check_path(settings.model)
-    modules = read_modules(settings.model, settings)
+    check_path(settings.model, gguf=True)
+    modules = read_modules("" if is_gguf(settings.model) else settings.model, settings)
 
     def kind(config: Any) -> Any:
         # Of models with a decoder, such as T5, many a checkpoint has the encoder alone.
@@ -83,6 +87,10 @@ def prepare_embedder(model: Any, tokenizer: Any, settings: EmbedOptions, modules
     """Decide everything about a model that is in memory already."""
     if model.config.is_encoder_decoder and hasattr(model, "decoder"):
         model = model.get_encoder()
+    config = model.config.get_text_config()
+    modules.check(
+        next((getattr(config, name, None) for name in _HIDDEN if isinstance(getattr(config, name, None), int)), None)
+    )
     longest = _longest(model, tokenizer, settings.max_length, modules.max_length)
     prompt = lowered(modules.prompt) if modules.lower_case else modules.prompt
     loaded = LoadedEmbedder(model, tokenizer, longest, prompt, 0, modules.lower_case, modules)

@@ -7,11 +7,13 @@ looked up here and never imported, and weights are tensors.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from fastgen.pipeline.encoding.fields import Fields, check_shapes, is_folder, short
 from fastgen.pipeline.encoding.options import POOLINGS, EmbedOptions
 from fastgen.pipeline.errors import SetupError, explained
 from fastgen.pipeline.generation_fields import read_json_object
@@ -29,6 +31,7 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReL
 _SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
              "sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json",
              "sentence_xlnet_config.json")  # fmt: skip
+_VECTOR = "sentence_embedding"
 Step = Callable[[Any], Any]
 """From vectors [rows, size] in float32 to others."""
 
@@ -49,6 +52,29 @@ class SentenceModules:
     prompt: str = ""
     said: bool = False
     """Whether the model's files say all this."""
+    pooled: tuple[str, int | None] = ("", None)
+    """The file of the pooling, and how many numbers of a state that says there are."""
+    sizes: list[tuple[str, int | None, int | None]] = field(default_factory=list)
+    """Of each step with a file that, and how many numbers go in and come out, as far as it says so."""
+
+    def add(self, step: Step, described: dict[str, Any], sizes: tuple[str, int | None, int | None]) -> None:
+        self.steps.append(step)
+        self.described.append(described)
+        self.sizes.append(sizes)
+
+    def check(self, hidden: int | None) -> None:
+        """Raises `SetupError` where a module takes vectors of another size than those that it gets.
+
+        Args:
+            hidden: numbers of a state of the model; None where its configuration does not say.
+        """
+        file, states = self.pooled
+        _check_size(file, states, hidden)
+        one = states or hidden
+        size = None if one is None else one * len(self.pooling)
+        for file, into, out in self.sizes:
+            _check_size(file, into, size)
+            size = out or into or size
 
     def __call__(self, states: Any, mask: Any, prompt_length: int = 0) -> Any:
         """The vectors [rows, size] of texts, in float32.
@@ -67,6 +93,11 @@ class SentenceModules:
 
     def _skipped(self, prompt_length: int) -> int:
         return 0 if self.include_prompt else prompt_length
+
+
+def _check_size(file: str, wanted: int | None, given: int | None) -> None:
+    if wanted is not None and given is not None and wanted != given:
+        raise SetupError(f"{file} is for vectors of {wanted} numbers, but gets some of {given}")
 
 
 def _pool(kind: str, states: Any, mask: Any, skipped: int) -> Any:
@@ -101,9 +132,8 @@ def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
     found = SentenceModules()
     if listed := _file(name, "modules.json"):
         found.said = True
-        _read_list(name, listed, found)
-    prompts = _object(name, "config_sentence_transformers.json")
-    found.prompt = _prompt(settings, prompts)
+        _read_list(name, listed, found, settings.pooling)
+    found.prompt = _prompt(settings, _fields(name, "config_sentence_transformers.json"))
     if settings.pooling:
         found.pooling, found.said = (settings.pooling,), True
     if settings.normalize and not (found.described and found.described[-1]["type"] == "Normalize"):
@@ -112,60 +142,100 @@ def read_modules(name: str, settings: EmbedOptions) -> SentenceModules:
     return found
 
 
-def _read_list(name: str, listed: Path, found: SentenceModules) -> None:
-    with explained(f"{listed} is damaged"):
-        read = json.loads(listed.read_text(encoding="utf-8"))
-        entries = [(entry["type"].rpartition(".")[2], _folder(entry["path"])) for entry in read]
+def _read_list(name: str, listed: Path, found: SentenceModules, asked: str | None) -> None:
+    entries = _entries(listed)
     if [kind for kind, _ in entries[:1]] != ["Transformer"] or [kind for kind, _ in entries].count("Transformer") != 1:
         raise SetupError(f"{listed}: the first of its modules, and no other one, must be a Transformer")
     found.folder = entries[0][1]
     for file in _SETTINGS:
-        if values := _object(name, file, found.folder):
-            found.max_length = _positive(values.get("max_seq_length"), f"max_seq_length of {file}")
-            found.lower_case = bool(values.get("do_lower_case"))
+        if fields := _fields(name, file, found.folder):
+            found.max_length, found.lower_case = fields.size("max_seq_length"), fields.flag("do_lower_case")
             break
     pooled = False
     for kind, folder in entries[1:]:
-        config = _object(name, "config.json", folder)
+        fields = _fields(name, "config.json", folder)
         if kind == "Pooling" and not pooled:
-            found.pooling, found.include_prompt = _poolings(config, listed), bool(config.get("include_prompt", True))
+            _read_pooling(found, fields, listed, folder, asked)
             pooled = True
         elif kind in _STEPS and pooled:
-            if config.get("module_input_name", "sentence_embedding") != "sentence_embedding" or (
-                config.get("module_output_name") not in (None, "sentence_embedding")
+            if fields.text("module_input_name", _VECTOR) != _VECTOR or (
+                fields.text("module_output_name", _VECTOR) != _VECTOR
             ):
                 raise SetupError(f"{listed}: module {folder} is not one of the text's vector, which is not supported")
-            step, about = _STEPS[kind](name, folder, config)
-            found.steps.append(step)
-            found.described.append({"type": kind, "config": config, **about})
+            step = _STEPS[kind](name, folder, fields)
+            found.add(step.function, {"type": kind, "config": fields.values, **step.about}, step.sizes)
         elif kind != "Dropout":  # which does nothing outside training
-            raise SetupError(f"{listed}: a module of type {kind} in place {folder!r} is not supported")
+            raise SetupError(f"{listed}: a module of type {short(kind)[1:-1]} in place {folder!r} is not supported")
     if not pooled:
         raise SetupError(f"{listed} has no module of type Pooling: models without one are not supported")
 
 
-def _poolings(config: Mapping[str, Any], listed: Path) -> tuple[str, ...]:
-    asked = config.get("pooling_mode")
+def _entries(listed: Path) -> list[tuple[str, str]]:
+    """The modules that the file lists: the last part of their types, and their folders."""
+    with explained(f"{listed} is damaged"):
+        read = json.loads(listed.read_text(encoding="utf-8"))
+    if not isinstance(read, list):
+        raise SetupError(f"{listed} is damaged: it must be a list of modules")
+    found = []
+    for number, entry in enumerate(read):
+        where = f"{listed} is damaged: module {number}"
+        if not isinstance(entry, dict):
+            raise SetupError(f"{where} is {short(entry)}: it must be an object")
+        kind, path = entry.get("type"), entry.get("path")
+        if not isinstance(kind, str):
+            raise SetupError(f"{where}: type is {short(kind)}: it must be a string")
+        if not isinstance(path, str) or not is_folder(path):
+            raise SetupError(f"{where}: path is {short(path)}: it must be a folder of the model")
+        found.append((kind.rpartition(".")[2], path.strip("/")))
+    return found
+
+
+def _read_pooling(found: SentenceModules, fields: Fields, listed: Path, folder: str, asked: str | None) -> None:
+    """What the configuration of the Pooling module says, unless a pooling is asked for."""
+    found.include_prompt = fields.flag("include_prompt", True)
+    if asked is not None:
+        return
+    if not fields:
+        raise SetupError(
+            f"{listed}: module {folder!r} of type Pooling has no config.json, which says how to pool: --pooling chooses"
+        )
+    found.pooling = _poolings(fields)
+    size = fields.size("word_embedding_dimension") or fields.size("embedding_dimension")
+    found.pooled = str(fields.path), size
+
+
+def _poolings(fields: Fields) -> tuple[str, ...]:
+    asked = fields.get("pooling_mode")
     if asked is None:
-        asked = [kind for flag, kind in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
-    kinds = tuple([asked] if isinstance(asked, str) else asked)
+        flags = {kind: fields.flag(flag) for flag, kind in _POOLING_FLAGS.items()}
+        # The library's own default, where the file has none of them.
+        is_said = any(fields.get(flag) is not None for flag in _POOLING_FLAGS)
+        asked = [kind for kind, is_set in flags.items() if is_set] if is_said else ["mean"]
+        if not asked:
+            raise SetupError(f"{fields.path}: every pooling_mode_... is false: --pooling chooses a pooling")
+    kinds = [asked] if isinstance(asked, str) else asked
+    if not isinstance(kinds, list) or not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise fields.wrong("pooling_mode", "a pooling, or a list of some")
     for kind in kinds:
         if kind not in POOLINGS:
-            raise SetupError(f"{listed}: pooling {kind!r} is not supported: --pooling chooses another one")
-    return kinds
+            raise SetupError(
+                f"{fields.path}: pooling_mode: pooling {short(kind)} is not supported: --pooling chooses another one"
+            )
+    return tuple(kinds)
 
 
-def _prompt(settings: EmbedOptions, config: Mapping[str, Any]) -> str:
+def _prompt(settings: EmbedOptions, fields: Fields) -> str:
     if settings.prompt is not None:
         return settings.prompt
-    known = config.get("prompts") or {}
-    name = settings.prompt_name or config.get("default_prompt_name")
+    name = settings.prompt_name or fields.text("default_prompt_name")
     if name is None:
         return ""
-    if not isinstance(known, dict) or not isinstance(known.get(name), str):
-        there = f"there are {', '.join(map(str, known))}" if known else "it has none"
-        raise SetupError(f"model {settings.model} has no prompt {name!r}: {there}")
-    return str(known[name])
+    known = fields.texts("prompts")
+    if name not in known:
+        there = f"there are {', '.join(known)}" if known else "it has none"
+        named = "" if settings.prompt_name else f" (default_prompt_name of {fields.path})"
+        raise SetupError(f"model {settings.model} has no prompt {short(name)}{named}: {there}")
+    return known[name]
 
 
 def _normalize(vectors: Any) -> Any:
@@ -174,73 +244,87 @@ def _normalize(vectors: Any) -> Any:
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-def _normalize_step(name: str, folder: str, config: Mapping[str, Any]) -> tuple[Step, dict[str, Any]]:
-    return _normalize, {}
+@dataclass
+class _Step:
+    """A module behind the pooling: what it does, what the journal keeps of it, and the sizes of its vectors."""
+
+    function: Step
+    about: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[str, int | None, int | None] = ("", None, None)
 
 
-def _dense_step(name: str, folder: str, config: Mapping[str, Any]) -> tuple[Step, dict[str, Any]]:
+def _normalize_step(name: str, folder: str, fields: Fields) -> _Step:
+    return _Step(_normalize)
+
+
+def _dense_step(name: str, folder: str, fields: Fields) -> _Step:
     """A linear layer with an activation, and perhaps what went in added to what comes out."""
     import torch
 
-    weights = _weights(name, folder)
-    path = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    file, weights = _weights(name, folder)
+    path = fields.text("activation_function", "torch.nn.modules.activation.Tanh") or ""
     activation = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
-        raise SetupError(f"model {name}: activation function {path!r} of module {folder} is not supported")
+        raise SetupError(f"{fields.path}: activation_function {short(path)} is not supported")
     act = getattr(torch.nn, activation)()
-    with explained(f"the weights of module {folder} of model {name} do not fit"):
-        shape = (config["out_features"], config["in_features"])
-        layer = {part: weights.get(f"linear.{part}") for part in ("weight", "bias")}
-        if layer["weight"] is None or tuple(layer["weight"].shape) != shape or (layer["bias"] is None) == bool(
-            config.get("bias", True)
-        ):  # fmt: skip
-            raise ValueError(f"there must be a weight of {shape}, and a bias if the configuration says so")
-    residual = weights.get("residual.weight") if config.get("use_residual") else None
-    adds = bool(config.get("use_residual"))
+    out, into = fields.needed("out_features"), fields.needed("in_features")
+    has_bias, adds = fields.flag("bias", True), fields.flag("use_residual")
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (out, into)}
+    shapes |= {"linear.bias": (out,)} if has_bias else {}
+    shapes |= {"residual.weight": (out, into)} if adds and out != into else {}
+    check_shapes(str(file), weights, shapes)
+    weight, bias, residual = (weights.get(part) for part in ("linear.weight", "linear.bias", "residual.weight"))
 
     def step(vectors: Any) -> Any:
         linear = torch.nn.functional.linear
-        made = act(linear(vectors, _on(layer["weight"], vectors), _on(layer["bias"], vectors)))
+        made = act(linear(vectors, _on(weight, vectors), _on(bias, vectors)))
         if not adds:
             return made
         return made + (vectors if residual is None else linear(vectors, _on(residual, vectors)))
 
-    return step, {"weights": _sums(weights)}
+    return _Step(step, {"weights": _sums(weights)}, (str(fields.path), into, out))
 
 
-def _norm_step(name: str, folder: str, config: Mapping[str, Any]) -> tuple[Step, dict[str, Any]]:
+def _norm_step(name: str, folder: str, fields: Fields) -> _Step:
     import torch
 
-    weights = _weights(name, folder)
-    with explained(f"the weights of module {folder} of model {name} do not fit"):
-        weight, bias = weights["norm.weight"], weights["norm.bias"]
+    file, weights = _weights(name, folder)
+    size = fields.needed("dimension")
+    check_shapes(str(file), weights, {"norm.weight": (size,), "norm.bias": (size,)})
+    weight, bias = weights["norm.weight"], weights["norm.bias"]
 
     def step(vectors: Any) -> Any:
-        return torch.nn.functional.layer_norm(vectors, vectors.shape[-1:], _on(weight, vectors), _on(bias, vectors))
+        return torch.nn.functional.layer_norm(vectors, (size,), _on(weight, vectors), _on(bias, vectors))
 
-    return step, {"weights": _sums(weights)}
+    return _Step(step, {"weights": _sums(weights)}, (str(fields.path), size, size))
 
 
-_STEPS = {"Normalize": _normalize_step, "Dense": _dense_step, "LayerNorm": _norm_step}
+_STEPS: dict[str, Callable[[str, str, Fields], _Step]] = {
+    "Normalize": _normalize_step,
+    "Dense": _dense_step,
+    "LayerNorm": _norm_step,
+}
 
 
 def _on(tensor: Any, other: Any) -> Any:
     return None if tensor is None else tensor.to(other.device)
 
 
-def _weights(name: str, folder: str) -> dict[str, Any]:
-    """The tensors of a module, in float32. Nothing in the file is run."""
+def _weights(name: str, folder: str) -> tuple[Path, dict[str, Any]]:
+    """The file of a module's tensors, and these in float32. Nothing in the file is run."""
     import torch
 
     if path := _file(name, "model.safetensors", folder):
         from safetensors.torch import load_file
 
         with explained(f"cannot read {path}"):
-            return {key: value.float() for key, value in load_file(path).items()}
+            return path, {key: value.float() for key, value in load_file(path).items()}
     if path := _file(name, "pytorch_model.bin", folder):
         with explained(f"cannot read {path}"):
             found = torch.load(path, map_location="cpu", weights_only=True)
-            return {key: value.float() for key, value in found.items()}
+            if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+                raise ValueError("it must be a dictionary of tensors")
+            return path, {str(key): value.to_dense().float() for key, value in found.items()}
     raise SetupError(f"model {name}: module {folder} has no weights (model.safetensors)")
 
 
@@ -250,21 +334,13 @@ def _sums(weights: Mapping[str, Any]) -> dict[str, list[float]]:
             for key, value in sorted(weights.items())}  # fmt: skip
 
 
-def _folder(path: Any) -> str:
-    """A folder of a model. Raises ValueError where it would lead out of it."""
-    parts = PurePosixPath(path).parts
-    if not isinstance(path, str) or path.startswith("/") or ".." in parts or "\\" in path:
-        raise ValueError(f"{path!r} is not a folder of the model")
-    return path.strip("/")
-
-
 def _file(name: str, file: str, folder: str = "") -> Path | None:
     """A file of a model, in its directory or from the hub; None where it has none."""
     if not name:
         return None
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # which says no to a name that cannot be one
         path = Path(name, folder, file)
-        return path if path.is_file() else None
+        return path if os.path.isfile(path) else None
     from transformers.utils import cached_file
 
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -273,12 +349,6 @@ def _file(name: str, file: str, folder: str = "") -> Path | None:
     return Path(found) if found else None
 
 
-def _object(name: str, file: str, folder: str = "") -> dict[str, Any]:
+def _fields(name: str, file: str, folder: str = "") -> Fields:
     path = _file(name, file, folder)
-    return read_json_object(path, "the model's file") if path else {}
-
-
-def _positive(value: Any, what: str) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise SetupError(f"{what} is {value!r}: it must be a positive number")
-    return value
+    return Fields(path, read_json_object(path, "the model's file")) if path else Fields(Path(name, folder, file), None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.option_types import check_types
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions, option
 
 POOLINGS = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
@@ -63,6 +64,7 @@ class EmbedOptions(EncodeOptions):
     prompt_name: str | None = option(None, "name of a prompt that comes with the model, such as query")
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, value, allowed in (
             ("pooling", self.pooling or POOLINGS[0], POOLINGS),
             ("output-dtype", self.output_dtype, OUTPUT_DTYPES),
@@ -92,6 +94,7 @@ class ClassifyOptions(EncodeOptions):
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.scores not in SCORES:
             raise SetupError(f"scores is {self.scores!r}: choose from {', '.join(SCORES)}")
         if self.pair_column and self.input == STANDARD_STREAM and self.input_format != "jsonl":

@@ -143,7 +143,7 @@ def _begin(settings: EncodeOptions, model: Any) -> tuple[Inputs, float]:
     start = time.perf_counter()
     check_free(settings)
     if model is None:
-        check_path(settings.model)
+        check_path(settings.model, gguf=True)
     return Inputs(settings), start
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgen.pipeline.errors import SetupError
+from fastgen.pipeline.option_types import check_types
 from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions, option
 
 METHODS = ("gptq", "rtn", "autoround")
@@ -76,6 +77,7 @@ class QuantizeOptions:
     quiet: bool = option(False, "no progress and no report on the terminal", free=True)
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, allowed in (("bits", (4, 8)), ("method", METHODS), ("dtype", ("auto", *DTYPES))):
             value = getattr(self, name)
             if value not in allowed:

@@ -107,8 +107,9 @@ class Work:
 
     def _clear(self) -> None:
         with writing(self.path):
-            for path in self.path.iterdir():
-                if path.is_dir():
+            # What says whose the directory is goes last, so that a kill leaves none that nobody may replace.
+            for path in sorted(self.path.iterdir(), key=lambda path: path.name == _RUN):
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
@@ -170,6 +171,8 @@ class Work:
 
     def _drop(self) -> None:
         # While it is locked: unlocked, it may be another run's.
+        with contextlib.suppress(OSError, PipelineError):
+            self._clear()
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

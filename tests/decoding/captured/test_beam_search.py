@@ -122,9 +122,11 @@ def test_nothing_to_generate(device):
 def test_more_than_the_capacity(device):
     state = BeamSearch(1, 2, 4, 3, device)
     prompt = torch.zeros(1, 5, dtype=torch.int64, device=device)
-    for given, new_tokens in ((prompt, 1), (prompt[:, 1:], 4), (prompt[:, 1:].expand(2, 4), 1)):
-        with pytest.raises(ValueError, match="into buffers for 1 prompts of 4 and 3 new tokens"):
-            state.begin(given, new_tokens)
+    for given in (prompt, prompt[:, 1:].expand(2, 4)):
+        with pytest.raises(ValueError, match="into buffers for 1 prompts of 4 positions"):
+            state.begin(given, 1)
+    with pytest.raises(ValueError, match="there is nothing to generate"):
+        state.begin(prompt[:, 1:], 0)
 
 
 def test_one_search_after_the_other(model, device):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastgen.decoding.speculation import prompt_lookup
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -130,3 +133,13 @@ def test_what_cannot_be():
     for sizes in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="at least one token"):
             PromptLookup(1, *sizes)
+
+
+@given(TOKENS, st.sampled_from([1, 2, 3, 5, 9, 10**9]), st.integers(1, 6))
+@settings(max_examples=150)
+def test_more_than_is_indexed(tokens, max_ngram, most):
+    """An index of every size would take memory for each of them, of which the library takes none."""
+    with mock.patch.object(prompt_lookup, "_MOST_INDEXED", 2):
+        lookup = PromptLookup(1, max_ngram, most)
+    lookup.append(0, tokens)
+    assert lookup.propose(0) == of_the_library(tokens, max_ngram, most, [])

@@ -75,7 +75,10 @@ def test_a_whole_command_and_its_workers(world, programs):
     plain = command("fastgen_cli.fairseq", "generate", *words, "--no-fastgen", "--postprocess-workers", 2)
     assert lines(plain.stdout) == lines(original.stdout)
     assert re.search(r"the model waited \S+ % of the time for input and \S+ % for post-processing", plain.stderr)
+    disabled = "not accelerated: FastGen is disabled (--no-fastgen or FASTGEN_DISABLE=1)"
+    assert plain.stderr.splitlines()[-1] == disabled
     fast = command("fastgen_cli.fairseq", "generate", *words, "--postprocess-workers", 1)
+    assert re.fullmatch(r"accelerated by FastGen: all \d+ calls", fast.stderr.splitlines()[-1])
     same_but_for_rounding(lines(fast.stdout), lines(original.stdout))
 
 

@@ -5,6 +5,7 @@ The second is told by stand-ins for its classes, also where it is not installed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -192,3 +193,43 @@ def test_pairs_of_texts(library: Any, tmp_path: Any) -> None:
     given = texts(LENGTHS)
     _assert_close(*_both(model, list(zip(given[::-1], given, strict=True)), "predict"))
     assert _counted()[0] == BATCHES
+
+
+def _sparse(library: Any, folder: str, strategy: str) -> Any:
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling(pooling_strategy=strategy)]
+    return library.SparseEncoder(modules=modules, device="cpu")
+
+
+@pytest.mark.parametrize("padding", ["exact", "zero"])
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+def test_sparse_vectors(library: Any, strategy: str, padding: str, tmp_path: Any) -> None:
+    """The scores of padded positions are multiplied by 0, which NaN outlives."""
+    fastgen.enable(padding=padding)
+    model = _sparse(library, _folder(tmp_path, "Bert", "MaskedLM"), strategy)
+    found, expected = _both(model, texts(LENGTHS), convert_to_sparse_tensor=False)
+    _assert_close(found, expected)
+    assert bool(torch.as_tensor(expected).any())
+    assert _counted() == ((BATCHES, []) if padding == "zero" else (0, [READS_PADDING]))
+
+
+@pytest.mark.parametrize("padding", ["exact", "zero"])
+def test_a_call_of_the_modules(library: Any, padding: str, tmp_path: Any) -> None:
+    """Without `encode`: what the tokenizer gives is no dict."""
+    fastgen.enable(padding=padding)
+    model = _vectors(library, _folder(tmp_path, "Bert"))
+    features = model.preprocess(texts(LENGTHS))
+    assert not isinstance(features, dict)
+    with fastgen.disabled(), torch.no_grad():
+        expected = model(copy.copy(features))
+    with torch.no_grad():
+        found = model(features)
+    assert found is features
+    torch.testing.assert_close(found["sentence_embedding"], expected["sentence_embedding"], rtol=1e-5, atol=1e-5)
+    is_token = features["attention_mask"].bool()
+    states = found["token_embeddings"]
+    torch.testing.assert_close(states[is_token], expected["token_embeddings"][is_token], rtol=1e-5, atol=1e-5)
+    assert padding == "exact" or not bool(states[~is_token].any())
+    assert _counted() == ((1, []) if padding == "zero" else (0, [READS_PADDING]))

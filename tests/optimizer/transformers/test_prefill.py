@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from fastgen.optimizer.transformers.prefill import _certain_steps
+from fastgen.optimizer.transformers.prefill import certain_steps
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,6 @@ from fastgen.optimizer.transformers.prefill import _certain_steps
 def test_certain_steps(options: dict[str, Any], expected: int) -> None:
     """A prompt of 10 tokens, and a capacity of 20."""
     call: Any = SimpleNamespace(runs_user_code=False)
-    assert _certain_steps(call, GenerationConfig(**options), 10, 20) == expected
+    assert certain_steps(call, GenerationConfig(**options), 10, 20) == expected
     call.runs_user_code = True
-    assert _certain_steps(call, GenerationConfig(**options), 10, 20) == 0
+    assert certain_steps(call, GenerationConfig(**options), 10, 20) == 0

@@ -166,7 +166,7 @@ def test_modules_that_are_not_supported_are_refused(fresh, modules, message) -> 
 
 def test_code_that_a_configuration_names_is_not_run(fresh) -> None:
     dense(fresh, "os.system")
-    with pytest.raises(SetupError, match=r"'os.system' of module 2_Dense is not supported"):
+    with pytest.raises(SetupError, match=r"2_Dense/config.json: activation_function 'os.system' is not supported"):
         read_modules(str(fresh), asked())
     dense(fresh, "torch.nn.Module")
     with pytest.raises(SetupError, match=r"is not supported"):
@@ -191,3 +191,127 @@ def test_a_damaged_list_is_one_line(fresh, text) -> None:
     with pytest.raises(SetupError, match=r"modules\.json") as caught:
         read_modules(str(fresh), asked())
     assert "\n" not in str(caught.value)
+
+
+def change(folder, file, change) -> None:
+    """A JSON file of the model, with fields changed; None takes it away."""
+    if change is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **change}))
+
+
+PROMPTS = "config_sentence_transformers.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "message"),
+    [
+        ("1_Pooling/config.json", None, "1_Pooling"),
+        ("1_Pooling/config.json", {"pooling_mode": 5}, "pooling_mode is 5"),
+        ("1_Pooling/config.json", {"pooling_mode": []}, r"pooling_mode is \[\]"),
+        ("1_Pooling/config.json", {"pooling_mode": [["cls"]]}, "pooling_mode is "),
+        ("1_Pooling/config.json", {"pooling_mode": {"cls": 1}}, "pooling_mode is "),
+        ("1_Pooling/config.json", {"pooling_mode": "x" * 5000}, "pooling_mode: pooling 'x"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode": None, "pooling_mode_mean_tokens": "no"},
+            "pooling_mode_mean_tokens is 'no'",
+        ),
+        ("1_Pooling/config.json", {"pooling_mode": None, "pooling_mode_mean_tokens": False}, "every pooling_mode_"),
+        ("1_Pooling/config.json", {"include_prompt": "yes"}, "include_prompt is 'yes'"),
+        ("1_Pooling/config.json", {"word_embedding_dimension": -1}, "word_embedding_dimension is -1"),
+        ("2_Dense/config.json", None, "2_Dense/config.json has no out_features"),
+        ("2_Dense/config.json", {"in_features": "32"}, "in_features is '32'"),
+        ("2_Dense/config.json", {"in_features": True}, "in_features is True"),
+        ("2_Dense/config.json", {"out_features": 10**30}, "out_features is 10"),
+        ("2_Dense/config.json", {"bias": 1}, "bias is 1"),
+        ("2_Dense/config.json", {"use_residual": "x"}, "use_residual is 'x'"),
+        ("2_Dense/config.json", {"activation_function": ["torch.nn.Tanh"]}, "activation_function is "),
+        ("2_Dense/config.json", {"module_input_name": 3}, "module_input_name is 3"),
+        (PROMPTS, {"prompts": ["a"]}, r"prompts is \['a'\]"),
+        (PROMPTS, {"prompts": {"query": 5}}, r"prompts\['query'\] is 5"),
+        (PROMPTS, {"prompts": {"query": "\ud800"}}, r"prompts\['query'\] is "),
+        (PROMPTS, {"prompts": {}}, f"default_prompt_name of .*{PROMPTS}"),
+        (PROMPTS, {"default_prompt_name": ["query"]}, "default_prompt_name is "),
+        (PROMPTS, {"default_prompt_name": {"a": 1}}, "default_prompt_name is "),
+        (PROMPTS, {"default_prompt_name": "q" * 5000}, "no prompt 'qqq"),
+        ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length is 'many'"),
+        ("sentence_bert_config.json", {"do_lower_case": "no"}, "do_lower_case is 'no'"),
+    ],
+)
+def test_an_error_names_the_file_and_the_field(fresh, file, changed, message) -> None:
+    dense(fresh)
+    (fresh / PROMPTS).write_text(json.dumps({"prompts": {"query": "q: "}, "default_prompt_name": "query"}))
+    (fresh / "sentence_bert_config.json").write_text("{}")
+    read_modules(str(fresh), asked())
+    change(fresh, file, changed)
+    with pytest.raises(SetupError, match=message) as caught:
+        read_modules(str(fresh), asked())
+    found = str(caught.value)
+    assert file in found or changed is None
+    assert "\n" not in found and len(found) < len(str(fresh)) * 2 + 250
+
+
+@pytest.mark.parametrize("path", ["x" * 256, "é" * 200, "a/" + "x" * 300, "a\0b", "\ud800", ["1_Pooling"], None])
+def test_names_that_cannot_be_of_a_folder(fresh, path) -> None:
+    tiny.sentence_files(fresh, ("Pooling", {}))
+    listed = json.loads((fresh / "modules.json").read_text())
+    listed[1]["path"] = path
+    (fresh / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(SetupError, match=r"modules\.json is damaged: module 1: path is "):
+        read_modules(str(fresh), asked())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("linear.bias", (1,)),
+        ("linear.bias", ()),
+        ("linear.bias", (5, 1)),
+        ("linear.weight", (5, 1)),
+        ("linear.weight", (32, 5)),
+        ("residual.weight", (1, 32)),
+        ("residual.weight", None),
+        ("linear.bias", None),
+        ("linear.scale", (5,)),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(fresh, name, shape) -> None:
+    """torch broadcasts many of them."""
+    from safetensors.torch import save_file
+
+    weights = dense(fresh, residual=True)
+    weights |= {name: torch.zeros(shape)} if shape is not None else {}
+    save_file(
+        {key: value for key, value in weights.items() if key != name or shape is not None},
+        fresh / "2_Dense" / "model.safetensors",
+    )
+    with pytest.raises(SetupError, match=rf"2_Dense/model\.safetensors.* '?{name}"):
+        read_modules(str(fresh), asked())
+
+
+@pytest.mark.parametrize(("weight", "bias"), [((1,), (32,)), ((32,), ()), ((32, 1), (32,))])
+def test_norms_of_other_shapes_are_refused(fresh, weight, bias) -> None:
+    from safetensors.torch import save_file
+
+    tiny.sentence_files(fresh, ("Pooling", {}), ("LayerNorm", {"dimension": 32}))
+    tensors = {"norm.weight": torch.ones(weight), "norm.bias": torch.ones(bias)}
+    save_file(tensors, fresh / "2_LayerNorm" / "model.safetensors")
+    with pytest.raises(SetupError, match=r"norm\.\w+ is of shape"):
+        read_modules(str(fresh), asked())
+
+
+def test_vectors_of_another_size_than_a_module_takes(fresh) -> None:
+    dense(fresh)
+    found = read_modules(str(fresh), asked())
+    found.check(32)
+    with pytest.raises(SetupError, match=r"2_Dense/config\.json is for vectors of 32 numbers, but gets some of 48"):
+        found.check(48)
+    change(fresh, "1_Pooling/config.json", {"pooling_mode": ["cls", "mean"], "word_embedding_dimension": 16})
+    read_modules(str(fresh), asked()).check(16)
+    read_modules(str(fresh), asked(normalize=True)).check(16)
+    with pytest.raises(SetupError, match=r"1_Pooling/config\.json is for vectors of 16 numbers, but gets some of 32"):
+        read_modules(str(fresh), asked()).check(32)
+    with pytest.raises(SetupError, match=r"2_Dense"):
+        read_modules(str(fresh), asked(pooling="mean")).check(16)

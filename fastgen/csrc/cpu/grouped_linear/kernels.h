@@ -7,7 +7,7 @@
 //   FASTGEN_FLOAT16    what loads a vector of float16 (float16.h)
 //   FASTGEN_WIDEN      (from): a vector of floats from bytes
 //   FASTGEN_DOT        (sums, bytes, four): sums + products of the unsigned bytes of each lane with four signed ones
-//   FASTGEN_SMALL_DOT  the same for bytes below 16
+//   FASTGEN_SMALL_DOT  the same for bytes below 64
 // No include guard: it is meant to be included several times.
 
 #define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
@@ -41,8 +41,13 @@ FASTGEN_INLINE void load_multiples(Floats& to, const uint16_t* units, const uint
 FASTGEN_INLINE void load_group(Factors& to, const Weight& weight, int64_t at) {
   if (weight.multiples != nullptr) {
     const Place of = place(weight, at);
-    load_multiples(to.scale, of.unit, of.scale);
-    load_multiples(to.least, of.unit + kPanel, of.scale + kPanel);
+    if (weight.block.has_minimums) {
+      load_multiples(to.scale, of.unit, of.scale);
+      load_multiples(to.least, of.unit + kPanel, of.scale + kPanel);
+    } else {
+      FASTGEN_FLOAT16::load(to.scale, of.unit);
+      to.scale *= FASTGEN_WIDEN(of.scale) - static_cast<float>(fastgen::kSignedMiddle);
+    }
     return;
   }
   load_factors(to.scale, weight.scales, at, weight.are_half);
@@ -68,12 +73,23 @@ FASTGEN_INLINE void ask_for(const uint8_t* line) {
   if (FASTGEN_VECTORS * FASTGEN_WIDTH * 4 > 64) __builtin_prefetch(line + 64, 0, kLevels);
 }
 
+// Four inputs of a word as bytes. `high` has their upper bits lowest, and then those of the next four.
+template <int kBits>
+FASTGEN_INLINE Bytes four_of(const Bytes& word, int which, Ints& high) {
+  const Bytes low = which == 0 ? word & 15 : (Bytes)(((Ints)word >> 4) & 0x0f0f0f0f);
+  if (kBits == 4) return low;
+  const Bytes found = low | (Bytes)((high << 4) & (kBits == 5 ? 0x10101010 : 0x30303030));
+  high >>= kBits - 4;
+  return found;
+}
+
 // The sums over all inputs, in float32, of the kRows rows of a tile and the outputs from `first` on in a panel.
 // With kHasMore the weight may have zeros, minimums or multiples.
 template <int kBits, int kRows, bool kHasMore>
 FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row, int64_t panel, int64_t first,
                          Ahead where, float* sums) {
   constexpr int kVectors = FASTGEN_VECTORS;
+  constexpr int64_t kWords = fastgen::low_lines(kBits), kLines = kWords + (kBits % 4 != 0);  // of a set
   const uint8_t* numbers = weight.numbers + panel * weight.panel_bytes + first * 4;
   const uint8_t* ahead = numbers + where.distance;
   const int64_t step = where.step;
@@ -94,39 +110,45 @@ FASTGEN_TARGET void tile(const Weight& weight, const Inputs& inputs, int64_t row
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Ints{} - weight.middle * of[r].sum;
     }
-    for (const uint8_t* end = numbers + lines * kLine; numbers != end; numbers += kLine, ahead += step) {
-      if (where.leaves_out_second_level) {
-        ask_for<0>(ahead);
-      } else {
-        ask_for<3>(ahead);
-      }
-      // The weight's vectors first: then four inputs of a row are repeated once for all of them.
-      Bytes bytes[kVectors], some[kVectors];
+    for (const uint8_t* end = numbers + lines * kLine; numbers != end; numbers += kLines * kLine) {
+      Ints high[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        bytes[v] = *reinterpret_cast<const Bytes*>(numbers + v * FASTGEN_WIDTH * 4);
+        high[v] = kBits % 4 == 0 ? Ints{} : *reinterpret_cast<const Ints*>(numbers + kWords * kLine + v * FASTGEN_WIDTH * 4);
       }
-      if (kBits == 8) {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r, x += 4) {
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) FASTGEN_DOT(sum[r][v], bytes[v], x);
+#pragma GCC unroll 2
+      for (int64_t line = 0; line < kLines; ++line, ahead += step) {
+        if (where.leaves_out_second_level) {
+          ask_for<0>(ahead);
+        } else {
+          ask_for<3>(ahead);
         }
-        continue;
       }
+      for (int64_t word = 0; word < kWords; ++word) {
+        // The weight's vectors first: then four inputs of a row are repeated once for all of them.
+        Bytes bytes[kVectors], some[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) some[v] = bytes[v] & 15;
+        for (int v = 0; v < kVectors; ++v) {
+          bytes[v] = *reinterpret_cast<const Bytes*>(numbers + word * kLine + v * FASTGEN_WIDTH * 4);
+        }
+        if (kBits == 8) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r, x += 4) {
+          for (int r = 0; r < kRows; ++r, x += 4) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
-      }
+            for (int v = 0; v < kVectors; ++v) FASTGEN_DOT(sum[r][v], bytes[v], x);
+          }
+          continue;
+        }
+#pragma GCC unroll 2
+        for (int which = 0; which < 2; ++which) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) some[v] = (Bytes)(((Ints)bytes[v] >> 4) & 0x0f0f0f0f);
+          for (int v = 0; v < kVectors; ++v) some[v] = four_of<kBits>(bytes[v], which, high[v]);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r, x += 4) {
+          for (int r = 0; r < kRows; ++r, x += 4) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
+            for (int v = 0; v < kVectors; ++v) FASTGEN_SMALL_DOT(sum[r][v], some[v], x);
+          }
+        }
       }
     }
 #pragma GCC unroll 4
@@ -173,6 +195,16 @@ FASTGEN_TARGET void rows_of_tile(const Weight& weight, const Inputs& inputs, int
   }
 }
 
+template <bool kHasMore>
+auto rows_of_bits(int64_t bits) {
+  switch (bits) {
+    case 4: return &rows_of_tile<4, kHasMore>;
+    case 5: return &rows_of_tile<5, kHasMore>;
+    case 6: return &rows_of_tile<6, kHasMore>;
+    default: return &rows_of_tile<8, kHasMore>;
+  }
+}
+
 // All rows times a panel: `finish(sums, row, some)` takes the sums, kPanel of each of some rows.
 template <class Finish>
 FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t rows, int64_t panel,
@@ -182,9 +214,8 @@ FASTGEN_TARGET void panel(const Weight& weight, const Inputs& inputs, int64_t ro
   for (int64_t i = 0; i < tiles.count; ++i) {
     const int64_t begin = tiles.begin(i), some = tiles.begin(i + 1) - begin;
     Ahead where = ahead(weight, i, tiles.count);
-    const bool has_more = weight.zeros != nullptr || weight.has_minimums();
-    const auto rows_of = weight.bits == 8 ? has_more ? &rows_of_tile<8, true> : &rows_of_tile<8, false>
-                                          : has_more ? &rows_of_tile<4, true> : &rows_of_tile<4, false>;
+    const bool has_more = weight.zeros != nullptr || weight.has_minimums() || weight.multiples != nullptr;
+    const auto rows_of = has_more ? rows_of_bits<true>(weight.bits) : rows_of_bits<false>(weight.bits);
     rows_of(weight, inputs, begin, some, panel, where, sums);
     finish(sums, begin, some);
   }

@@ -1,6 +1,8 @@
 // Products of grouped_linear.cpp as its operators get them: checked, with where everything lies.
 #pragma once
 #include "../checks.h"
+#include "../linear/depth.h"
+#include "lines.h"
 #include "rounded_rows.h"
 #include "rows.h"
 
@@ -17,15 +19,31 @@ namespace fastgen {
 
 using torch::stable::Tensor;
 
+// Scales, and minimums where there are some, that are bytes times a number in float16 for each block, which is some groups in a
+// row. In a panel, a block has the numbers of its scales, those of its minimums, and then the bytes of each group in that order.
+// Without minimums, a byte stands for itself less `kSignedMiddle`.
+constexpr int kSignedMiddle = 128;
+struct BlockLayout {
+  int64_t groups;
+  bool has_minimums;
+
+  int64_t unit_bytes() const { return (has_minimums ? 2 : 1) * 2 * kPanel; }
+  int64_t group_bytes() const { return (has_minimums ? 2 : 1) * kPanel; }
+  int64_t bytes() const { return unit_bytes() + groups * group_bytes(); }
+};
+// Those of GGUF: Q4_K and Q5_K, Q2_K, and Q3_K and Q6_K. Their sizes tell them apart.
+constexpr BlockLayout kBlockLayouts[] = {{8, true}, {16, true}, {16, false}};
+
 struct Weight {
   const uint8_t *numbers, *zeros;
   const void *scales, *minimums;  // float16 or float32
   const uint8_t* multiples;       // of scales and minimums, in place of these; else null
+  BlockLayout block;              // of these
   bool are_half;
   int32_t middle;  // the number that stands for 0, if neither zeros nor minimums are given
   int64_t bits, group_size, groups, panel_bytes, outputs;
 
-  bool has_minimums() const { return minimums != nullptr || multiples != nullptr; }
+  bool has_minimums() const { return multiples != nullptr ? block.has_minimums : minimums != nullptr; }
 };
 
 // Where the multiples of an output are, of which there are kPanel for each group of each panel.
@@ -36,9 +54,11 @@ struct Place {
 
 inline Place place(const Weight& weight, int64_t at) {
   const uint64_t group = static_cast<uint64_t>(at) / kPanel, lane = static_cast<uint64_t>(at) % kPanel;
-  const uint8_t* block = weight.multiples + group / kBlockGroups * kBlockBytes;
+  const int shift = weight.block.groups == 8 ? 3 : 4;
+  const uint8_t* block = weight.multiples + (group >> shift) * weight.block.bytes();
+  const uint64_t in_block = group & (weight.block.groups - 1);
   return {reinterpret_cast<const uint16_t*>(block) + lane,
-          block + kUnitBytes + group % kBlockGroups * 2 * kPanel + lane};
+          block + weight.block.unit_bytes() + in_block * weight.block.group_bytes() + lane};
 }
 
 // A packed weight as the operators get it, with its checks.
@@ -47,37 +67,50 @@ struct Packed {
   std::optional<Tensor> zeros, minimums;
 
   Weight weight(int64_t inputs, int64_t outputs, int64_t bits, int64_t group_size) const {
-    STD_TORCH_CHECK((bits == 4 || bits == 8) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup,
-                    "grouped_linear: 4 or 8 bits, and groups of 8 to ", kMaxGroup, " inputs, in eights");
+    STD_TORCH_CHECK(are_bits(bits) && group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup &&
+                        group_size % set_inputs(bits) == 0,
+                    "grouped_linear: 4, 5, 6 or 8 bits, and groups of 8 to ", kMaxGroup,
+                    " inputs: in eights, of 5 bits in 32s and of 6 bits in 16s");
     const int64_t groups = quotient(inputs, group_size), panels = quotient(outputs, kPanel);
     const int64_t factors_count = product_of("grouped_linear", panels, groups, kPanel);
     product_of("grouped_linear", factors_count, group_size);  // of which a packed weight has at most as many bytes
-    const int64_t panel_bytes = groups * group_size * kPanel / 8 * bits;
+    const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
     const ScalarType type = scales.scalar_type();
     const bool are_multiples = type == ScalarType::Byte;
+    const BlockLayout block = are_multiples && scales.dim() == 3 ? block_of(scales.size(2)) : BlockLayout{1, false};
     const auto fits = [&](const Tensor& factors, ScalarType wanted) {
       return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == factors_count;
     };
-    const bool fit = are_multiples ? groups % kBlockGroups == 0 && scales.is_contiguous() && !zeros && !minimums &&
-                                         scales.numel() == panels * groups / kBlockGroups * kBlockBytes
+    const bool fit = are_multiples ? block.groups > 1 && groups % block.groups == 0 && scales.is_contiguous() && !zeros &&
+                                         !minimums && scales.numel() == panels * groups / block.groups * block.bytes()
                                    : (type == ScalarType::Half || type == ScalarType::Float) && fits(scales, type) &&
                                          !(zeros && minimums) && (!zeros || fits(*zeros, ScalarType::Byte)) &&
                                          (!minimums || fits(*minimums, type));
     STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Byte && numbers.is_contiguous() &&
                         numbers.numel() == panels * panel_bytes && fit,
                     "grouped_linear: the weight was not packed for this product");
+    const bool has_middle = !zeros && !minimums && !(are_multiples && block.has_minimums);
     return {static_cast<const uint8_t*>(numbers.const_data_ptr()),
             zeros ? static_cast<const uint8_t*>(zeros->const_data_ptr()) : nullptr,
             scales.const_data_ptr(),
             minimums ? minimums->const_data_ptr() : nullptr,
             are_multiples ? static_cast<const uint8_t*>(scales.const_data_ptr()) : nullptr,
+            block,
             type == ScalarType::Half,
-            zeros || minimums || are_multiples ? 0 : 1 << (bits - 1),
+            has_middle ? 1 << (bits - 1) : 0,
             bits,
             group_size,
             groups,
             panel_bytes,
             outputs};
+  }
+
+ private:
+  static BlockLayout block_of(int64_t bytes) {
+    for (const BlockLayout& each : kBlockLayouts) {
+      if (each.bytes() == bytes) return each;
+    }
+    return {1, false};
   }
 };
 
@@ -117,24 +150,28 @@ struct Product {
   Result result;
 };
 
-// Products with the same x and the same groups.
+// Products with the same x and the same groups. x is rounded to 8 bits, or stays floats.
 struct Products {
   Rows x;
   int64_t group_size;
-  bool rotated;
+  bool rotated, floats;
   std::vector<Product> each;
 
   Products(const std::vector<Tensor>& results, const Tensor& x, const std::vector<Tensor>& numbers,
            const std::vector<Tensor>& scales, const std::vector<std::optional<Tensor>>& zeros,
            const std::vector<std::optional<Tensor>>& minimums, const std::optional<Tensor>& order,
-           const std::vector<std::optional<Tensor>>& biases, int64_t bits, int64_t group_size, bool rotated)
-      : group_size(group_size), rotated(rotated) {
+           const std::vector<std::optional<Tensor>>& biases, int64_t bits, int64_t group_size, bool rotated,
+           bool floats)
+      : group_size(group_size), rotated(rotated), floats(floats) {
     Arguments("grouped_linear").writes(results).reads(x, numbers, scales, zeros, minimums, order, biases);
     const size_t count = results.size();
     STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
                         minimums.size() == count && biases.size() == count,
                     "grouped_linear: as many parts of weights and biases as results");
     check_input(x, order, group_size, rotated);
+    STD_TORCH_CHECK(!floats || (!rotated && kDepth % group_size == 0),
+                    "grouped_linear: activations stay floats with groups that divide ", kDepth,
+                    " inputs and are not rotated");
     const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
     this->x = {x.const_data_ptr(), from, x.scalar_type(), x.size(0), x.size(1), x.stride(0)};
     for (size_t i = 0; i < count; ++i) {
@@ -148,5 +185,8 @@ struct Products {
     }
   }
 };
+
+// All of them with float activations (cpu/narrow_groups.cpp).
+void multiply_floats(const Products& products);
 
 }  // namespace fastgen

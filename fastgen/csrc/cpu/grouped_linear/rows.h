@@ -15,11 +15,6 @@ constexpr int64_t kPanel = 32;  // outputs
 // Numbers that are rounded before it pays to wake another thread.
 constexpr int64_t kGrain = 1 << 15;
 constexpr int64_t kMaxGroup = 256;
-// Groups in a row whose scales and minimums are bytes times the same two numbers (fastgen/ops/grouped_linear.py).
-constexpr int64_t kBlockGroups = 8;
-// What they take in a panel: the numbers in float16, those of scales first, then the bytes of each group in that order.
-constexpr int64_t kUnitBytes = 2 * 2 * kPanel, kBlockBytes = kUnitBytes + kBlockGroups * 2 * kPanel;
-
 // What the bytes of a group of a row stand for, and their sum.
 struct Group {
   float scale;

@@ -9,12 +9,7 @@
 
 #define FASTGEN_INLINE FASTGEN_TARGET inline __attribute__((always_inline))
 
-constexpr int64_t kWidth = FASTGEN_WIDTH;
-constexpr int64_t kMostRows = FASTGEN_SUMS;  // of a tile
-
-typedef float Vector __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(sizeof(float)), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float)), aligned(2), may_alias));
-typedef int32_t Integers __attribute__((vector_size(FASTGEN_WIDTH * sizeof(float))));
+#include "rows.h"
 
 // What a weight may be of. A panel has groups, each with what `Scales` reads and `kLines` lines of as many bytes as a vector. A
 // line holds `kInputs` of all outputs of the panel, and `load` returns the numbers of one input, for all outputs.
@@ -122,31 +117,10 @@ FASTGEN_TARGET void tile(const float* x, const uint8_t* panel, int64_t apart, in
   }
 }
 
-// x[inputs, rows of the tile], of an even number of inputs.
-template <int kRows>
-FASTGEN_TARGET void lay_out_rows(const float* x, int64_t stride, int64_t inputs, float* to) {
-  int64_t k = 0;
-  // In squares, the last of which begins so that it ends with the last row.
-  if constexpr (kRows >= kWidth) {
-    for (; k + kWidth <= inputs; k += kWidth) {
-      for (int64_t r = 0; r < kRows; r += kWidth) {
-        const int64_t row = std::min<int64_t>(r, kRows - kWidth);
-        FASTGEN_TRANSPOSE(x + row * stride + k, stride, to + k * kRows + row, kRows);
-      }
-    }
-  }
-  for (; k < inputs; ++k) {
-#pragma GCC unroll 32
-    for (int r = 0; r < kRows; ++r) to[k * kRows + r] = x[r * stride + k];
-  }
-  if (inputs % 2 != 0) std::fill_n(to + inputs * kRows, kRows, 0.0f);
-}
-
 // Panels that a tile multiplies at the same time.
 constexpr int panels_at_once(int64_t rows) { return static_cast<int>(std::min<int64_t>(kMostRows / rows, 4)); }
 
 using Tile = void (*)(const float*, const uint8_t*, int64_t, int64_t, Vector*);
-using LayOut = void (*)(const float*, int64_t, int64_t, float*);
 
 // The functions above by the number of rows, less one.
 template <class Type, size_t... kRows>
@@ -157,42 +131,10 @@ template <class Type, size_t... kRows>
 constexpr std::array<Tile, sizeof...(kRows)> make_single_tiles(std::index_sequence<kRows...>) {
   return {&tile<Type, static_cast<int>(kRows) + 1, 1>...};
 }
-template <size_t... kRows>
-constexpr std::array<LayOut, sizeof...(kRows)> make_lay_out(std::index_sequence<kRows...>) {
-  return {&lay_out_rows<static_cast<int>(kRows) + 1>...};
-}
-
-using Rows = std::make_index_sequence<kMostRows>;
 template <class Type>
-constexpr auto kTiles = make_tiles<Type>(Rows());
+constexpr auto kTiles = make_tiles<Type>(RowCounts());
 template <class Type>
-constexpr auto kSingleTiles = make_single_tiles<Type>(Rows());
-constexpr auto kLayOut = make_lay_out(Rows());
-
-// Rows in tiles of nearly the same size.
-struct RowTiles {
-  explicit RowTiles(int64_t rows) : rows(rows), count((rows + kMostRows - 1) / kMostRows) {}
-  int64_t begin(int64_t tile) const { return rows * tile / count; }
-  int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
-  int64_t rows, count;
-};
-
-// All rows in tiles, one behind the other.
-inline void lay_out(const float* x, int64_t stride, int64_t rows, int64_t inputs, float* to) {
-  const RowTiles tiles(rows);
-  for (int64_t i = 0; i < tiles.count; ++i) {
-    kLayOut[tiles.size(i) - 1](x + tiles.begin(i) * stride, stride, inputs, to + tiles.begin(i) * even(inputs));
-  }
-}
-
-// The first `count` numbers of a vector, most often all of them.
-inline void copy(const void* from, int64_t count, void* to) {
-  if (count == kWidth) {
-    std::memcpy(to, from, sizeof(Vector));
-  } else {
-    std::memcpy(to, from, count * sizeof(float));
-  }
-}
+constexpr auto kSingleTiles = make_single_tiles<Type>(RowCounts());
 
 // A tile of rows times `count` panels that are `apart`, from `first` on: one, or as many as it multiplies at the same time.
 template <class Type>

@@ -29,22 +29,23 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.cache import layers_of
-from fastgen.optimizer.transformers.call import Call, Unexpected
-from fastgen.optimizer.transformers.captured import graph_cache, processors
+from fastgen.optimizer.transformers.call import Call, DoesNotPay, Unexpected
+from fastgen.optimizer.transformers.captured import graph_cache, processors, sizes
+from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
-from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Host, Key, Prompt
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.step import MASKS, POSITIONS, CapturedStep, Host, Key, Prompt
 from fastgen.optimizer.transformers.models import positions_of_step
+from fastgen.optimizer.transformers.prefill import certain_steps
 
 # Batches that steps are made for.
 BATCHES = (1, 2, 4, 8, 16, 24, 32)
-# Sizes are rounded up: of prompts and encoder outputs to a multiple, of what grows to a power of two from the first on.
-_PREFIX = 128
-_FIRST_CAPACITY, _MAX_FIRST_CAPACITY = 64, 256
+# Greedy search and sampling have room for so many tokens that end a sequence, at least.
+_ENDS = 4
 # A call of so many replays says how long a step takes.
 _ENOUGH_STEPS = 8
 
-# Inputs of the model with a row per sequence: masks, and what the next step gets of them as it is.
-MASKS = ("attention_mask", "decoder_attention_mask")
+# Inputs of the model with a row per sequence that the next step gets as they are.
 LAST = ("token_type_ids",)
 # What may be returned of every step.
 RECORDS = ("scores", "logits")
@@ -86,7 +87,12 @@ class Decoding:
         self._own_mask = "decoder_attention_mask" if self._model.config.is_encoder_decoder else "attention_mask"
         self._host = Host(self._process, self._stops, self._keep)
         self._prompt = self._make_prompt()
-        self._key = self._make_key()
+        self._lengths = processors.Lengths(
+            self._input_ids.shape[1], self._config.max_length, freezes=self._model.device.type != "cpu"
+        )
+        self._needed, self._may_pad = self._needed_sizes()
+        self._key = self._own_key = self._make_key()
+        self._ledger = Ledger.of(self._model)
 
     def run(self) -> Any:
         """What the library's loop returns, on the step that fits.
@@ -94,12 +100,12 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
-        steps = self._steps_to_record_for()
+        self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self._model.device)
         state = user_code.SavedState((*self._processors, *self._criteria))
         step = None
         try:
-            step = self._step(steps)
+            step = self._step()
             step = self._decode(step)
             result = self._result(step)
         except Exception as error:
@@ -120,11 +126,51 @@ class Decoding:
             graph_cache.give_back(self._model, step)
         return result
 
-    def _steps_to_record_for(self) -> int | None:
-        """Steps that the call is likely to make, where recording one must pay first; None where it need not."""
-        if self._model.device.type != "cpu" or settings.current().captured_step == "always":
-            return None
-        return min(self._prompt.new_tokens, settings.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+    @property
+    def _must_pay(self) -> bool:
+        """Whether a step is to be recorded only where that pays."""
+        return self._model.device.type == "cpu" and settings.current().captured_step != "always"
+
+    def _steps_before_capture(self) -> int:
+        """Steps that run as they are before one is captured.
+
+        Raises:
+            DoesNotPay: none is to be captured in this call.
+        """
+        # The first one is looked at (`CapturedStep.start`), so it may as well be one of the call's own; but its results
+        # may differ from those of a captured one in the last digits.
+        first = int(settings.current().linear_products != "fixed")
+        if not self._must_pay or graph_cache.kept(self._model, self._key) is not None:
+            return first
+        asked = self._certain_tokens, self._prompt.new_tokens
+        steps = self._ledger.starts_at(self._key, *asked)
+        if self._rows_may_idle:
+            others = graph_cache.others(self._model, self._key)
+            larger = self._ledger.with_more_rows(self._key, others, *asked, records=steps == 0)
+            if larger is not None:
+                self._key = larger
+                return first
+        if steps is None:
+            raise DoesNotPay(lambda tokens: self._note(tokens, tokens))
+        return max(steps, first)
+
+    @property
+    def _rows_may_idle(self) -> bool:
+        """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
+        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
+        return not is_seen and settings.current().linear_products != "fixed"
+
+    @property
+    def _certain_tokens(self) -> int:
+        """Tokens that the call generates whatever the model says."""
+        return certain_steps(self._call, self._config, self._input_ids.shape[1], self._prompt.new_tokens) + 1
+
+    def _note(self, tokens: int, eager_steps: int) -> None:
+        """The call is over."""
+        may_end = self._certain_tokens < self._prompt.new_tokens
+        self._ledger.note_call(self._own_key, tokens, may_end, eager_steps)
+        if self._key.batch != self._own_key.batch:
+            self._ledger.note_idle(self._own_key, self._key, tokens)
 
     def _result(self, step: CapturedStep) -> Any:
         config, search = self._config, step.search
@@ -183,20 +229,44 @@ class Decoding:
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
         step.choose_first(prompt.logits, self._host)
-        done, begun = 1, None
+        done, replays, begun = 1, 0, None
         while not step.is_over() and done < prompt.new_tokens:
-            if done > step.key.capacity:
+            if done >= step.sizes.new:
                 step = self._larger(step)
                 begun = None
-            self._start(step, partial(step.start, self._model, done, self._host))
-            if begun is None and step.is_captured:  # from here on all steps are replays
-                begun = done, time.perf_counter()
-            if step.is_captured and not self._has_released and prompt.new_tokens <= step.key.capacity + 1:
+            captures, was_kept = done > self._eager_steps, step.is_captured
+            start = time.perf_counter()
+            self._start(step, partial(step.start, self._model, done, self._host, captures))
+            if begun is None:
+                begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
+            else:
+                replays += 1
+            if step.is_captured and not self._has_released and prompt.new_tokens <= step.sizes.new:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
-        if begun is not None and done - begun[0] > _ENOUGH_STEPS:
-            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (done - 1 - begun[0]))
+        if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
+            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
+            self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
+        self._note(done, done - 1 - replays)
         return step
+
+    def _first_steps(
+        self, step: CapturedStep, was_kept: bool, seconds: float, replays: int
+    ) -> tuple[int, float] | None:
+        """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
+
+        What the host does in a step, such as the user's code, says nothing of the next call's.
+        """
+        is_measured = not self._key.waits_for_host
+        if not step.is_captured:
+            if is_measured:
+                self._ledger.note_eager(step.key.rows, seconds)
+            return None
+        if not (step.key.sizes.new or step.follows):
+            graph_cache.bind(self._model, step)
+        if not was_kept and is_measured:
+            self._ledger.recording = seconds
+        return replays, time.perf_counter()
 
     def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
@@ -215,30 +285,51 @@ class Decoding:
         self._prompt.cross.clear()
 
     def _larger(self, step: CapturedStep) -> CapturedStep:
-        """A step with twice the capacity, where this one has got to."""
-        self._key = replace(step.key, capacity=2 * step.key.capacity)
+        """The step with room for more of what is generated, or another one where this one has got to."""
+        more = sizes.more_new(step.sizes, on_gpu=not graph.is_recorded(step.device))
+        if not step.key.sizes.new:
+            step.make_room(more)
+            return step
+        self._key = replace(step.key, sizes=more)
         larger = self._step()
         larger.take_over(step)
         graph_cache.give_back(self._model, step)
         return larger
 
-    def _step(self, steps: int | None = None) -> CapturedStep:
-        step = graph_cache.take(self._model, self._key, self._new_step, steps)
+    def _step(self) -> CapturedStep:
+        step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
-        return step if all(captured.refresh(given) for captured, given in pairs) else self._new_step()
+        if not all(processors.refresh(made, given, self._lengths) for made, given in pairs):
+            if step.is_captured:
+                graph_cache.give_back(self._model, step)  # for the calls that it fits
+            step = self._new_step()
+        step.make_room(self._sizes())
+        return step
+
+    def _sizes(self) -> Sizes:
+        """Those of the buffers that the call begins with."""
+        if self._key.sizes.new:
+            return self._key.sizes
+        return self._rounded_sizes()
+
+    def _rounded_sizes(self, at_once: bool = False) -> Sizes:
+        on_gpu = not graph.is_recorded(self._model.device)
+        found = sizes.rounded(self._needed, self._may_pad, on_gpu, at_once)
+        # A source in front of the prompt is as long as what is stored says.
+        return found if self._prompt.cross else found._replace(source=self._needed.source)
 
     def _new_step(self) -> CapturedStep:
         made = None
         if self._key.processors is not None:
-            bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input)
-            lengths = self._input_ids.shape[1], self._config.max_length
-            made = [processors.captured(processor, bucket, *lengths) for processor in self._processors]
+            vocabulary = self._prompt.logits.shape[-1]
+            bucket = processors.Bucket(self._model.device, self._key.batch, self._key.per_input, vocabulary)
+            made = [processors.captured(processor, bucket, self._lengths) for processor in self._processors]
             if None in made:
                 raise CannotBeCaptured("a processor does not fit into its buffers")
         return self._step_with(made)
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> CapturedStep:
-        return CapturedStep(self._key, self._prompt, made)
+        return CapturedStep(self._key, self._prompt, made, self._sizes())
 
     def _fill(self) -> int:
         """What stands behind the end of a sequence."""
@@ -285,15 +376,19 @@ class Decoding:
             cross_span=cross_span,
             tensors=masks | self._next_inputs(tokens, given, ends - starts),
             logits=self._call.prefilled.logits[:, -1],
+            eos=self._eos,
         )
 
     def _next_inputs(self, tokens: Tensor, given: dict[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
         """What the next step gets of the inputs besides masks; and what models would ask the host for."""
         found = {name: given[name][:, -1:] + 1 for name in POSITIONS if name in given}
         found |= {name: given[name][:, -1:] for name in LAST if name in given}
-        if not self._model.config.is_encoder_decoder:
-            return found
         parameters = inspect.signature(self._model.forward).parameters
+        if not self._model.config.is_encoder_decoder:
+            if not found.keys().isdisjoint(POSITIONS) and self._own_mask in parameters and self._own_mask not in given:
+                # The library leaves out a mask of ones. With one, prompts of all lengths can have padding in front.
+                found[self._own_mask] = torch.ones_like(tokens)
+            return found
         if self._own_mask in parameters and self._own_mask not in given:
             # Some models make a mask of ones, of a size that is on the device.
             found[self._own_mask] = torch.ones_like(tokens)
@@ -305,40 +400,40 @@ class Decoding:
         return found
 
     def _batch(self, inputs: int) -> int:
-        """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
+        """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
         if graph.is_recorded(self._model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))
 
-    def _make_key(self) -> Key:
-        prompt, config = self._prompt, self._config
-        new_capacity = max(operators.power_of_two(prompt.new_tokens), _FIRST_CAPACITY)
-        length = prompt.tokens.shape[1]
+    def _needed_sizes(self) -> tuple[Sizes, bool]:
+        """What the call needs, and whether its prompt may be put behind padding."""
+        prompt, length = self._prompt, self._prompt.tokens.shape[1]
         encoded = self._model_kwargs.get("encoder_outputs")
-        source_in_front = encoded is not None and not prompt.cross
-        source, width = (0, 0) if encoded is None else encoded[0].shape[1:]
-        if not (source_in_front and length > 1):
-            source = processors.round_up(source, _PREFIX)
+        source = 0 if encoded is None else encoded[0].shape[1]
+        stored = length
+        if encoded is not None and not prompt.cross:  # the source is in front of the prompt
+            source = source if length > 1 else processors.round_up(source)
+            stored = source + length - 1
         # A prompt may be put behind padding where its mask says so, and its positions are given.
         may_pad = (
             not self._model.config.is_encoder_decoder and {"attention_mask", "position_ids"} <= prompt.tensors.keys()
         )
-        prompt_capacity = processors.round_up(length, _PREFIX) if may_pad else length
-        stored_capacity = source + length - 1 if source_in_front else prompt_capacity
-        captured = [processors.signature(processor, length, config.max_length) for processor in self._processors]
-        return Key(
+        return Sizes(length, stored, prompt.new_tokens, source), may_pad
+
+    def _make_key(self) -> Key:
+        prompt, config = self._prompt, self._config
+        encoded = self._model_kwargs.get("encoder_outputs")
+        captured = [processors.signature(processor, self._lengths) for processor in self._processors]
+        key = Key(
             batch=self._batch(prompt.inputs),
             per_input=self._per_input,
-            prompt_capacity=prompt_capacity,
-            new_capacity=new_capacity,
-            stored_capacity=stored_capacity,
-            capacity=min(new_capacity, _MAX_FIRST_CAPACITY),
+            sizes=self._rounded_sizes(),
             width=positions_of_step(self._model),
-            encoder=None if encoded is None else (type(encoded), source, width),
-            source_in_front=source_in_front,
+            encoder=None if encoded is None else (type(encoded), encoded[0].shape[2]),
+            source_in_front=encoded is not None and not prompt.cross,
             early_stopping=(config.early_stopping or False) if config.num_beams > 1 else None,
             samples=bool(config.do_sample),
-            eos=self._eos,
+            ends=len(self._eos) if config.num_beams > 1 else _room_for_ends(self._eos),
             processors=None if None in captured else tuple(captured),
             has_criteria=bool(self._criteria),
             kept=tuple(self._kept),
@@ -353,9 +448,24 @@ class Decoding:
             kv=tuple((kv[0].shape[1], kv[0].shape[3], kv[1].shape[3], kv[0].dtype) for kv in prompt.own),
             # A window that everything fits into is none.
             windows=tuple(
-                window if window and stored_capacity + new_capacity > window else None for window in self._windows
+                window if window and self._needed.stored + self._needed.new > window else None
+                for window in self._windows
             ),
         )
+        return self._open(key)
+
+    def _open(self, key: Key) -> Key:
+        """The key for buffers that grow, where there may be such."""
+        if not graph.is_recorded(self._model.device) or key.source_in_front:
+            return key
+        exact = {} if self._may_pad else {"prompt": key.sizes.prompt, "stored": key.sizes.stored}
+        key_of_any = replace(key, sizes=Sizes(0, 0, 0, 0)._replace(**exact))
+        return key if graph_cache.is_bound(self._model, key_of_any) else key_of_any
+
+
+def _room_for_ends(eos: tuple[int, ...]) -> int:
+    """Of greedy search and sampling, which have room for more tokens that end a sequence than there are."""
+    return operators.power_of_two(max(len(eos), _ENDS)) if eos else 0
 
 
 def _span(mask: Tensor | None, inputs: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

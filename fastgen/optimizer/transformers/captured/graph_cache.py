@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fastgen import caches, settings
+from fastgen import caches
 from fastgen.decoding.model_state import state_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import ForkableLock
 from fastgen.memory import free_host_memory
+from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
 from fastgen.optimizer.transformers.models import attention_functions
 
@@ -22,7 +23,6 @@ from fastgen.optimizer.transformers.models import attention_functions
 # GPU's memory, or of what is free on the CPU. What is kept is missing elsewhere.
 MOST = 8
 MOST_OF_MEMORY = 0.25
-PAYS_FROM = settings.RECORDING_PAYS_FROM
 
 
 @dataclass
@@ -30,9 +30,10 @@ class _OfModel:
     """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
 
     state: Hashable
+    ledger: Ledger
     steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
-    wanted: Counter[Key] = field(default_factory=Counter)  # steps, by calls on the CPU
+    bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -41,24 +42,17 @@ _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 _lock = ForkableLock()
 
 
-def take(model: Any, key: Key, make: Callable[[], CapturedStep], steps: int | None = None) -> CapturedStep:
+def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
     """A step of this key, for one call at a time.
 
-    Args:
-        steps: that the call asks for, where recording one must pay first; None where it need not.
-
     Raises:
-        CannotBeCaptured: that has been tried before, or does not pay yet.
+        CannotBeCaptured: that has been tried before.
     """
     with _lock:
         cached = _of(model)
-        caches.limit(cached.refused, cached.wanted)
+        caches.limit(cached.refused)
         if key in cached.refused:
             raise CannotBeCaptured(cached.refused[key])
-        if steps is not None:
-            cached.wanted[key] += steps
-            if cached.wanted[key] < PAYS_FROM:
-                raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
         step = cached.steps.pop(key, None)
     step = step or make()
     step.state = cached.state
@@ -79,13 +73,28 @@ def give_back(model: Any, step: CapturedStep) -> None:
         ):
             oldest = next(other for other in _models.values() if other.steps)
             key, _ = oldest.steps.popitem(last=False)
-            del oldest.wanted[key]  # or each call would record it again
+            oldest.ledger.forget(key)  # or each call would record it again
 
 
 def refuse(model: Any, key: Key, reason: str) -> None:
     """A step of this key cannot be captured, and is not to be tried again."""
     with _lock:
         _of(model).refused[key] = reason
+
+
+def bind(model: Any, step: CapturedStep) -> None:
+    """What has been captured of this step does not go on with larger buffers: it is one for calls of its sizes."""
+    with _lock:
+        cached = _models.get(model)
+        if cached is not None:
+            cached.bound.add(_of_any_batch(step.key))
+    step.key = replace(step.key, sizes=step.sizes)
+
+
+def is_bound(model: Any, key: Key) -> bool:
+    """Whether steps of this key, which is one of any sizes, are known to be of one size each."""
+    cached = _models.get(model)
+    return cached is not None and _of_any_batch(key) in cached.bound
 
 
 def is_refused(model: Any, key: Key) -> bool:
@@ -101,11 +110,18 @@ def kept(model: Any, key: Key) -> CapturedStep | None:
     return None if cached is None else cached.steps.get(key)
 
 
+def others(model: Any, key: Key) -> list[Key]:
+    """The keys of steps for other numbers of inputs."""
+    cached = _models.get(model)
+    kept = () if cached is None else tuple(cached.steps)
+    return [other for other in kept if _of_any_batch(other) == _of_any_batch(key)]
+
+
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:
     """Frees the steps of a model that will not be asked for any more."""
     with _lock:
         cached = _models.get(model)
-        for kept in () if cached is None else (cached.steps, cached.refused, cached.wanted):
+        for kept in () if cached is None else (cached.steps, cached.refused):
             for key in [key for key in kept if is_old(key)]:
                 del kept[key]
 
@@ -127,6 +143,10 @@ def drop_all() -> bool:
 caches.register(drop_all, captured_steps=True)
 
 
+def _of_any_batch(key: Key) -> Key:
+    return replace(key, batch=0)
+
+
 def _most_bytes(device: torch.device) -> float:
     is_gpu = device.type == "cuda"
     return MOST_OF_MEMORY * (torch.cuda.get_device_properties(device).total_memory if is_gpu else free_host_memory())
@@ -137,5 +157,5 @@ def _of(model: Any) -> _OfModel:
     state = state_of(model), attention_functions()
     cached = _models.get(model)
     if cached is None or cached.state != state:
-        cached = _models[model] = _OfModel(state)
+        cached = _models[model] = _OfModel(state, Ledger.of(model))
     return cached

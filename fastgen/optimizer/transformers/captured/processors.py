@@ -2,9 +2,8 @@
 
 Those that are operations on the scores alone are the library's own objects; the others are rewritten.
 
-What is frozen in a capture is exactly what is in the signature. Numbers of a processor that follow one of the call's
-(the prompt's length, the maximum length) are frozen as the difference from it, so that calls with other prompts share
-a graph; tensors that change from call to call are copied into buffers that stay (`CapturedProcessor.refresh`).
+What is frozen in a capture is exactly what is in the signature. Lengths, penalties, temperatures and tokens are data:
+each call copies its own into buffers that stay (`CapturedProcessor.refresh`), so that calls share a recording.
 """
 
 from __future__ import annotations
@@ -17,64 +16,93 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from fastgen import releases
+from fastgen.ops.triton import power_of_two
 from fastgen.optimizer.transformers import logits
 from fastgen.optimizer.transformers.captured import rewritten_processors as rewritten
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, CapturedProcessor, Unknown
 
 # Sizes of what is frozen are rounded up to a multiple of this, so that calls of about the same size share a graph.
 _ROUNDING = 128
-
+# Room for so many tokens, at least, where there may be any number of them.
+_TOKENS = 4
+# The encoder's input, at least.
+_ENCODER_TOKENS = 512
 
 # How a processor is captured: the class, and its arguments after the bucket, which are what is frozen.
 Signature = tuple[Any, ...]
 
 
-class _Call(NamedTuple):
-    """A processor in a call, and the numbers of the call that its own follow."""
+class _Signed(NamedTuple):
+    """What of a processor is frozen, and what its `refresh` gets."""
 
-    processor: Any
-    prompt_length: int
-    max_length: int
+    frozen: Signature
+    data: tuple[Any, ...] = ()
+
+
+class Lengths(NamedTuple):
+    """What the numbers of a call's processors follow; both are the library's.
+
+    Attributes:
+        prompt: `StepTokens.prompt - StepTokens.start`.
+        most: `max_length`, which is `StepTokens.limit`.
+        freezes: numbers of the library's own processors are frozen: on a GPU, torch computes with one on the device a
+            little differently than with one of Python's.
+    """
+
+    prompt: int
+    most: int
+    freezes: bool = False
 
 
 class _Reader(NamedTuple):
-    """How to read a processor: `sign` gets the call and the attributes of these names.
+    """How to read a processor: `sign` gets it, the lengths of the call, and the attributes of these names.
 
     The processor may have no more attributes than these and `others`, which a release may have added.
     """
 
-    sign: Callable[..., Signature]
+    sign: Callable[..., _Signed]
     names: tuple[str, ...]
     others: tuple[str, ...] = ()
 
 
-def signature(processor: Any, prompt_length: int, max_length: int) -> Signature | None:
+def signature(processor: Any, lengths: Lengths) -> Signature | None:
     """All that is frozen in the capture of a processor: two of the same signature may share a graph.
 
     None if it cannot be captured: its class is not one of the library's itself, or it has parameters of an unknown
-    kind. The lengths are the library's: `StepTokens.prompt - StepTokens.start`, and `StepTokens.limit`.
+    kind.
     """
+    signed = _signed(processor, lengths)
+    return None if signed is None else signed.frozen
+
+
+def _signed(processor: Any, lengths: Lengths) -> _Signed | None:
     reader = _READERS.get(type(processor))
     found = vars(processor) if reader is not None else {}
     if reader is None or not set(reader.names) <= found.keys() <= {*reader.names, *reader.others}:
         return None
     try:
-        return reader.sign(_Call(processor, prompt_length, max_length), *(found[name] for name in reader.names))
+        return reader.sign(processor, lengths, *(found[name] for name in reader.names))
     except Unknown:
         return None
 
 
-def captured(processor: Any, bucket: Bucket, prompt_length: int, max_length: int) -> CapturedProcessor | None:
+def captured(processor: Any, bucket: Bucket, lengths: Lengths) -> CapturedProcessor | None:
     """The capturable form of a processor.
 
     None if it has no `signature`, or does not fit into its buffers (`CapturedProcessor.refresh`).
     """
-    signed = signature(processor, prompt_length, max_length)
+    signed = _signed(processor, lengths)
     if signed is None:
         return None
-    kind, *frozen = signed
+    kind, *frozen = signed.frozen
     made = kind(bucket, *frozen)
-    return made if made.refresh(processor) else None
+    return made if made.refresh(*signed.data) else None
+
+
+def refresh(made: CapturedProcessor, processor: Any, lengths: Lengths) -> bool:
+    """Has a captured processor do what this one of the same signature does; False if it does not fit."""
+    signed = _signed(processor, lengths)
+    return signed is not None and made.refresh(*signed.data)
 
 
 def _of_type(value: Any, *types: type) -> Any:
@@ -94,86 +122,106 @@ def round_up(size: int, multiple: int = _ROUNDING) -> int:
     return -(-size // multiple) * multiple
 
 
-def _encoder_width(processor: Any) -> int:
+def _encoder_tokens(processor: Any) -> tuple[Tensor, int]:
+    """The encoder's tokens, and the width of a buffer for them."""
     tokens = rewritten.encoder_tokens(processor)
     if tokens.amin() < 0:
         raise Unknown
-    return round_up(tokens.shape[1])
+    return tokens, power_of_two(max(tokens.shape[1], _ENCODER_TOKENS))
+
+
+def _room(tokens: tuple[int, ...], least: int = _TOKENS) -> int:
+    return power_of_two(max(len(tokens), least))
 
 
 def _at(kind: type[CapturedProcessor], compare: Callable[..., Tensor], origin: str, *names: str) -> _Reader:
     """Tokens, the first attribute, banned or forced where the position compares so to the sum of the others."""
 
-    def sign(call: _Call, tokens: Any, *numbers: Any) -> Signature:
-        offset = {"start": 0, "prompt": call.prompt_length, "limit": call.max_length}[origin]
+    # Of one token that is forced, the largest output is found without all of them (`fastgen.decoding.largest_outputs`).
+    least = 1 if kind is rewritten.Force else _TOKENS
+
+    def sign(processor: Any, lengths: Lengths, tokens: Any, *numbers: Any) -> _Signed:
+        offset = {"start": 0, "prompt": lengths.prompt, "limit": lengths.most}[origin]
         bound = sum(_of_type(number, int) for number in numbers) - offset
-        return kind, _token_ids(tokens), rewritten.When(compare, origin, bound)
+        found = _token_ids(tokens)
+        return _Signed((kind, _room(found, least), rewritten.When(compare, origin)), (found, bound))
 
     return _Reader(sign, names)
 
 
-def _forced_bos(call: _Call, token: Any) -> Signature:
+def _forced_bos(processor: Any, lengths: Lengths, token: Any) -> _Signed:
     if _of_type(token, int) < 0:
         raise Unknown
-    return rewritten.Force, (token,), rewritten.When(torch.eq, "start", 1)
+    return _Signed((rewritten.Force, 1, rewritten.When(torch.eq, "start")), ((token,), 1))
 
 
-def _repetition_penalty(call: _Call, penalty: Any, ignored: Any, *unused: Any) -> Signature:
+def _suppressed(processor: Any, lengths: Lengths, tokens: Any) -> _Signed:
+    found = _token_ids(tokens)
+    return _Signed((rewritten.Ban, _room(found), None), (found, 0))
+
+
+def _repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, ignored: Any, *unused: Any) -> _Signed:
     if any(value is not None for value in unused):
         raise Unknown
+    of_rows = None
     if isinstance(ignored, Tensor):
         if ignored.dim() != 1 or ignored.is_floating_point():
             raise Unknown
-        ignored = rewritten.RepetitionPenalty.ROWS
+        ignored, of_rows = rewritten.RepetitionPenalty.ROWS, ignored
     elif ignored is not None:
-        ignored = _of_type(ignored, int) - call.prompt_length
-    return rewritten.RepetitionPenalty, _of_type(penalty, float), ignored
+        ignored = _of_type(ignored, int) - lengths.prompt
+    return _Signed((rewritten.RepetitionPenalty, ignored), (_of_type(penalty, float), of_rows))
 
 
-def _encoder_repetition_penalty(call: _Call, penalty: Any, tokens: Any) -> Signature:
-    width, all_rows = _encoder_width(call.processor), releases.encoder_penalty_is_for_all_beams()
-    return rewritten.EncoderRepetitionPenalty, width, _of_type(penalty, float), all_rows
+def _encoder_repetition_penalty(processor: Any, lengths: Lengths, penalty: Any, tokens: Any) -> _Signed:
+    found, width = _encoder_tokens(processor)
+    all_rows = releases.encoder_penalty_is_for_all_beams()
+    return _Signed((rewritten.EncoderRepetitionPenalty, width, all_rows), (found, _of_type(penalty, float)))
 
 
-def _length_penalty(call: _Call, start: Any, factor: Any, ends: Any) -> Signature:
-    steps = round_up(max(call.max_length - _of_type(start, int), 1))
+def _length_penalty(processor: Any, lengths: Lengths, start: Any, factor: Any, ends: Any) -> _Signed:
+    steps = round_up(max(lengths.most - _of_type(start, int), 1))
     try:
         pow(_of_type(factor, float), steps)
     except OverflowError as error:  # which the library raises once it comes so far
         raise Unknown from error
-    start -= call.prompt_length
-    return rewritten.LengthPenalty, _token_ids(ends), start, factor, steps, releases.length_penalty_keeps_bans()
+    found, keeps_bans = _token_ids(ends), releases.length_penalty_keeps_bans()
+    return _Signed((rewritten.LengthPenalty, _room(found), steps, keeps_bans), (found, start - lengths.prompt, factor))
 
 
-def _encoder_no_repeat_ngram(call: _Call, n: Any, *others: Any) -> Signature:
-    return rewritten.EncoderNoRepeatNGram, _encoder_width(call.processor), _of_type(n, int)
+def _encoder_no_repeat_ngram(processor: Any, lengths: Lengths, n: Any, *others: Any) -> _Signed:
+    found, width = _encoder_tokens(processor)
+    return _Signed((rewritten.EncoderNoRepeatNGram, width, _of_type(n, int)), (found,))
 
 
-def _sequence_bias(call: _Call, biases: Any) -> Signature:
+def _sequence_bias(processor: Any, lengths: Lengths, biases: Any) -> _Signed:
     items = [(tuple(int(token) for token in sequence), _of_type(bias, float)) for sequence, bias in biases.items()]
     if not all(sequence and min(sequence) >= 0 for sequence, _ in items):
         raise Unknown
-    if not hasattr(call.processor, releases.GROUPED_BIASES):
+    if not hasattr(processor, releases.GROUPED_BIASES):
         # Releases that go through the sequences one by one compare their whole length with that of the input.
-        return rewritten.SequenceBias, tuple(items), 1
+        return _Signed((rewritten.SequenceBias, tuple(items), 1))
     lengths = list(dict.fromkeys(len(sequence) for sequence, _ in items))
-    return rewritten.SequenceBias, tuple(sorted(items, key=lambda item: lengths.index(len(item[0])))), 0
+    return _Signed((rewritten.SequenceBias, tuple(sorted(items, key=lambda item: lengths.index(len(item[0])))), 0))
 
 
-def _eta(call: _Call, epsilon: Any, filter_value: Any, keep: Any) -> Signature:
+def _eta(processor: Any, lengths: Lengths, epsilon: Any, filter_value: Any, keep: Any) -> _Signed:
     if not isinstance(epsilon, Tensor) or epsilon.dim() or epsilon.dtype is not torch.float32:
         raise Unknown
-    return rewritten.Eta, epsilon.item(), _of_type(filter_value, int, float), _of_type(keep, int)
+    return _Signed((rewritten.Eta, _of_type(filter_value, int, float), _of_type(keep, int)), (epsilon,))
 
 
-def _library(*names: str, others: tuple[str, ...] = ()) -> _Reader:
-    """The library's own, with numbers of these names."""
+def _library(number: str | None = None, *names: str, others: tuple[str, ...] = ()) -> _Reader:
+    """The library's own: a number that each call gives, and others that are frozen, by name."""
+    numbers = () if number is None else (number,)
 
-    def sign(call: _Call, *values: Any) -> Signature:
-        numbers = tuple((name, _of_type(value, int, float)) for name, value in zip(names, values, strict=True))
-        return rewritten.Library, type(call.processor), numbers
+    def sign(processor: Any, lengths: Lengths, *values: Any) -> _Signed:
+        known = {name: _of_type(value, int, float) for name, value in zip((*numbers, *names), values, strict=True)}
+        given = tuple(name for name in numbers if not lengths.freezes)
+        frozen = tuple((name, value) for name, value in known.items() if name not in given)
+        return _Signed((rewritten.Library, type(processor), frozen, given), tuple(known[name] for name in given))
 
-    return _Reader(sign, names, others)
+    return _Reader(sign, (*numbers, *names), others)
 
 
 _BIASES = _Reader(
@@ -190,9 +238,7 @@ _READERS_BY_NAME = {
     "SuppressTokensAtBeginLogitsProcessor": _at(
         rewritten.Ban, torch.eq, "prompt", "begin_suppress_tokens", "begin_index"
     ),
-    "SuppressTokensLogitsProcessor": _Reader(
-        lambda call, tokens: (rewritten.Ban, _token_ids(tokens), None), ("suppress_tokens",)
-    ),
+    "SuppressTokensLogitsProcessor": _Reader(_suppressed, ("suppress_tokens",)),
     "ForcedBOSTokenLogitsProcessor": _Reader(_forced_bos, ("bos_token_id",)),
     "ForcedEOSTokenLogitsProcessor": _at(rewritten.Force, torch.eq, "limit", "eos_token_id", "max_length"),
     # The last two attributes are for the library's continuous batching, where scores have three dimensions.
@@ -204,7 +250,7 @@ _READERS_BY_NAME = {
         _length_penalty, ("regulation_start", "regulation_factor", "eos_token_id")
     ),
     "NoRepeatNGramLogitsProcessor": _Reader(
-        lambda call, n: (rewritten.NoRepeatNGram, _of_type(n, int)), ("ngram_size",)
+        lambda processor, lengths, n: _Signed((rewritten.NoRepeatNGram, _of_type(n, int))), ("ngram_size",)
     ),
     "EncoderNoRepeatNGramLogitsProcessor": _Reader(
         _encoder_no_repeat_ngram, ("ngram_size", "batch_size", "generated_ngrams", logits.ENCODER_TOKENS)
@@ -212,7 +258,7 @@ _READERS_BY_NAME = {
     "SequenceBiasLogitsProcessor": _BIASES,
     "NoBadWordsLogitsProcessor": _BIASES,
     "TemperatureLogitsWarper": _library("temperature"),
-    "TopKLogitsWarper": _library("top_k", "filter_value", others=("min_tokens_to_keep",)),
+    "TopKLogitsWarper": _library(None, "top_k", "filter_value", others=(releases.KEPT_BY_TOP_K,)),
     "TopPLogitsWarper": _library("top_p", *_KEPT),
     "MinPLogitsWarper": _library("min_p", *_KEPT),
     "TypicalLogitsWarper": _library("mass", *_KEPT),

@@ -35,6 +35,7 @@ class Bucket(NamedTuple):
     device: torch.device  # of the scores
     inputs: int | None = None  # by default those of the call; otherwise these come first
     per_input: int = 1  # rows of each
+    vocabulary: int | None = None  # of the scores, where it is known
 
 
 class Unknown(Exception):
@@ -42,74 +43,122 @@ class Unknown(Exception):
 
 
 class CapturedProcessor:
-    """A logits processor that can be captured."""
+    """A logits processor that can be captured.
+
+    What differs between the processors of one signature is in buffers, which `refresh` fills.
+    """
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         """`scores`, [rows, vocabulary] in float32, of what may continue the sequences, processed; maybe in place."""
         raise NotImplementedError
 
-    def refresh(self, processor: Any) -> bool:
-        """Takes over the tensors of another call's processor with the same signature.
+    def refresh(self, *data: Any) -> bool:
+        """Takes over the data of a call's processor of this signature, as `processors.refresh` gives them.
 
         False if they do not fit into the buffers that are there; then nothing has been changed.
         """
-        return True
+        return not data
+
+
+class _Number:
+    """A number that each call gives, and that tensors are multiplied with or divided by as by one of Python's."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._value = torch.zeros((), dtype=torch.float64, device=bucket.device)
+        self._inverse = torch.zeros((), dtype=torch.float32, device=bucket.device)
+
+    def fill(self, value: float) -> None:
+        self._value.fill_(value)
+        self._inverse.fill_(value).reciprocal_()
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self._value
+
+    def under(self, x: Tensor) -> Tensor:
+        """A GPU divides by a number from the host by multiplying with its inverse."""
+        return x * self._inverse if x.is_cuda else x / self._value
 
 
 # Tokens that are banned or forced ---------------------------------------------------------------------------------
 
 
 class When(NamedTuple):
-    """A comparison of the current length with a number, such as `torch.lt`.
+    """A comparison of the current length with a number that each call gives, such as `torch.lt`.
 
     The length is measured from the "start", from the end of the "prompt", or, with the next token, from the "limit".
     """
 
     compare: Callable[..., Tensor]
     origin: str
-    bound: int
 
-    def __call__(self, step: StepTokens) -> Tensor:
+    def __call__(self, step: StepTokens, bound: Tensor) -> Tensor:
         position = step.length - (step.prompt if self.origin == "prompt" else step.start)
-        return self.compare(position + 1 - step.limit if self.origin == "limit" else position, self.bound)
+        return self.compare(position + 1 - step.limit if self.origin == "limit" else position, bound)
 
 
 class _OfTokens(CapturedProcessor):
-    """What processors that change the scores of some tokens have in common: the columns of these."""
+    """What processors that change the scores of some tokens have in common: the columns of these, [room], int64.
 
-    def __init__(self, bucket: Bucket, tokens: tuple[int, ...], when: When | None = None) -> None:
-        self._tokens, self._when = tokens, when  # the tokens in order, so that those of a vocabulary come first
-        self._index = torch.tensor(tokens, dtype=torch.int64, device=bucket.device)
+    Where there are fewer, the first is there again. `_is_any` says whether there is one in the vocabulary at all.
+    """
 
-    def _columns(self, scores: Tensor, skips: bool = False) -> Tensor:
-        """The ids of the tokens. Those outside the vocabulary are skipped, or raise IndexError."""
-        known = self._index[: bisect_left(self._tokens, scores.shape[1])]
-        if len(known) < len(self._tokens) and not skips:
-            raise IndexError(f"token {self._tokens[-1]} is outside the vocabulary of {scores.shape[1]}")
-        return known
+    skips = False  # tokens outside the vocabulary; otherwise such a processor is not captured
+
+    def __init__(self, bucket: Bucket, room: int) -> None:
+        self._vocabulary = bucket.vocabulary
+        self._columns = torch.zeros(room, dtype=torch.int64, device=bucket.device)
+        self._is_any = torch.zeros(1, dtype=torch.bool, device=bucket.device)
+
+    def _take(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these tokens, which are in order, fit; then they are in the buffer."""
+        limit = math.inf if self._vocabulary is None else self._vocabulary
+        known = tokens[: bisect_left(tokens, limit)]
+        if len(tokens) > len(self._columns) or (len(known) < len(tokens) and not self.skips):
+            return False
+        filled = known + known[:1] * (len(self._columns) - len(known)) if known else (0,) * len(self._columns)
+        self._columns.copy_(torch.tensor(filled, dtype=torch.int64))
+        self._is_any.fill_(bool(known))
+        return True
 
 
 def _fill_columns(scores: Tensor, index: Tensor, value: float, due: Tensor) -> Tensor:
     return scores.index_copy_(1, index, scores.index_select(1, index).masked_fill_(due, value))
 
 
-class Ban(_OfTokens):
+class _AtSomePositions(_OfTokens):
+    """Tokens of which something is so at some positions, or, without `when`, at all of them."""
+
+    def __init__(self, bucket: Bucket, room: int, when: When | None = None) -> None:
+        super().__init__(bucket, room)
+        self._when = when
+        self._bound = torch.zeros((), dtype=torch.int64, device=bucket.device)
+
+    def refresh(self, tokens: tuple[int, ...], bound: int) -> bool:  # type: ignore[override]
+        if not self._take(tokens):
+            return False
+        self._bound.fill_(bound)
+        return True
+
+    def _is_due(self, step: StepTokens) -> Tensor:
+        return self._is_any if self._when is None else self._is_any & self._when(step, self._bound)
+
+
+class Ban(_AtSomePositions):
     """Tokens that cannot come at some positions, or at none."""
 
+    skips = True
+
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        index = self._columns(scores, skips=True)
-        if self._when is None:
-            return scores.index_fill_(1, index, -math.inf)
-        return _fill_columns(scores, index, -math.inf, self._when(step))
+        return _fill_columns(scores, self._columns, -math.inf, self._is_due(step))
 
 
-class Force(_OfTokens):
+class Force(_AtSomePositions):
     """Tokens of which one must come at some position."""
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
-        due = self._when(step)
+        due = self._is_due(step)
         scores.masked_fill_(due, -math.inf)
-        return _fill_columns(scores, self._columns(scores), 0.0, due)
+        return _fill_columns(scores, self._columns, 0.0, due)
 
 
 # Penalties --------------------------------------------------------------------------------------------------------
@@ -135,7 +184,7 @@ class _Buffer:
         return True
 
 
-def _penalise(scores: Tensor, tokens: Tensor, penalty: float) -> Tensor:
+def _penalise(scores: Tensor, tokens: Tensor, penalty: _Number) -> Tensor:
     """Multiplies or divides the score of each of `tokens`, [rows, any], once; other numbers are no tokens.
 
     As in the n-gram operator, every element writes: those that hold no token repeat what another one of their row
@@ -145,7 +194,7 @@ def _penalise(scores: Tensor, tokens: Tensor, penalty: float) -> Tensor:
     spare = tokens.amax(dim=1, keepdim=True)
     index = torch.where(tokens >= 0, tokens, spare.clamp(min=0))
     found = scores.gather(1, index)
-    changed = torch.where(found < 0, found * penalty, found / penalty)
+    changed = torch.where(found < 0, penalty.times(found), penalty.under(found))
     return scores.scatter_(1, index, torch.where(spare >= 0, changed, found))
 
 
@@ -154,8 +203,8 @@ class RepetitionPenalty(CapturedProcessor):
 
     ROWS = "rows"  # how much of the prompt is left out is a number of each row
 
-    def __init__(self, bucket: Bucket, penalty: float, ignored: int | str | None) -> None:
-        self._penalty, self._ignored = penalty, ignored
+    def __init__(self, bucket: Bucket, ignored: int | str | None) -> None:
+        self._penalty, self._ignored = _Number(bucket), ignored
         self._ignored_rows = _Buffer(bucket, bucket.per_input, fill=0)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
@@ -171,8 +220,11 @@ class RepetitionPenalty(CapturedProcessor):
             counts = counts & (positions - step.start >= ignored.unsqueeze(1))
         return _penalise(scores, torch.where(counts, tokens, -1), self._penalty)
 
-    def refresh(self, processor: Any) -> bool:
-        return self._ignored != self.ROWS or self._ignored_rows.refill(processor.prompt_ignore_length)
+    def refresh(self, penalty: float, ignored: Tensor | None) -> bool:  # type: ignore[override]
+        if ignored is not None and not self._ignored_rows.refill(ignored):
+            return False
+        self._penalty.fill(penalty)
+        return True
 
 
 def encoder_tokens(processor: Any) -> Tensor:
@@ -189,16 +241,20 @@ class _EncoderTokens(CapturedProcessor):
     def __init__(self, bucket: Bucket, width: int) -> None:
         self._encoder = _Buffer(bucket, 1, width, fill=-1)
 
-    def refresh(self, processor: Any) -> bool:
-        return self._encoder.refill(encoder_tokens(processor))
+    def refresh(self, tokens: Tensor, *data: Any) -> bool:
+        return self._encoder.refill(tokens)
 
 
 class EncoderRepetitionPenalty(_EncoderTokens):
     """With `all_rows`, all rows of an input share its tokens; otherwise row i has the tokens of input i."""
 
-    def __init__(self, bucket: Bucket, width: int, penalty: float, all_rows: bool) -> None:
+    def __init__(self, bucket: Bucket, width: int, all_rows: bool) -> None:
         super().__init__(bucket, width)
-        self._penalty, self._all_rows = penalty, all_rows
+        self._penalty, self._all_rows = _Number(bucket), all_rows
+
+    def refresh(self, tokens: Tensor, penalty: float) -> bool:  # type: ignore[override]
+        self._penalty.fill(penalty)
+        return super().refresh(tokens)
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         tokens = self._encoder.tensor
@@ -209,29 +265,35 @@ class EncoderRepetitionPenalty(_EncoderTokens):
 
 
 class LengthPenalty(_OfTokens):
-    """Scores of the end that grow exponentially, for `steps` behind `start`, which counts from the prompt's end.
+    """Scores of the end that grow exponentially, for `steps` behind a start that counts from the prompt's end.
 
     With `finite_only`, a score of -inf stays.
     """
 
-    def __init__(
-        self, bucket: Bucket, tokens: tuple[int, ...], start: int, factor: float, steps: int, finite_only: bool
-    ) -> None:
-        super().__init__(bucket, tokens)
-        self._start, self._finite_only = start, finite_only
+    def __init__(self, bucket: Bucket, room: int, steps: int, finite_only: bool) -> None:
+        super().__init__(bucket, room)
+        self._finite_only = finite_only
+        self._start = torch.zeros((), dtype=torch.int64, device=bucket.device)
+        self._factors = torch.zeros(steps, dtype=torch.float32, device=bucket.device)
+
+    def refresh(self, tokens: tuple[int, ...], start: int, factor: float) -> bool:  # type: ignore[override]
+        if not self._take(tokens):
+            return False
+        self._start.fill_(start)
         # As the library has them, in double precision; a power on the device may differ in the last place.
-        factors = [pow(factor, step) - 1 for step in range(steps)]
-        self._factors = torch.tensor(factors, dtype=torch.float32, device=bucket.device)
+        factors = [pow(factor, step) - 1 for step in range(len(self._factors))]
+        self._factors.copy_(torch.tensor(factors, dtype=torch.float64))
+        return True
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         steps = step.length - step.prompt - self._start
         factor = self._factors.index_select(0, steps.clamp(0, len(self._factors) - 1).view(-1)).unsqueeze(1)
-        index = self._columns(scores)
-        found = scores.index_select(1, index)
+        found = scores.index_select(1, self._columns)
         penalty = found.abs() * factor
         if self._finite_only:
             penalty = penalty.masked_fill(~found.isfinite(), 0.0)
-        return scores.index_copy_(1, index, torch.where(steps > 0, found + penalty, found))
+        due = (steps > 0) & self._is_any
+        return scores.index_copy_(1, self._columns, torch.where(due, found + penalty, found))
 
 
 # Sequences --------------------------------------------------------------------------------------------------------
@@ -322,11 +384,24 @@ class SequenceBias(CapturedProcessor):
 
 
 class Library(CapturedProcessor):
-    """The library's own processor: it looks at nothing but the scores, and its operations can be captured."""
+    """The library's own processor: it looks at nothing but the scores, and its operations can be captured.
 
-    def __init__(self, bucket: Bucket, kind: type, values: tuple[tuple[str, Any], ...]) -> None:
+    Args:
+        frozen: its attributes.
+        names: of attributes that are numbers of each call: tensors of no dimension, with which torch computes as with
+            numbers of Python's.
+    """
+
+    def __init__(self, bucket: Bucket, kind: type, frozen: tuple[tuple[str, Any], ...], names: tuple[str, ...]) -> None:
         self._processor: Any = object.__new__(kind)
-        self._processor.__dict__.update(values)
+        self._processor.__dict__.update(frozen)
+        self._numbers = [torch.zeros((), dtype=torch.float64, device=bucket.device) for _ in names]
+        self._processor.__dict__.update(zip(names, self._numbers, strict=True))
+
+    def refresh(self, *numbers: float) -> bool:
+        for buffer, number in zip(self._numbers, numbers, strict=True):
+            buffer.fill_(number)
+        return True
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         return self._processor(step.tokens, scores)
@@ -335,9 +410,13 @@ class Library(CapturedProcessor):
 class Eta(CapturedProcessor):
     """Hewitt et al., "Truncation Sampling as Language Model Desmoothing" (2022), section 3."""
 
-    def __init__(self, bucket: Bucket, epsilon: float, filter_value: float, keep: int) -> None:
-        self._epsilon = torch.tensor(epsilon, device=bucket.device)
+    def __init__(self, bucket: Bucket, filter_value: float, keep: int) -> None:
+        self._epsilon = torch.zeros((), device=bucket.device)
         self._filter_value, self._keep = filter_value, keep
+
+    def refresh(self, epsilon: Tensor) -> bool:  # type: ignore[override]
+        self._epsilon.copy_(epsilon)
+        return True
 
     def __call__(self, scores: Tensor, step: StepTokens) -> Tensor:
         # The library's distribution validates its arguments, which waits for the device.

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,23 +16,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen import releases
+from fastgen import patching, releases
 from fastgen.decoding import beams, layers
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.growing import LEAST_LENGTH, Growing
 from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.captured.program import Program
-from fastgen.decoding.captured.search import BeamSearch, RowSearch
+from fastgen.decoding.captured.search import NOTHING, BeamSearch, RowSearch
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
 from fastgen.decoding.norms import fused
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.models import counts_on_the_host
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
 _WARM_UPS = 2
 # Steps under way on a GPU that the host does not know the outcome of. On the CPU there are none.
 _LATE = 2
+# Masks, which are among the inputs of the model.
+MASKS = ("attention_mask", "decoder_attention_mask")
 # Inputs of the model that go up by one in every step.
 POSITIONS = ("position_ids", "decoder_position_ids")
 
@@ -43,6 +50,13 @@ class Host(NamedTuple):
     keep: Callable[[dict[str, Tensor]], None]  # what the call returns of a step, by name: [rows, vocabulary] each
 
 
+_is_eager: ContextVar[bool] = ContextVar("fastgen_eager_step", default=False)
+
+
+def _capturable(parts: list[Part]) -> list[Part]:
+    return [(graph.capturable(part), on_host) for part, on_host in parts]
+
+
 # What a search chooses from, and whether it has to be normalised: the arguments of its `propose`.
 Scores = tuple[Tensor, bool]
 # What the host does after a part of a step, from the number of tokens that there are; and such a part, with that.
@@ -52,20 +66,17 @@ Part = tuple[Callable[[], object], OnHost | None]
 
 @dataclass(frozen=True)
 class Key:
-    """All that is frozen in a captured step: calls that agree on it can share one. Capacities are positions."""
+    """All that is frozen in a captured step: calls that agree on it can share one."""
 
     batch: int
     per_input: int
-    prompt_capacity: int  # of the sequences' buffers
-    new_capacity: int
-    stored_capacity: int  # of K and V of self-attention, for what the first pass has stored
-    capacity: int  # and for what is generated
+    sizes: Sizes
     width: int  # positions that a step stores
-    encoder: tuple[type, int, int] | None  # the class that its output comes in, its positions and width
+    encoder: tuple[type, int] | None  # the class that its output comes in, and the width of that
     source_in_front: bool  # K and V of the encoder's output are those of self-attention, in front of the sequences'
     early_stopping: bool | str | None  # of beam search; None for sequences that are continued for themselves
     samples: bool  # tokens are drawn
-    eos: tuple[int, ...]
+    ends: int  # as many tokens may end a sequence
     processors: tuple[Hashable, ...] | None  # signatures; None if the host runs the processors
     has_criteria: bool  # there are stopping criteria, which the host runs, besides the search's own
     kept: tuple[str, ...]  # what the call returns of every step: scores, logits
@@ -81,8 +92,9 @@ class Key:
         return self.batch * self.per_input
 
     @property
-    def encoder_capacity(self) -> int:
-        return self.encoder[1] if self.encoder is not None else 0
+    def waits_for_host(self) -> bool:
+        """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
+        return self.processors is None or self.has_criteria or bool(self.kept)
 
 
 @dataclass
@@ -99,6 +111,7 @@ class Prompt:
     cross_span: tuple[Tensor, Tensor] | None
     tensors: dict[str, Tensor]  # the model's inputs of the first step, [inputs, ...], by name
     logits: Tensor  # [inputs * per_input, vocabulary]: of the last position of the prompt
+    eos: tuple[int, ...] = ()  # tokens that end a sequence
 
     @property
     def inputs(self) -> int:
@@ -109,33 +122,39 @@ class CapturedStep:
     """The step, its buffers, and, once it has been captured, its graphs or programs.
 
     Of `prompt`, any of the key's kind, nothing is stored. `processors` is None if the host runs them.
+
+    Attributes:
+        sizes: those of its buffers; where the key has none, they may grow.
     """
 
-    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
-        self.key = key
+    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None, sizes: Sizes) -> None:
+        self.key, self.sizes = key, sizes
+        self._growing = Growing() if key.sizes.new == 0 else None
         self.state: Hashable = None  # of the model that it is captured with
         self.processors = processors
         self.device = device = prompt.tokens.device
-        self._state = StepState(key.batch, key.per_input, key.capacity + key.width - 1, device, key.width)
+        growing = self._growing
+        self._state = StepState(key.batch, key.per_input, sizes.new + key.width - 1, device, key.width, growing)
         self._own = [
-            StaticKV(*kv, self._state, key.stored_capacity, has_suffix=True, window=window)
+            StaticKV(*kv, self._state, sizes.stored, has_suffix=True, window=window, growing=growing)
             for kv, window in zip(prompt.own, key.windows, strict=True)
         ]
-        self._cross = [StaticKV(*kv, self._state, key.encoder_capacity, has_suffix=False) for kv in prompt.cross]
-        sizes = (key.batch, key.per_input, key.prompt_capacity, key.new_capacity, device, key.eos)
-        self.search = self._new_search(*sizes, samples=key.samples)
-        self._stored = torch.full((), key.stored_capacity, dtype=torch.int64, device=device)
+        self._cross = [
+            StaticKV(*kv, self._state, sizes.source, has_suffix=False, growing=growing) for kv in prompt.cross
+        ]
+        ends = [NOTHING] * key.ends  # each call says which
+        self.search = self._new_search(
+            key.batch, key.per_input, sizes.prompt, sizes.new, device, ends, samples=key.samples, growing=growing
+        )
+        self._stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        seen = SymbolicLength.of(self._seen, key.stored_capacity, key.stored_capacity + key.capacity)
-        self._cache = cache_of(self._own, self._cross, seen)
+        # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
+        self._most_new = 1
+        self._bounds = SymbolicLength.of(self._seen, sizes.stored, sizes.stored + 1)
+        self._cache = cache_of(self._own, self._cross, self._bounds)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in key.tensors}
-        self._constants: dict[str, Any] = dict(key.constants)
-        if key.encoder is not None:
-            # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
-            kind_of_output, *sizes_of_output = key.encoder
-            nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
-            states = nothing.expand(key.rows, *sizes_of_output)
-            self._constants["encoder_outputs"] = kind_of_output(last_hidden_state=states)
+        # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
+        self._nothing = torch.full((1, 1, 1), torch.nan, dtype=prompt.logits.dtype, device=device)
         # What the host's processors and criteria get and give.
         scores_of_host = (key.rows, prompt.logits.shape[-1]) if processors is None else (0,)
         self._scores = torch.zeros(scores_of_host, dtype=torch.float32, device=device)
@@ -143,21 +162,20 @@ class CapturedStep:
         self._kept = {name: torch.zeros(sizes_of_kept, dtype=torch.float32, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
-        waits = processors is None or key.has_criteria or key.kept
-        self._flag = graph.LateFlag(device, 0 if waits else _LATE)
+        self._flag = graph.LateFlag(device, 0 if key.waits_for_host else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
         self._lengths: tuple[list[int], list[int]] = ([], [])
         self._graphs: list[tuple[graph.Graph | Program, OnHost | None]] = []
         self.seconds_of_calls: deque[float] = deque(maxlen=4)  # what a step of the last calls has taken
-        self._warm_ups = 0
+        self._eager_steps = 0
 
-    def _new_search(self, *sizes: Any, samples: bool) -> BeamSearch | RowSearch:
+    def _new_search(self, *sizes: Any, samples: bool, growing: Growing | None) -> BeamSearch | RowSearch:
         if self.key.early_stopping is None:
-            return RowSearch(*sizes, samples=samples)
-        sorts = samples and releases.sorts_drawn_candidates()
-        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, samples=samples, sorts=sorts)
+            return RowSearch(*sizes, samples=samples, growing=growing)
+        options = {"samples": samples, "sorts": samples and releases.sorts_drawn_candidates(), "growing": growing}
+        return BeamSearch(*sizes, early_stopping=self.key.early_stopping, **options)
 
     @property
     def is_captured(self) -> bool:
@@ -176,11 +194,66 @@ class CapturedStep:
 
     def _buffer(self, name: str, first: Tensor) -> Tensor:
         """Where an input of the model is: [rows, width], with a width for the positions to come, too."""
-        key = self.key
-        width = key.encoder_capacity if name == "attention_mask" else 1
+        buffer = torch.zeros(self.key.rows, self._width_of(name), dtype=first.dtype, device=first.device)
+        if self._growing is not None and name in MASKS:
+            self._growing.add(buffer)
+        return buffer
+
+    def _width_of(self, name: str) -> int:
         if self._grows(name):
-            width = key.stored_capacity + key.capacity
-        return torch.zeros(key.rows, width, dtype=first.dtype, device=first.device)
+            return self.sizes.stored + self.sizes.new
+        return self.sizes.source if name == "attention_mask" else 1
+
+    # ---- the sizes of the buffers
+
+    @property
+    def follows(self) -> bool:
+        """Whether what has been captured goes on when the buffers get other memory."""
+        return all(made.follows for made, _ in self._graphs)
+
+    def make_room(self, needed: Sizes) -> None:
+        """Has the buffers grow to these sizes at least: of those that the key leaves open, and between two calls all.
+
+        In a call, what is generated may get more room; what is there stays.
+        """
+        have = self.sizes
+        if have.fit(needed):
+            return
+        self.sizes = sizes = Sizes(*map(max, have, needed))
+        if sizes.stored > have.stored:
+            for kv in self._own:
+                kv.grow_prefix(sizes.stored)
+            self._stored.fill_(sizes.stored)
+        if sizes.source > have.source:
+            for kv in self._cross:
+                kv.grow_prefix(sizes.source)
+        if sizes.new > have.new:
+            for kv in self._own:
+                kv.grow_suffix(sizes.new + self.key.width - 1)
+            self._state.grow(sizes.new + self.key.width - 1)
+        if (sizes.prompt, sizes.new) != (have.prompt, have.new):
+            self.search.grow(sizes.prompt, sizes.new)
+        for name, buffer in self._inputs.items():
+            if (width := self._width_of(name)) != buffer.shape[1]:
+                larger = buffer.new_zeros(len(buffer), width)
+                larger[:, : buffer.shape[1]] = buffer
+                self._growing.exchange(buffer, larger)
+        self._move_bounds()
+        if not self.follows:
+            self._graphs = []
+
+    def _move_bounds(self) -> None:
+        """Says how long the cache can be now. Drops what was captured when the model was told what is no longer so."""
+        if not self._bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new)):
+            self._graphs = []
+
+    def _lengths_in_positions(self) -> frozenset[int]:
+        """What a program must have in nothing but the buffers that grow."""
+        prompt, stored, new, source = self.sizes
+        suffix = self._state.capacity
+        found = (prompt, stored, new, source, suffix, prompt + new, stored + new, stored + suffix, new + 2)
+        exact = {size for size in self.key.sizes if size}
+        return frozenset(size for size in found if size >= LEAST_LENGTH) - exact
 
     # ---- a call
 
@@ -192,12 +265,12 @@ class CapturedStep:
         """
         key = self.key
         is_by_row = key.processors == () and not (key.has_criteria or key.kept or key.encoder or any(key.windows))
-        is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= key.capacity
+        is_by_row &= {"attention_mask", "position_ids"} <= {*key.tensors} and prompt.new_tokens <= self.sizes.new
         is_by_row &= not key.samples and inputs.step in (None, 1)
         if inputs != slice(None) and not is_by_row:
             raise ValueError("inputs of this step can only begin together")
         # First: it refuses what does not fit, and nothing has been changed then.
-        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, inputs=inputs, **options)
+        self.search.begin(prompt.tokens, prompt.new_tokens, fill=fill, eos=prompt.eos, inputs=inputs, **options)
         for kv, stored in zip(self._own, prompt.own, strict=True):
             dropped = prompt.stored - stored[0].shape[2]
             span = ((bound - dropped).clamp(min=0) for bound in prompt.span)
@@ -207,15 +280,17 @@ class CapturedStep:
         for name, buffer in self._inputs.items():
             self._fill(name, buffer.view(key.batch, key.per_input, -1)[inputs].flatten(0, 1), prompt.tensors[name])
         if inputs == slice(None):
-            self._present, self._start = prompt.inputs, key.prompt_capacity - prompt.tokens.shape[1]
+            self._present, self._start = prompt.inputs, self.sizes.prompt - prompt.tokens.shape[1]
             self._lengths = [kv[0].shape[2] for kv in prompt.own], [kv[0].shape[2] for kv in prompt.cross]
         self._state.begin(inputs)
         self._measure()
         self._flag.reset()
+        self._most_new = max(self._most_new, prompt.new_tokens)
+        self._move_bounds()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
         given = given.repeat_interleave(self.key.per_input, dim=0)
-        end = self.key.stored_capacity if self._grows(name) else given.shape[1]
+        end = self.sizes.stored if self._grows(name) else given.shape[1]
         buffer.zero_()
         buffer[: given.shape[0], end - given.shape[1] : end] = given
         if self._grows(name):
@@ -227,51 +302,57 @@ class CapturedStep:
 
     def _extend(self, mask: Tensor) -> None:
         """The position of the next step counts; those behind it do not: models count the ones."""
-        columns = torch.arange(-self.key.stored_capacity, self.key.capacity, device=mask.device)
+        columns = torch.arange(-self.sizes.stored, self.sizes.new, device=mask.device)
         mask.masked_fill_(columns == self._state.position.unsqueeze(1), 1)
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""
         all_rows = logits.new_zeros(self.key.rows, logits.shape[-1])
         all_rows[: logits.shape[0]] = logits
-        self._run(self._parts(lambda: all_rows, self._send), 0, host)
+        self._run(_capturable(self._parts(lambda: all_rows, self._send)), 0, host)
 
     def is_over(self) -> bool:
         """To be called after each token: whether the search is known to be over."""
         return self._flag.is_set()
 
-    def start(self, model: Any, done: int, host: Host) -> None:
+    def start(self, model: Any, done: int, host: Host, captures: bool = True) -> None:
         """Starts the step for the token after `done` of them.
 
-        On a GPU the first ones run as they are; then one is captured. On the CPU the first one is, so that the result
-        does not depend on when a step was recorded.
+        One that is not captured yet is captured now, if it is to be; otherwise it runs as it is, as on a GPU the first
+        ones do in any case.
 
         Raises:
             CannotBeCaptured: it does something that a captured step cannot do. Anything else that is raised before
                 there is a graph means that, too.
         """
-        if not self.is_captured:
+        graphs = self._graphs
+        if not graphs:
             parts = self._parts(lambda: self._logits(model), self._advance)
-            if graph.is_recorded(self.device):
-                self._rehearse(model)
-            elif self._warm_ups < _WARM_UPS:
-                self._warm_up(parts, done, host)
+            is_recorded = graph.is_recorded(self.device)
+            if not captures or not (is_recorded or self._eager_steps >= _WARM_UPS):
+                self._run_eagerly(parts if is_recorded else _capturable(parts), done, host)
                 return
-            graphs = [(self._capture(part), on_host) for part, on_host in parts]
-            del self._logits_seen  # it would keep its memory in the pool that all graphs share
-        else:
-            graphs = self._graphs
+            graphs = self._captured(_capturable(parts), model)
         self._run([(made.replay, on_host) for made, on_host in graphs], done, host)
         self._graphs = graphs  # one that cannot be replayed is none
 
-    def _warm_up(self, parts: list[Part], done: int, host: Host) -> None:
+    def _run_eagerly(self, parts: list[Part], done: int, host: Host) -> None:
         """A step that is not captured."""
         run = partial(self._run, parts, done, host)
-        if self._warm_ups == 0:
-            self._watched(run)
-        else:
-            run()
-        self._warm_ups += 1
+        with patching.held(_is_eager, graph.is_recorded(self.device)):
+            if self._eager_steps == 0:
+                self._watched(run)
+            else:
+                run()
+        self._eager_steps += 1
+
+    def _captured(self, parts: list[Part], model: Any) -> list[tuple[graph.Graph | Program, OnHost | None]]:
+        if self._eager_steps == 0:
+            self._rehearse(model)
+        self._bounds.answers.clear()
+        graphs = [(self._capture(part), on_host) for part, on_host in parts]
+        del self._logits_seen  # it would keep its memory in the pool that all graphs share
+        return graphs
 
     def _rehearse(self, model: Any) -> None:
         """Runs the model for a step to come, which will store the same keys and values once more."""
@@ -300,7 +381,7 @@ class CapturedStep:
             ]
         else:
             parts.append((partial(self._choose, scores, end), CapturedStep._keep_on_host if self._kept else None))
-        return [(graph.capturable(part), on_host) for part, on_host in parts]
+        return parts
 
     def _run(self, parts: list[Part], done: int, host: Host) -> None:
         for part, on_host in parts:
@@ -325,7 +406,9 @@ class CapturedStep:
         self._stops[: stops.shape[0]] = stops
 
     def _capture(self, part: Callable[[], None]) -> graph.Graph | Program:
-        made = graph.new(self.device)
+        if self._growing is not None:
+            self._growing.lengths = self._lengths_in_positions()
+        made = graph.new(self.device, self._growing)
         made.capture(part)
         return made
 
@@ -334,7 +417,7 @@ class CapturedStep:
 
         Of self-attention those of the prompt, and of all tokens but the last. Waits for the device.
         """
-        new = int(self.search.length.max()) - self.key.prompt_capacity - 1
+        new = int(self.search.length.max()) - self.sizes.prompt - 1
         own, cross = self._lengths
         at_end = not self.key.source_in_front
         return (
@@ -356,6 +439,8 @@ class CapturedStep:
             buffer[:, : old.shape[1]] = old
             if self._grows(name):
                 self._extend(buffer)
+        self._most_new = max(self._most_new, other._most_new)
+        self._move_bounds()
         self.search.take_over(other.search, inputs)
         if not self._proposal and other._proposal:
             self._make_proposal(other._proposal)
@@ -384,7 +469,7 @@ class CapturedStep:
     def _measure(self) -> None:
         """To the model the cache is as long as its longest row."""
         torch.amax(self._state.position, 0, out=self._seen)
-        self._seen.add_(self.key.stored_capacity)
+        self._seen.add_(self._stored)
 
     def _send(self) -> None:
         self._flag.send(self.search.done)
@@ -394,13 +479,35 @@ class CapturedStep:
         inputs = model.prepare_inputs_for_generation(
             self.search.tokens.unsqueeze(1),
             next_sequence_length=1,
-            **releases.with_cache(self._cache),
+            **releases.with_cache(self._cache_of_step(model)),
             **self._inputs,
-            **self._constants,
+            **self._constants(),
         )
-        with Ranges(), fused(), layers.as_they_are():
+        # What is captured is made of torch's own products, for which others stand later.
+        products = contextlib.nullcontext() if _is_eager.get() else layers.as_they_are()
+        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
+        with ranges, fused(), products:
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
+
+    def _is_known(self, model: Any) -> bool:
+        """Whether the host may ask how long the cache is, in a step that nobody looks at."""
+        return _is_eager.get() and self._eager_steps > 0 and counts_on_the_host(model)
+
+    def _cache_of_step(self, model: Any) -> Any:
+        """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
+        if not self._is_known(model):
+            return self._cache
+        return cache_of(self._own, self._cross, int(self._seen))
+
+    def _constants(self) -> dict[str, Any]:
+        """The model's inputs that are in no buffers."""
+        found: dict[str, Any] = dict(self.key.constants)
+        if self.key.encoder is not None:
+            kind_of_output, width = self.key.encoder
+            states = self._nothing.expand(self.key.rows, self.sizes.source, width)
+            found["encoder_outputs"] = kind_of_output(last_hidden_state=states)
+        return found
 
     def _normalised(self, logits: Tensor) -> Tensor:
         """What processors get: of beam search log-probabilities, otherwise the logits, in float32."""

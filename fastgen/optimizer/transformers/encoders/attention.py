@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fastgen import patching
+from fastgen import patching, releases
 from fastgen.decoding import packing
 from fastgen.decoding.captured.recording import is_capturing
 
 # Arguments of attention functions that change what one token sees of the others of its text.
-_CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", "cache")
+_CHANGING = ("sliding_window", "softcap", "s_aux", "position_bias", "is_causal", releases.PAGED_CACHE)
 
 _is_in_force: ContextVar[bool] = ContextVar("fastgen_attention_of_texts", default=False)
 

@@ -12,8 +12,9 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,17 +27,18 @@ from fastgen.decoding.products import HALF
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
-from fastgen.optimizer.transformers.encoders import attention, programs
+from fastgen.optimizer.transformers.encoders import attention, programs, results
 from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
-ENTRY_POINT = "transformers.encoder"
+ENTRY_POINT = counters.ENCODER
 # Padding is left out when it is so large a part of the positions.
 MIN_PADDING = 0.1
 # Arguments with which a call does more than encode, or shows more than the last states.
 _MORE = ("encoder_hidden_states", *releases.CACHE_NAMES, "use_cache", "output_attentions", "output_hidden_states")
 _FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states")
+_NO_PADDING = "hardly any padding that could be left out"
 _READS_PADDING = "padded positions are in the results, or what these depend on"
 
 # Of the outermost model: others run inside its call.
@@ -74,16 +76,21 @@ def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Wrapper of the call of a `PreTrainedModel`."""
     if is_left_alone():
         return wrapped(*args, **kwargs)
-    known = known_of(model)
-    if known.stack is None:
+    given = counters.decided(ENTRY_POINT, _given, model, args, kwargs)
+    if given is None:
         return wrapped(*args, **kwargs)
-    given = {**dict(zip(known.names, args, strict=False)), **kwargs}
-    if _has_no_padding(given) and getattr(model, "_compiled_call_impl", None) is None:
+    if counters.decided(ENTRY_POINT, _may_be_recorded, model, given):
         with patching.held(_inside, True):
             result = programs.run(lambda: wrapped(*args, **kwargs), wrapped, model, given)
         if result is not None:
             return result
     return run(lambda: wrapped(*args, **kwargs), model, given, settings.current().padding)
+
+
+def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by their names; None for a model that is none of those that only encode."""
+    known = known_of(model)
+    return None if known.stack is None else {**dict(zip(known.names, args, strict=False)), **kwargs}
 
 
 def is_left_alone() -> bool:
@@ -102,27 +109,44 @@ def known_of(model: Any) -> _Model:
     return known
 
 
+@dataclass
+class _Plan:
+    """How a forward pass runs.
+
+    Attributes:
+        many_rows: the faster form of layers for it, closed where the pass is repeated without.
+        passes: those without padding; None for one as the model has it.
+        key: of calls like this one, with padding.
+        has_layers: in a pass without padding that could be left out, whether the layers are the faster ones.
+    """
+
+    known: _Model
+    many_rows: ExitStack = field(default_factory=ExitStack)
+    passes: Passes | None = None
+    key: Hashable = None
+    has_layers: bool = False
+
+
 def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: str) -> Any:
     """A forward pass of a model with these inputs, without padding where that serves.
 
     Args:
         padding: as of `Settings`, or "unseen": what is in the place of padding is masked by whoever gets the result.
     """
-    with patching.held(_inside, True), host_memory.kept(model.device), _layers_of_pass(model):
-        known, mask = known_of(model), _padding_mask(given)
-        if mask is None:  # nothing is left out; and nothing is worth counting
-            with _many_rows(model, given):
-                return forward()
-        key = _key(given, mask, padding)
-        reason = known.reading.get(key) or (_READS_PADDING if known.gives_states and padding == "exact" else None)
-        reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
-        if reason is not None:
-            counters.count_not_used(ENTRY_POINT, reason)
+    with patching.held(_inside, True), ExitStack() as context:
+        plan = counters.decided(ENTRY_POINT, _planned, context, model, given, padding)
+        if plan is None:
             return forward()
-        fill = 0.0 if padding == "unseen" else math.nan
-        passes = Passes(known.stack, known.way, mask, fill, embeds=key not in known.sees_embeddings)
+        if plan.passes is None:
+            result = forward()
+            if plan.has_layers:
+                counters.count_accelerated(f"{ENTRY_POINT}, layers")
+            elif plan.key is None:  # where there is one, it has a reason
+                counters.count_not_used(ENTRY_POINT, _NO_PADDING)
+            return result
+        passes = plan.passes
         try:
-            with patching.held(Passes.current, passes), _many_rows(model, given):
+            with plan.many_rows, patching.held(Passes.current, passes):
                 result = forward()
             if not passes.has_run:
                 raise Unexpected("the layers of the model have not been called")
@@ -134,11 +158,11 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
                 releases.note_encoder(model, str(declined))
             result = forward()
             # Where the library's result has NaN, too, that says nothing about padding.
-            if not any(bool(each.isnan().any()) for each in tensors_in(result)):
+            if not _has_nan(result):
                 if passes.has_embedded:
-                    known.sees_embeddings.add(key)
+                    plan.known.sees_embeddings.add(plan.key)
                 else:
-                    known.reading[key] = str(declined)
+                    plan.known.reading[plan.key] = str(declined)
             return result
         except Exception as failure:
             result = forward()  # raises where the call itself is at fault
@@ -146,6 +170,41 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         return result
+
+
+def _planned(context: ExitStack, model: Any, given: dict[str, Any], padding: str) -> _Plan:
+    """What `run` does. `context` gets what the pass runs in; it is empty where this raises."""
+    with ExitStack() as entered:
+        known, mask, reason = known_of(model), _padding_mask(given), None
+        plan = _Plan(known)
+        entered.enter_context(host_memory.kept(model.device))
+        layers = entered.enter_context(_layers_of_pass(model))
+        entered.enter_context(plan.many_rows)
+        if mask is not None:  # without, nothing is left out
+            plan.key = _key(given, mask, padding)
+            reason = known.reading.get(plan.key) or (
+                _READS_PADDING if known.gives_states and padding == "exact" else None
+            )
+            reason = reason or _unsupported(model, known, given, mask, padding) or _foreign(model, known.stack, padding)
+        if reason is not None:
+            counters.count_not_used(ENTRY_POINT, reason)
+        else:
+            are_many = plan.many_rows.enter_context(_many_rows(model, given))
+            if mask is None:
+                plan.has_layers = are_many or layers is not None or _has_layers.get()
+            else:
+                fill = 0.0 if padding == "unseen" else math.nan
+                embeds = plan.key not in known.sees_embeddings
+                plan.passes = Passes(known.stack, known.way, mask, fill, embeds=embeds)
+        context.enter_context(entered.pop_all())
+        return plan
+
+
+def _has_nan(result: Any) -> bool:
+    try:
+        return any(bool(each.isnan().any()) for each in results.tensors(result))
+    except results.Unknown:  # nor does it say anything the next time
+        return False
 
 
 @contextlib.contextmanager
@@ -177,10 +236,10 @@ def _layers_of_pass(model: Any) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
+def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[bool]:
     """The faster form of layers and attention in float32, where looking at all layers takes little of the time.
 
-    What is left to the original code runs outside of it.
+    What is left to the original code runs outside of it. Yields whether it is in force.
     """
     now = settings.current()
     is_float32 = now.weight_dtype == "fp32" and model.dtype is torch.float32
@@ -188,10 +247,10 @@ def _many_rows(model: Any, given: dict[str, Any]) -> Iterator[None]:
     is_eager = model._compiled_call_impl is None and not torch.is_grad_enabled()
     is_wanted = is_eager and is_float32 and may_choose and _positions(given) > programs.MOST_TOKENS
     if not is_wanted or not linear.is_available():
-        yield
+        yield False
         return
     with fast_layers(model), attention.in_force():
-        yield
+        yield True
 
 
 def _positions(given: dict[str, Any]) -> int:
@@ -206,8 +265,10 @@ def _key(given: dict[str, Any], mask: Tensor, padding: str) -> Hashable:
     return padding, names, bool(mask[:, 0].all()), bool(mask[:, -1].all())
 
 
-def _has_no_padding(given: dict[str, Any]) -> bool:
+def _may_be_recorded(model: Any, given: dict[str, Any]) -> bool:
     """Whether each position is a token, for sure, in inputs that are so small that it matters."""
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return False
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if type(ids) is not Tensor or ids.numel() > programs.MOST_TOKENS or ids.device.type != "cpu":
         return False
@@ -280,15 +341,16 @@ def _result(result: Any, mask: Tensor, zeros: bool, passes: Passes) -> Any:
     The states of all layers, which the library records as the layers have them, are padded.
 
     Raises:
-        Declined: it depends on padded positions.
+        Declined: it depends on padded positions, or nobody knows whether it does.
     """
-    if isinstance(result, dict):
-        for name, value in result.items():
-            result[name] = _result(value, mask, zeros, passes)
-        return result
-    if isinstance(result, tuple | list):
-        return type(result)(_result(value, mask, zeros, passes) for value in result)
-    if not isinstance(result, Tensor) or not result.is_floating_point():
+    try:
+        return results.mapped(result, lambda tensor: _checked(tensor, mask, zeros, passes))
+    except results.Unknown as unknown:
+        raise Declined(str(unknown)) from unknown
+
+
+def _checked(result: Tensor, mask: Tensor, zeros: bool, passes: Passes) -> Tensor:
+    if not result.is_floating_point():
         return result
     result = passes.padded(result)
     if mask.dim() > 2 and result.shape[: mask.dim()] != mask.shape:  # of choices: a row of the layers' states is one

@@ -118,6 +118,21 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
         original: the pass as the user has called it.
         forward: of the model, by names, without a mask.
     """
+    wanted = counters.decided(ENTRY_POINT, _wanted, model, given)
+    if wanted is None:
+        return None
+    of, key, inputs, flags = wanted
+    try:
+        with graph.taken(_CPU):
+            if not counters.decided(ENTRY_POINT, _may_run, of, key, model):
+                return None
+            return _run(original, forward, of, key, inputs, flags)
+    except CannotBeCaptured:  # another thread has the memory of programs: this call does without
+        return None
+
+
+def _wanted(model: Any, given: dict[str, Any]) -> tuple[_OfModel, Hashable, dict[str, Tensor], dict[str, Any]] | None:
+    """What is recorded of the model, and a pass that is kept or due; None for one that is neither."""
     inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     flags = {name: value for name, value in given.items() if name not in (*_INPUTS, "attention_mask")}
     if not _serves(inputs, flags):
@@ -127,19 +142,16 @@ def run(original: Callable[[], Any], forward: Callable[..., Any], model: Any, gi
         of = _models.get(model)
         if of is None:
             of = _models[model] = _OfModel()
-    if key in of.refused:
+    if key in of.refused or (key not in of.passes and not _is_due(of, key, model)):
         return None
-    if key not in of.passes and not _is_due(of, key, model):
-        return None
-    try:
-        with graph.taken(_CPU):
-            if not of.may_run(model):
-                return None
-            if key not in of.passes and code_of_others(model) is not None:
-                return None  # a recording would leave out what it does besides computing
-            return _run(original, forward, of, key, inputs, flags)
-    except CannotBeCaptured:  # another thread has the memory of programs: this call does without
-        return None
+    return of, key, inputs, flags
+
+
+def _may_run(of: _OfModel, key: Hashable, model: Any) -> bool:
+    if not of.may_run(model):
+        return False
+    # A recording would leave out what code of others does besides computing.
+    return key in of.passes or code_of_others(model) is None
 
 
 def _is_due(of: _OfModel, key: Hashable, model: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from fastgen import patching, settings
+from fastgen import counters, patching, settings
 from fastgen.optimizer.transformers.encoders import call
 
 # Modules behind the pooling, which work with one vector for each text.
@@ -27,12 +27,23 @@ def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
     except TypeError:
         return wrapped(*args, **kwargs)  # which raises it
     bound.apply_defaults()
-    are_masked = bound.arguments["output_value"] == _VECTOR and _pools(model)
-    encoder = getattr(next(model.children(), None), "model", None)
-    if call.is_left_alone() or not hasattr(encoder, "base_model") or call.known_of(encoder).stack is None:
+    shown = bound.arguments["output_value"]
+    found = None if call.is_left_alone() else counters.decided(call.ENTRY_POINT, _encoder, model, shown)
+    if found is None:
         return wrapped(*args, **kwargs)
+    encoder, are_masked = found
     with patching.held(_states_are_masked, are_masked), call.layers_of_passes(encoder):
         return wrapped(*args, **kwargs)
+
+
+def _encoder(model: Any, shown: Any) -> tuple[Any, bool] | None:
+    """The model that a SentenceTransformer runs, and whether its states are masked where this is shown of them; None
+    if it is none of those that only encode.
+    """
+    encoder = getattr(next(model.children(), None), "model", None)
+    if not hasattr(encoder, "base_model") or call.known_of(encoder).stack is None:
+        return None
+    return encoder, shown == _VECTOR and _pools(model)
 
 
 def _pools(model: Any) -> bool:
@@ -57,14 +68,20 @@ def _reads_padding(transformer: Any, pooling: Any) -> bool:
 
 def forward(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of the library's `Transformer.forward(features)`, which does not call the model, but its forward pass."""
-    model = getattr(module, "model", None)
-    if call.is_left_alone() or not (args and isinstance(args[0], MutableMapping)) or not hasattr(model, "base_model"):
+    is_ours = not call.is_left_alone() and counters.decided(call.ENTRY_POINT, _is_encoder, module, args)
+    if not is_ours:
         return wrapped(*args, **kwargs)
-    if call.known_of(model).stack is None:
-        return wrapped(*args, **kwargs)
+    model = module.model
     features, *others = args
     padding = "unseen" if _states_are_masked.get() else settings.current().padding
     # What a pass adds to the features must not be there when it is repeated.
     result = call.run(lambda: wrapped(copy.copy(features), *others, **kwargs), model, {**features, **kwargs}, padding)
     features.update(result)
     return features
+
+
+def _is_encoder(module: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a Transformer that gets such arguments has a model that only encodes."""
+    model = getattr(module, "model", None)
+    is_called = bool(args) and isinstance(args[0], MutableMapping) and hasattr(model, "base_model")
+    return is_called and call.known_of(model).stack is not None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from transformers.utils import is_accelerate_available, is_gptqmodel_available, is_optimum_available
+from transformers.utils import (
+    is_accelerate_available,
+    is_compressed_tensors_available,
+    is_gptqmodel_available,
+    is_optimum_available,
+)
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fastgen.keep_bits import IN_CONFIG
 from fastgen.quantization.awq import AWQ
 from fastgen.quantization.checkpoint import Format
 from fastgen.quantization.compressed_tensors import PackQuantized
@@ -47,21 +53,34 @@ def stored(config: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else found.to_dict()
 
 
-def form_of(values: Mapping[str, Any]) -> Format | None:
-    """The format of a checkpoint with this `quantization_config`; None for one of a kind that FastGen does not know.
+class Method(NamedTuple):
+    """A `quant_method` that FastGen reads.
 
-    Raises:
-        NotServed: it is of a known kind, and stays with the library.
+    Attributes:
+        form: the format of a checkpoint with this `quantization_config`. Raises NotServed for one that FastGen does not
+            read.
+        library_loads: whether the library has what it needs for such checkpoints.
+        needs: what that is.
     """
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
+
+    name: str
+    form: Callable[[Mapping[str, Any]], Format]
+    library_loads: Callable[[], bool]
+    needs: str
+
+
+def method_of(values: Mapping[str, Any]) -> Method | None:
+    """The method of a `quantization_config`; None for one that FastGen does not know."""
     method = values.get("quant_method")
-    reader = readers.get(str(getattr(method, "value", method)))
-    return None if reader is None else reader(values)
+    return _METHODS.get(str(getattr(method, "value", method)))
+
+
+def says_kept(values: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` asks for layers that keep the bits, as that of `fastgen-quantize` does."""
+    return values.get(IN_CONFIG) is True
 
 
 def _gptq(values: Mapping[str, Any]) -> Format:
-    if is_gptqmodel_available() and is_optimum_available():
-        raise NotServed("gptq: the library has gptqmodel")
     _check_bits("gptq", values.get("bits"))
     for overriding in _mappings(values.get("dynamic")):
         _check_bits("gptq", overriding.get("bits", 4))
@@ -75,8 +94,6 @@ def _gptq(values: Mapping[str, Any]) -> Format:
 
 
 def _awq(values: Mapping[str, Any]) -> Format:
-    if is_gptqmodel_available() and is_accelerate_available():
-        raise NotServed("awq: the library has gptqmodel")
     bits = values.get("bits", values.get("w_bit", 4))
     if bits != 4:
         raise NotServed(f"awq: {bits} bits")
@@ -89,7 +106,6 @@ def _awq(values: Mapping[str, Any]) -> Format:
 
 
 def _compressed_tensors(values: Mapping[str, Any]) -> Format:
-    # The library unpacks these to floating point, so it makes no difference whether it has the package.
     groups = _mappings(values.get("config_groups"))
     if not groups:
         raise NotServed("compressed-tensors: no config_groups")
@@ -132,3 +148,13 @@ def _check_bits(method: str, bits: Any) -> None:
 
 def _mappings(values: Any) -> list[Mapping[str, Any]]:
     return [value for value in values.values() if isinstance(value, Mapping)] if isinstance(values, Mapping) else []
+
+
+_METHODS = {
+    method.name: method
+    for method in (
+        Method("gptq", _gptq, lambda: is_gptqmodel_available() and is_optimum_available(), "gptqmodel and optimum"),
+        Method("awq", _awq, lambda: is_gptqmodel_available() and is_accelerate_available(), "gptqmodel and accelerate"),
+        Method("compressed-tensors", _compressed_tensors, is_compressed_tensors_available, "compressed-tensors"),
+    )
+}

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as library
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from fastgen import counters
+from fastgen import counters, releases
+from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
-from fastgen.optimizer.transformers.quantized.gguf_hooks import reading_gguf
 from fastgen.quantization import loaded
 from fastgen.quantization.gguf import BLOCK_TYPES, Blocks, BlockType
 
+_LIBRARYS: Any = releases.gguf_quantizer()
 _MAX_ROWS = 2**23  # whose numbers, times two, float32 holds
 
 
@@ -39,29 +39,29 @@ class _Kept(NamedTuple):
 
 def replaces(quantizer: Any) -> bool:
     """Whether this is the library's quantizer that `GgufBlocksQuantizer` stands for."""
-    return type(quantizer) is GgufHfQuantizer
+    return type(quantizer) is _LIBRARYS
 
 
-class GgufBlocksQuantizer(GgufHfQuantizer):
+class GgufBlocksQuantizer(_LIBRARYS):
     """What the library calls around the loading of a GGUF file."""
 
-    def __init__(self, config: Any, **named: Any) -> None:
+    def __init__(self, config: Any, keep: KeepBits, **named: Any) -> None:
         super().__init__(config, **named)
+        self._keep = keep
         self._kept: dict[str, _Kept] = {}  # by their names in the file
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if self.supported:
             raise NotServed(f"gguf: the library has its own blocks for {self.header.architecture}")
         (file,) = checkpoint_files
-        with reading_gguf():
-            self._file = _File(file, model)
+        self._file = _File(file, model)
         for name, kept in self._file.blocks(model).items():
             with_it = replacing.tied_to(model, kept.layer)
             if all(replacing.sizes(model.get_submodule(layer)) is not None for layer in with_it):
                 self._kept[name] = kept
         if not self._kept:
             raise NotServed("gguf: no weight of a type that is kept in blocks")
-        self._replaced = replacing.Replaced(model, {kept.layer: _stored(kept) for kept in self._kept.values()})
+        self.replaced = replacing.Replaced(model, {kept.layer: _stored(kept) for kept in self._kept.values()})
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Tensor]:
         tensors = self._file.unpacked(self._kept, self.dtype)
@@ -70,7 +70,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         return tensors
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        self._replaced.pack(model)
+        self.replaced.pack(model, self._keep.activations)
         for kind in sorted(self._file.other_types):
             counters.count_not_used(ENTRY_POINT, f"gguf: weights of type {kind}, which are unpacked")
         del self._file
@@ -80,7 +80,7 @@ class GgufBlocksQuantizer(GgufHfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        self._replaced.dequantize(model, dtype)
+        self.replaced.dequantize(model, dtype)
         return model
 
     def is_serializable(self, safe_serialization: Any = None) -> bool:

@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from fastgen import patching
+from fastgen import patching, settings
 from fastgen.quantization.checkpoint import ADVICE
 
+# Whether the model that is loaded keeps the blocks of its file.
+keeping: ContextVar[bool] = ContextVar("fastgen_keeps_blocks", default=False)
 # While a GGUF file is read into a model: the names of tensors in such files, by architecture and number of layers.
 _name_maps: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("fastgen_gguf_names", default=None)
 
@@ -51,6 +53,8 @@ def name_map(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], 
 def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around what reads the header of a GGUF file, and trips over a damaged one wherever that is.
 
+    Where nobody has asked for bits that are kept, the library's own errors stay.
+
     Raises:
         ValueError: on one line, with the name of the file.
     """
@@ -59,6 +63,6 @@ def read_gguf(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...],
     except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         path = str(next(iter(inspect.signature(wrapped).bind(*args, **kwargs).arguments.values())))
         said = " ".join(str(error).split())
-        if not patching.is_active() or path in said:
+        if not patching.is_active() or not (keeping.get() or settings.current().keep_bits) or path in said:
             raise
         raise ValueError(f"{path} cannot be read ({said}): {ADVICE}") from error

@@ -1,82 +1,148 @@
-"""The hooks: which checkpoints `from_pretrained` reads into FastGen's layers.
+"""The hooks: which checkpoints `from_pretrained` reads into layers that keep the weights in their bits.
 
-The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. For a checkpoint that FastGen serves
-it gets FastGen's. What only the files tell comes out later: then `from_pretrained` is repeated with the library's own.
+The library asks `get_hf_quantizer` for what prepares a model for its checkpoint. Where bits are to be kept it gets
+FastGen's: because the call, a setting or the checkpoint asks for it, or because the library lacks what it needs for the
+format. Otherwise the answer is the library's. What only the files tell comes out later: then `from_pretrained` is
+repeated with the library's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from fastgen import counters, patching
+from fastgen import counters, patching, settings
+from fastgen.keep_bits import KeepBits
 from fastgen.ops import triton
-from fastgen.optimizer.transformers.quantized import configurations
+from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
 from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, NotServed
+from fastgen.quantization.layers import QuantizedWeight
 
 _declined: ContextVar[bool] = ContextVar("fastgen_checkpoint_declined", default=False)
 
 
 def from_pretrained(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around `PreTrainedModel.from_pretrained`: repeats the call for a checkpoint that turns out not to be served."""
-    try:
-        return wrapped(*args, **kwargs)
-    except NotServed as reason:
-        counters.count_fallback(ENTRY_POINT, str(reason))
-    with patching.held(_declined, True):
-        return wrapped(*args, **kwargs)
+    asked = _asked(kwargs.get("quantization_config"))
+    is_keeping = asked is not None or settings.current().keep_bits
+    is_gguf = kwargs.get("gguf_file") is not None and patching.is_active()
+    with gguf_hooks.reading_gguf() if is_gguf else contextlib.nullcontext():
+        try:
+            with patching.held(gguf_hooks.keeping, is_keeping):
+                return wrapped(*args, **kwargs)
+        except NotServed as reason:
+            _decline(reason, asked)
+        with patching.held(_declined, True):
+            return wrapped(*args, **kwargs)
 
 
 def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around `get_hf_quantizer`: FastGen's quantizer for checkpoints that it serves."""
-    if not patching.is_active() or _declined.get():
-        return wrapped(*args, **kwargs)
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    """Around `get_hf_quantizer`: FastGen's quantizer where bits are to be kept.
+
+    `KeepBits` is taken out of the call: the library compares the class of what it is given with that of the file.
+    """
     try:
-        if given.get("gguf_file") is not None:
-            return _for_gguf(wrapped(*args, **kwargs), given)
-        found = _for_checkpoint(given)
-    except NotServed as reason:
-        counters.count_fallback(ENTRY_POINT, str(reason))
-        found = None
-    return wrapped(*args, **kwargs) if found is None else found
+        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    except TypeError:
+        return wrapped(*args, **kwargs)  # which raises it
+    given = bound.arguments
+    asked = _asked(given.get("quantization_config"))
+    if asked is not None:
+        given["quantization_config"] = None
+        if not patching.is_active():
+            raise ValueError("quantization_config is KeepBits, which FastGen reads, and FastGen is disabled here")
+    if patching.is_active() and not _declined.get():
+        try:
+            if given.get("gguf_file") is None:
+                found = counters.decided(ENTRY_POINT, _for_checkpoint, given, asked, foreseen=(NotServed,))
+                if found is not None:
+                    return found
+            elif asked is not None or settings.current().keep_bits:
+                return _for_gguf(lambda: wrapped(*bound.args, **bound.kwargs), given, asked)
+        except NotServed as reason:
+            _decline(reason, asked)
+    return wrapped(*bound.args, **bound.kwargs)
 
 
-def _for_checkpoint(given: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """What `get_hf_quantizer` returns for a checkpoint that is served; None for one of other kinds."""
+def resize_token_embeddings(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Around `PreTrainedModel.resize_token_embeddings`: embeddings that get another size become ordinary ones first."""
+    if patching.is_active():
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        _unpack_embeddings(instance, given.get("new_num_tokens"), given.get("pad_to_multiple_of"))
+    return wrapped(*args, **kwargs)
+
+
+def _unpack_embeddings(model: Any, tokens: int | None, multiple: int | None) -> None:
+    embedding = model.get_input_embeddings()
+    kept = [each for each in (embedding, model.get_output_embeddings()) if isinstance(each, QuantizedWeight)]
+    replaced = getattr(getattr(model, "hf_quantizer", None), "replaced", None)
+    if not kept or replaced is None:
+        return
+    now = embedding.weight.shape[0]
+    wanted = now if tokens is None else tokens
+    if multiple:
+        wanted = -(-wanted // multiple) * multiple
+    if wanted != now:
+        replaced.unpack(model, kept)
+
+
+def _asked(quantization_config: Any) -> KeepBits | None:
+    return quantization_config if isinstance(quantization_config, KeepBits) else None
+
+
+def _decline(reason: NotServed, asked: KeepBits | None) -> None:
+    """The checkpoint goes to the library; whoever has asked for its bits is told."""
+    counters.count_fallback(ENTRY_POINT, str(reason))
+    if asked is not None or settings.current().keep_bits:
+        message = f"FastGen does not keep the bits of this checkpoint, which Transformers loads as it does: {reason}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:
+    """What `get_hf_quantizer` returns where bits are kept; None where the library's answer holds."""
     config, device_map = given["config"], given["device_map"]
     stored = configurations.stored(config)
-    form = configurations.form_of(stored)
-    if form is None:
+    method = configurations.method_of(stored)
+    if method is None:
+        if asked is not None:
+            what = stored.get("quant_method", "floating point")
+            raise NotServed(f"weights in {getattr(what, 'value', what)} are no format that FastGen keeps")
         return None
+    is_asked_for = asked is not None or settings.current().keep_bits or configurations.says_kept(stored)
+    if not is_asked_for and method.library_loads():
+        return None
+    form = method.form(stored)
     _check_call(given["quantization_config"], device_map)
     from fastgen.optimizer.transformers.quantized.stored import StoredQuantizer
 
-    quantizer = StoredQuantizer(configurations.Kept(stored), form)
+    instead_of = None if is_asked_for else method
+    quantizer = StoredQuantizer(configurations.Kept(stored), form, asked or KeepBits(), instead_of)
     config.quantization_config = quantizer.quantization_config
     given["user_agent"]["quant"] = stored["quant_method"]
     return quantizer, config, device_map
 
 
-def _for_gguf(found: tuple[Any, Any, Any], given: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _for_gguf(
+    library: Callable[[], tuple[Any, Any, Any]], given: dict[str, Any], asked: KeepBits | None
+) -> tuple[Any, Any, Any]:
     """The library's answer for a GGUF file, with FastGen's quantizer in place of the library's."""
+    _check_call(given["quantization_config"], given["device_map"])
     try:
-        _check_call(given["quantization_config"], given["device_map"])
-        try:
-            from fastgen.optimizer.transformers.quantized.gguf import GgufBlocksQuantizer, replaces
-        except ImportError as error:
-            raise NotServed(f"this release of Transformers reads GGUF in another way ({error})") from None
-        library, config, device_map = found
-        if not replaces(library):
-            raise NotServed("this release of Transformers reads GGUF in another way")
-    except NotServed as reason:
-        counters.count_fallback(ENTRY_POINT, str(reason))
-        return found
-    return GgufBlocksQuantizer(library.quantization_config), config, device_map
+        from fastgen.optimizer.transformers.quantized.gguf import GgufBlocksQuantizer, replaces
+    except ImportError as error:
+        raise NotServed(f"this release of Transformers reads GGUF in another way ({error})") from None
+    found, config, device_map = library()
+    if not replaces(found):
+        raise NotServed("this release of Transformers reads GGUF in another way")
+    return GgufBlocksQuantizer(found.quantization_config, asked or KeepBits()), config, device_map
 
 
 def _values(device_map: Any) -> Any:

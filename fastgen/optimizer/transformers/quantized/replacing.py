@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,31 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.quantization.checkpoint import Format
-from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, is_plain_embedding
+from fastgen.quantization.layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedProduct,
+    QuantizedWeight,
+    is_plain_embedding,
+)
+
+
+class QuantizedConv1D(QuantizedProduct, Conv1D):
+    """In the place of the library's Conv1D, whose weight is [inputs, outputs]."""
+
+    transposed = True
+
+    def __init__(self, outputs: int, inputs: int, *stored: Any) -> None:
+        super().__init__(outputs, inputs, *stored)
+        self.nf, self.nx = outputs, inputs
+
+    def dequantize(self) -> Conv1D:
+        """A plain layer with the same weight in floating point."""
+        with torch.device("meta"):
+            plain = Conv1D(self.nf, self.nx)
+        plain.weight = nn.Parameter(self.dequantized().t().contiguous(), requires_grad=False)
+        plain.bias = self.bias
+        return plain.train(self.training)
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -31,8 +55,8 @@ def replacement(module: nn.Module, form: Format, stored: Mapping[str, Tensor]) -
     dtype = module.get_parameter("weight").dtype
     if isinstance(module, nn.Embedding):
         return QuantizedEmbedding(*shape, form, stored, dtype, module.padding_idx)
-    layer = QuantizedLinear(*shape, form, stored, dtype, module._parameters["bias"])
-    return layer if isinstance(module, nn.Linear) else _mark(layer)
+    kind = QuantizedConv1D if isinstance(module, Conv1D) else QuantizedLinear
+    return kind(*shape, form, stored, dtype, module._parameters["bias"])
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -72,9 +96,15 @@ class Replaced:
         for target in handled_ties:
             del tied[target]
 
-    def pack(self, model: nn.Module) -> None:
-        """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit."""
+    def pack(self, model: nn.Module, activations: str | None) -> None:
+        """Packs what has been loaded. Raises ValueError, with the layer's name, where a tensor does not fit.
+
+        Args:
+            activations: of these layers, "float" or "int8"; None: as the settings say.
+        """
         layers = quantized_layers(model)
+        for layer in layers.values():
+            layer.activations = activations
         for name, layer in layers.items():
             if name in self.shared:
                 continue
@@ -87,33 +117,23 @@ class Replaced:
 
     def dequantize(self, model: Any, dtype: torch.dtype | str) -> None:
         """Puts plain layers with the same weights, in this dtype, in their place, tied as they were."""
-        _dequantize(model, dtype)
-        self.shared = {}
-        if self._ties:
-            model.all_tied_weights_keys |= self._ties
+        if isinstance(dtype, str):  # as the library notes it in a configuration
+            dtype = getattr(torch, dtype)
+        self._unpack(model, list(quantized_layers(model)), dtype)
+
+    def unpack(self, model: Any, layers: Collection[nn.Module]) -> None:
+        """The same for some of them, and those that have their weights."""
+        numbers = {layer.packed.numbers.data_ptr() for layer in layers if isinstance(layer, QuantizedWeight)}
+        found = quantized_layers(model).items()
+        self._unpack(model, [name for name, layer in found if layer.packed.numbers.data_ptr() in numbers], None)
+
+    def _unpack(self, model: Any, names: Collection[str], dtype: torch.dtype | None) -> None:
+        for name in names:
+            layer = model.get_submodule(name)
+            model.set_submodule(name, (layer if dtype is None else layer.to(dtype)).dequantize())
+        self.shared = {name: source for name, source in self.shared.items() if name not in names}
+        weights = {f"{name}.weight" for name in names}
+        ties = {target: source for target, source in self._ties.items() if target in weights}
+        if ties:
+            model.all_tied_weights_keys |= ties
             model.tie_weights(recompute_mapping=False)
-
-
-def _mark(layer: QuantizedLinear) -> QuantizedLinear:
-    """Notes that this layer stands for a Conv1D, whose weight is [inputs, outputs]."""
-    vars(layer)["stands_for"] = Conv1D
-    return layer
-
-
-def _dequantize(model: Any, dtype: torch.dtype | str) -> None:
-    if isinstance(dtype, str):  # as the library notes it in a configuration
-        dtype = getattr(torch, dtype)
-    for name, layer in quantized_layers(model).items():
-        assert isinstance(layer, (QuantizedLinear, QuantizedEmbedding))
-        plain: nn.Module = layer.to(dtype).dequantize()
-        if "stands_for" in vars(layer):
-            plain = _as_conv1d(plain)
-        model.set_submodule(name, plain)
-
-
-def _as_conv1d(plain: Any) -> nn.Module:
-    with torch.device("meta"):
-        layer = Conv1D(plain.out_features, plain.in_features)
-    layer.weight = nn.Parameter(plain.weight.detach().t().contiguous(), requires_grad=False)
-    layer.bias = plain.bias
-    return layer.train(plain.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from fastgen import counters
+from fastgen.keep_bits import KeepBits
 from fastgen.optimizer.transformers.quantized import replacing
-from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, NotServed
+from fastgen.optimizer.transformers.quantized.configurations import ENTRY_POINT, Kept, Method, NotServed
 from fastgen.quantization import loaded
 from fastgen.quantization.checkpoint import ADVICE, Format
 from fastgen.quantization.compressed_tensors import PackQuantized
@@ -38,20 +40,24 @@ _DTYPES = {
 
 
 class StoredQuantizer(HfQuantizer):
-    """What the library calls around the loading of a checkpoint."""
+    """What the library calls around the loading of a checkpoint.
+
+    Args:
+        instead_of: the method that the library lacks something for, where nobody has asked for this.
+    """
 
     requires_calibration = True  # the library makes no such checkpoints
 
-    def __init__(self, config: Kept, form: Format) -> None:
+    def __init__(self, config: Kept, form: Format, keep: KeepBits, instead_of: Method | None = None) -> None:
         super().__init__(config)
-        self.form = form
+        self.form, self._keep, self._instead_of = form, keep, instead_of
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         layers, others = _layers(checkpoint_files, self.form)
         found = {_path(model, name): tensors for name, tensors in layers.items()}
         for path, tensors in found.items():
             self._check(model, path, tensors, others)
-        self._replaced = replacing.Replaced(model, {path: (self.form, tensors) for path, tensors in found.items()})
+        self.replaced = replacing.Replaced(model, {path: (self.form, tensors) for path, tensors in found.items()})
 
     def _check(self, model: Any, path: str, tensors: Mapping[str, Tensor], others: set[str]) -> None:
         """Raises NotServed for a layer that cannot be replaced; `others` have a weight of their own in the files."""
@@ -67,20 +73,22 @@ class StoredQuantizer(HfQuantizer):
                 raise NotServed(f"{self.form.name}: weights in few bits that are tied to others")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        self._replaced.pack(model)
+        self.replaced.pack(model, self._keep.activations)
         loaded.note(model, self.form.name)
+        if self._instead_of is not None:
+            _tell(self._instead_of)
         counters.count_accelerated(ENTRY_POINT)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What is saved: the weight of tied layers once, as it was read."""
-        if not self._replaced.shared:
+        if not self.replaced.shared:
             return None, {}
         state = model.state_dict()
-        return {key: state[key] for key in state if key.rpartition(".")[0] not in self._replaced.shared}, {}
+        return {key: state[key] for key in state if key.rpartition(".")[0] not in self.replaced.shared}, {}
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        self._replaced.dequantize(model, dtype)
+        self.replaced.dequantize(model, dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -89,6 +97,20 @@ class StoredQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+_told: set[str] = set()
+
+
+def _tell(method: Method) -> None:
+    """Says once that FastGen serves such checkpoints without being asked."""
+    if method.name not in _told:
+        _told.add(method.name)
+        message = (
+            f"FastGen loads this {method.name} checkpoint, with its weights kept in their bits: Transformers itself "
+            f"needs {method.needs}"
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _names(model: Any, name: str) -> tuple[str, str, str]:

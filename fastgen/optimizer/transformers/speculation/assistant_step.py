@@ -10,6 +10,7 @@ import torch
 
 from fastgen.decoding.speculation import acceptance
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import Key, Prompt
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 
@@ -28,9 +29,14 @@ class AssistantStep(SpeculativeStep):
     """
 
     def __init__(
-        self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None, of: SpeculativeStep
+        self,
+        key: Key,
+        prompt: Prompt,
+        processors: Sequence[CapturedProcessor] | None,
+        sizes: Sizes,
+        of: SpeculativeStep,
     ) -> None:
-        super().__init__(key, prompt, processors)
+        super().__init__(key, prompt, processors, sizes)
         self.search, self._drafted, self._draft_probabilities = of.search, of._drafted, of._draft_probabilities
         self.times = {0: of.times_of(0)}
         self._back = self._state.beside(2)

@@ -23,8 +23,8 @@ from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Dr
 OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 # With these the call is left to the library.
 _NOT_SERVED = (
-    "assistant_tokenizer", "assistant_ensemble_weight", "use_mtp", "speculation_type", "output_attentions",
-    "output_hidden_states", "dola_layers", "penalty_alpha", *releases.CACHE_NAMES,
+    "assistant_tokenizer", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha",
+    *releases.ASSISTANCE, *releases.CACHE_NAMES,
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
         return value if value is not None or config is None else getattr(config, name, None)
 
     asked = [name for name in OPTIONS if option(name) is not None]
-    if len(asked) != 1 or not _is_served(model, option):
+    if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)
     if draft is None:
@@ -66,7 +66,22 @@ def _is_served(model: Any, option: Any) -> bool:
         and not any(option(name) for name in _NOT_SERVED)
         and not any(getattr(own, name, None) for name in (*OPTIONS, *_NOT_SERVED))
         and (option("num_beams") or own.num_beams or 1) == 1
+        and (option("cache_implementation") or own.cache_implementation or "dynamic") == "dynamic"
     )
+
+
+def _library_draws(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call samples that the library serves: with the same seed, it draws other tokens than FastGen.
+
+    Of several sequences it refuses to sample any.
+    """
+    own = model.generation_config
+    samples = option("do_sample") if option("do_sample") is not None else own.do_sample
+    if not samples or settings.current().assisted_sampling == "fastgen":
+        return False
+    names = ("inputs", "input_ids", model.main_input_name, "inputs_embeds", "decoder_input_ids")
+    rows = [value.shape[0] for value in map(arguments.get, names) if isinstance(value, Tensor) and value.dim()]
+    return max(rows, default=1) * (option("num_return_sequences") or own.num_return_sequences or 1) == 1
 
 
 def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
@@ -81,6 +96,8 @@ def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Dra
         serves = not model.config.is_encoder_decoder and type(count) is int and value <= count
         return EarlyExitDraft(model, value) if serves else None
     max_ngram = option("max_matching_ngram_size") or model.generation_config.max_matching_ngram_size or 2
+    if type(max_ngram) is not int or max_ngram < 1:
+        return None
     source = arguments.get("inputs", arguments.get("input_ids")) if model.config.is_encoder_decoder else None
     is_tokens = isinstance(source, Tensor) and source.dim() == 2 and source.dtype is torch.int64
     return LookupDraft(value, max_ngram, source if is_tokens else None, model.generation_config.pad_token_id)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fastgen import counters, releases
+from fastgen import counters, releases, settings
 from fastgen.decoding.beams import rows_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import MOST_PAUSES, Pauses
@@ -33,6 +33,8 @@ from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep, s
 from fastgen.optimizer.transformers.speculation.step import LENGTHS, SpeculativeStep
 
 ENTRY_POINT = counters.DRAFTS
+# The parts of a step with drafts are recorded once calls have asked for so many steps.
+PAYS_FROM = settings.RECORDING_PAYS_FROM
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
 
@@ -89,7 +91,7 @@ class SpeculativeDecoding(Decoding):
         """
         kept, plain_step = (graph_cache.kept(self._model, key) for key in (self._key, self._plain_key))
         # A call without drafts must have a step, too. With a streamer, the library's loop would run.
-        is_served = plain_step is not None or super()._steps_to_record_for() is None
+        is_served = plain_step is not None or not self._must_pay
         if kept is None or not is_served or self._streamer is not None:
             return False
         assert isinstance(kept, SpeculativeStep), "the key is one of a step that drafts"
@@ -106,7 +108,7 @@ class SpeculativeDecoding(Decoding):
 
     def run(self) -> Any:
         if self._draft.is_prepared:
-            Preparation.of(self._model, self._key).steps += super()._steps_to_record_for() or 0
+            Preparation.of(self._model, self._key).steps += self._steps_asked_for() if self._must_pay else 0
         already = 0 if self._streamer is None else self._streamer.count
         try:
             result = super().run()
@@ -126,28 +128,34 @@ class SpeculativeDecoding(Decoding):
         scores, logits = self._positions.records
         return type(result)(**{**result, "scores": scores, "logits": logits})
 
-    def _steps_to_record_for(self) -> int | None:
-        steps = super()._steps_to_record_for()
+    def _steps_asked_for(self) -> int:
+        """Steps that the call is likely to make."""
+        return min(self._prompt.new_tokens, settings.STEPS_OF_A_CALL) if self._eos else self._prompt.new_tokens
+
+    def _steps_before_capture(self) -> int:
         at_once_from = self._draft.recorded_at_once_from
-        if steps is None or (at_once_from is not None and self._prompt.new_tokens >= at_once_from):
-            return None
+        if not self._must_pay or (at_once_from is not None and self._prompt.new_tokens >= at_once_from):
+            return 0
         # There are several parts to be recorded: it takes more steps until they have paid.
-        return steps if at_once_from is not None else -(-steps // _PARTS)
+        parts = 1 if at_once_from is not None else _PARTS
+        if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), PAYS_FROM):
+            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
+        return 0
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
         # So do the positions of a check: what is drafted would change what is in front of it.
         if self._call.rows_depend_on_each_other:
             raise CannotBeCaptured("a model whose results depend on what else is in the batch")
         kind = RaggedStep if self._key.draft.is_ragged else SpeculativeStep
-        return kind(self._key, self._prompt, made)
+        return kind(self._key, self._prompt, made, self._sizes())
 
     def _make_key(self) -> Key:
         self._plain_key = key = super()._make_key()
         draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
-        capacity = key.new_capacity if self._draft.has_buffers else key.capacity
+        sizes = self._rounded_sizes(at_once=self._draft.has_buffers)
         # Criteria are looked at between the rounds, and scores are kept there.
-        key = replace(key, width=LENGTHS[-1] + 1, draft=draft, capacity=capacity, has_criteria=False, kept=())
+        key = replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())
         if graph_cache.is_refused(self._model, key) and {*POSITIONS}.isdisjoint(key.tensors):
             # It computes positions from the length of its cache in a way that `RowLengths` cannot stand for.
             return replace(key, draft=draft._replace(together=True))
@@ -210,7 +218,7 @@ class SpeculativeDecoding(Decoding):
             self._pauses.give_up()
             raise
         has_plain = graph_cache.kept(self._model, self._plain_key) is not None
-        is_at_once = super()._steps_to_record_for() is None
+        is_at_once = not self._must_pay
         step.records_at_once = is_at_once or not has_plain or not self._draft.is_prepared
         if step.records_at_once:
             return
@@ -252,7 +260,7 @@ class SpeculativeDecoding(Decoding):
                 step = self._smaller(*left[-1], key, pace)
                 progress = step.search.progress()
                 begun = time.perf_counter()
-            if max(progress.lengths) - step.key.prompt_capacity > step.key.capacity:
+            if max(progress.lengths) - step.sizes.prompt > step.sizes.new:
                 larger = self._larger(step)
                 assert isinstance(larger, SpeculativeStep), "what `_step_with` makes"
                 step = larger
@@ -390,10 +398,10 @@ class Assistant(Decoding):
         return kept
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> AssistantStep:
-        return AssistantStep(self._key, self._prompt, made, self._of)
+        return AssistantStep(self._key, self._prompt, made, self._sizes(), self._of)
 
     def _make_key(self) -> Key:
         key = super()._make_key()
         draft = DraftKey("an assistant", key.samples, together=False, is_rated=self._is_rated)
-        width, capacity = LENGTHS[-1] + 1, key.new_capacity
-        return replace(key, width=width, draft=draft, capacity=capacity, has_criteria=False, kept=())
+        sizes = self._rounded_sizes(at_once=True)
+        return replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())

@@ -49,9 +49,9 @@ class RaggedStep(SpeculativeStep):
 
     def _with_tokens(self, tokens: int) -> tuple[RaggedState, Any]:
         if tokens not in self._tokens:
-            state, key = RaggedState(tokens, self._state), self.key
+            state = RaggedState(tokens, self._state)
             own = [RaggedKV(kv, state) for kv in self._own]
-            positions = key.stored_capacity, key.stored_capacity + self._state.capacity
+            positions = self.sizes.stored, self.sizes.stored + self._state.capacity
             self._tokens[tokens] = state, cache_of(own, [], SymbolicLength.of(self._seen_by_tokens, *positions))
         return self._tokens[tokens]
 
@@ -76,7 +76,7 @@ class RaggedStep(SpeculativeStep):
             if name in POSITIONS:
                 found[name] = given + torch.minimum(state.offsets, left).unsqueeze(1)
             elif self._grows(name):
-                own = self.key.stored_capacity + state.position.unsqueeze(1)
+                own = self.sizes.stored + state.position.unsqueeze(1)
                 found[name] = given.masked_fill(torch.arange(given.shape[1], device=self.device) > own, 0)
         return found
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from fastgen import releases
 from fastgen.decoding import layers
 from fastgen.decoding.captured import graph
+from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.kv import StepState
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.symbolic_length import Ranges, SymbolicLength
@@ -32,6 +33,7 @@ from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of, layers_in
 from fastgen.optimizer.transformers.captured import rewritten_processors
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
+from fastgen.optimizer.transformers.captured.sizes import Sizes
 from fastgen.optimizer.transformers.captured.step import POSITIONS, CapturedStep, Key, Prompt, Scores
 from fastgen.optimizer.transformers.speculation.times import KEPT, Times, begin_call
 
@@ -106,8 +108,8 @@ class SpeculativeStep(CapturedStep):
 
     search: RunSearch
 
-    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None) -> None:
-        super().__init__(key, prompt, processors)
+    def __init__(self, key: Key, prompt: Prompt, processors: Sequence[CapturedProcessor] | None, sizes: Sizes) -> None:
+        super().__init__(key, prompt, processors, sizes)
         rows, device = key.rows, self.device
         self.counts, self.accepted = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         self.near_ties = torch.zeros((), dtype=torch.int64, device=device)
@@ -135,13 +137,13 @@ class SpeculativeStep(CapturedStep):
         # Products from one token to the next: seven layers and two of attention in each, and five more with an encoder.
         self._products = len(prompt.own) * (14 if prompt.cross else 9) + 1
 
-    def _new_search(self, *sizes: Any, samples: bool) -> RunSearch:
+    def _new_search(self, *sizes: Any, samples: bool, growing: Growing | None) -> RunSearch:
         return RunSearch(*sizes, samples=samples, width=self.key.width, together=self.key.draft.together)
 
     def _cache_for(self, state: StepState, seen: Tensor) -> Cache:
         """The cache as a step finds it that is where `state` is, with `seen` positions in front of its longest row."""
-        key = self.key
-        bounded = SymbolicLength.of(seen, key.stored_capacity, key.stored_capacity + key.capacity)
+        stored = self.sizes.stored
+        bounded = SymbolicLength.of(seen, stored, stored + self.sizes.new)
         own = [kv.view(state) for kv in self._own]
         if self.has_own_lengths:
             # The step holds the cache: it would never be freed at once if the cache held the step.
@@ -157,7 +159,7 @@ class SpeculativeStep(CapturedStep):
     def _lengths_of_rows(self, state: StepState, bounded: SymbolicLength) -> RowLengths:
         """Nothing counts of a row that is finished: it is not to go on behind its limit."""
         position = torch.where(self.search.unfinished.view(-1), state.position, 0)
-        return RowLengths.of(position + self.key.stored_capacity, bounded)
+        return RowLengths.of(position + self.sizes.stored, bounded)
 
     @property
     def is_captured(self) -> bool:
@@ -386,7 +388,7 @@ class SpeculativeStep(CapturedStep):
 
     def _run_model(self, model: Any, cache: Any, tokens: Tensor, inputs: dict[str, Tensor], width: int) -> Tensor:
         """Logits of tokens, [any, width]."""
-        constants = dict(self._constants)
+        constants = self._constants()
         if "logits_to_keep" in constants:
             constants["logits_to_keep"] = width
         inputs = model.prepare_inputs_for_generation(
@@ -483,10 +485,8 @@ class SpeculativeStep(CapturedStep):
     def _extend(self, mask: Tensor) -> None:
         """All positions that the next check may store count. What is behind a query, attention leaves out by itself."""
         columns = torch.arange(self.key.width, device=self.device)
-        at = self.key.stored_capacity + self._state.position.unsqueeze(1) + columns
+        at = self.sizes.stored + self._state.position.unsqueeze(1) + columns
         mask.scatter_(1, at.clamp(max=mask.shape[1] - 1), 1)
 
-    def _buffer(self, name: str, first: Tensor) -> Tensor:
-        buffer = super()._buffer(name, first)
-        more = self.key.width - 1 if self._grows(name) else 0
-        return buffer.new_zeros(buffer.shape[0], buffer.shape[1] + more)
+    def _width_of(self, name: str) -> int:
+        return super()._width_of(name) + (self.key.width - 1 if self._grows(name) else 0)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as library
 
 import fastgen
-from fastgen.optimizer.transformers.captured.processors import captured, signature
+from fastgen.optimizer.transformers.captured.processors import Lengths, captured, refresh, signature
 from fastgen.optimizer.transformers.captured.rewritten_processors import Bucket, StepTokens
 
 VOCABULARY = 19
@@ -107,6 +107,11 @@ except ValueError:
 else:
     PROCESSORS["repetition_padded"] = lambda call: library.RepetitionPenaltyLogitsProcessor(1.3, call.padding())
 
+
+def _bucket() -> Bucket:
+    return Bucket(CPU, vocabulary=VOCABULARY)
+
+
 FIRST = Call()
 CALLS = {
     "one_row": Call(inputs=1, beams=1),
@@ -173,7 +178,7 @@ def _check_every_length(made: Any, processor: Any, call: Call, step: Step) -> No
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_every_length(name: str, call: Call) -> None:
     processor = PROCESSORS[name](call)
-    made = captured(processor, Bucket(CPU), call.prompt, call.limit)
+    made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
     assert made is not None
     _check_every_length(made, processor, call, Step(call.rows))
 
@@ -183,16 +188,16 @@ def test_every_length(name: str, call: Call) -> None:
 def test_a_graph_serves_other_calls(name: str, call: Call) -> None:
     """Other lengths of prompt and output, another filling, other tokens of the encoder: the same signature."""
     first, second = PROCESSORS[name](FIRST), PROCESSORS[name](call)
-    made = captured(first, Bucket(CPU), FIRST.prompt, FIRST.limit)
+    made = captured(first, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
     step = Step(FIRST.rows)
     assert made is not None
     _check_every_length(made, first, FIRST, step)
-    frozen = signature(first, FIRST.prompt, FIRST.limit)
-    assert frozen is not None and frozen == signature(second, call.prompt, call.limit)
+    frozen = signature(first, Lengths(FIRST.prompt, FIRST.limit))
+    assert frozen is not None and frozen == signature(second, Lengths(call.prompt, call.limit))
     hash(frozen)
-    assert made.refresh(second)
+    assert refresh(made, second, Lengths(call.prompt, call.limit))
     _check_every_length(made, second, call, step)
-    assert made.refresh(first)
+    assert refresh(made, first, Lengths(FIRST.prompt, FIRST.limit))
     _check_every_length(made, first, FIRST, step)
 
 
@@ -235,7 +240,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_nothing_waits(name: str) -> None:
     call = Call(start=5)
-    made = captured(PROCESSORS[name](call), Bucket(CPU), call.prompt, call.limit)
+    made = captured(PROCESSORS[name](call), _bucket(), Lengths(call.prompt, call.limit))
     assert made is not None
     step, scores = Step(call.rows).set(call, 6), _scores(call.rows, seed=1)
     with NoWaiting():
@@ -246,7 +251,7 @@ def test_nothing_waits(name: str) -> None:
 def test_constants_are_on_the_device(name: str) -> None:
     """On a device without values, where whatever needs one raises, and so do operands from elsewhere."""
     call, meta = Call(start=5), torch.device("meta")
-    made = captured(PROCESSORS[name](call), Bucket(meta), call.prompt, call.limit)
+    made = captured(PROCESSORS[name](call), Bucket(meta, vocabulary=VOCABULARY), Lengths(call.prompt, call.limit))
     assert made is not None
     step = StepTokens(*(tensor.to(meta) for tensor in Step(call.rows).set(call, 6)))
     result = made(_scores(call.rows, seed=1).to(meta), step)
@@ -276,7 +281,7 @@ def test_a_bucket_has_rows_that_no_input_has() -> None:
         if name not in PROCESSORS:
             continue
         processor = PROCESSORS[name](call)
-        made = captured(processor, Bucket(CPU, bucket, per_input), call.prompt, call.limit)
+        made = captured(processor, Bucket(CPU, bucket, per_input, VOCABULARY), Lengths(call.prompt, call.limit))
         assert made is not None
         step = Step(bucket * per_input)
         wide = call._replace(inputs=bucket)
@@ -297,9 +302,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     call = FIRST
     for name in ("encoder_repetition", "encoder_no_repeat_2"):
         processor = PROCESSORS[name](call)
-        made = captured(processor, Bucket(CPU), call.prompt, call.limit)
+        made = captured(processor, _bucket(), Lengths(call.prompt, call.limit))
         assert made is not None
-        assert not made.refresh(PROCESSORS[name](call._replace(inputs=call.inputs + 1)))
+        assert not refresh(
+            made, PROCESSORS[name](call._replace(inputs=call.inputs + 1)), Lengths(call.prompt, call.limit)
+        )
         _check_every_length(made, processor, call, Step(call.rows))
 
 
@@ -317,7 +324,7 @@ def test_sums_do_not_depend_on_the_order_of_additions() -> None:
     """Of several sequences with the same last token, the numbers are added in the library's order."""
     biases = {(0, 2): 0.1, (1, 0, 2): 1e8, (1, 1, 2): -1e8, (4, 1, 0, 2): -1e8, (3, 1, 0, 2): 0.3, (0, 0, 2): 0.3}
     processor = library.SequenceBiasLogitsProcessor(biases)
-    made = captured(processor, Bucket(CPU), 4, 12)
+    made = captured(processor, _bucket(), Lengths(4, 12))
     assert made is not None
     tokens = torch.tensor([[0, 4, 1, 0], [0, 3, 1, 0], [0, 1, 0, 0]])
     step = Step(3).tensors
@@ -339,7 +346,7 @@ def test_tokens_that_the_scores_lack() -> None:
         (library.RepetitionPenaltyLogitsProcessor(1.3), [1, 3]),
         (library.NoRepeatNGramLogitsProcessor(1), [1, 3]),
     ):
-        made = captured(processor, Bucket(CPU), 1, 12)
+        made = captured(processor, _bucket(), Lengths(1, 12))
         assert made is not None
         with fastgen.disabled():
             expected = processor(torch.tensor([known]), _scores(1, seed=1))
@@ -379,17 +386,33 @@ def _without(processor: Any, attribute: str) -> Any:
     ids=lambda processor: type(processor).__name__,
 )
 def test_others_are_not_captured(processor: Any) -> None:
-    assert captured(processor, Bucket(CPU), 3, 12) is None
-    assert signature(processor, 3, 12) is None
+    assert captured(processor, _bucket(), Lengths(3, 12)) is None
+    assert signature(processor, Lengths(3, 12)) is None
 
 
-def test_signatures_differ_where_results_do() -> None:
-    signatures = [signature(make(FIRST), FIRST.prompt, FIRST.limit) for make in PROCESSORS.values()]
-    assert len(set(signatures)) == len(signatures)
+def test_processors_of_one_signature_differ_in_their_data() -> None:
+    """What is captured of one does what another one does once it has that one's data."""
+    lengths = Lengths(FIRST.prompt, FIRST.limit)
+    alike: dict[Any, list[Any]] = {}
+    for make in PROCESSORS.values():
+        processor = make(FIRST)
+        alike.setdefault(signature(processor, lengths), []).append(processor)
+    pairs = [(one, other) for found in alike.values() for one in found for other in found if one is not other]
+    assert len(pairs) >= 8
+    for one, other in pairs:
+        made = captured(one, _bucket(), lengths)
+        assert made is not None and refresh(made, other, lengths)
+        _check_every_length(made, other, FIRST, Step(FIRST.rows))
+
+
+def test_what_follows_the_lengths_of_a_call_is_data() -> None:
     fixed = library.SuppressTokensAtBeginLogitsProcessor([3], 5)
-    assert signature(fixed, 5, 12) != signature(fixed, 4, 12)
-    fixed = library.ForcedEOSTokenLogitsProcessor(12, 2)
-    assert signature(fixed, 5, 12) != signature(fixed, 5, 13)
+    assert signature(fixed, Lengths(5, 12)) == signature(fixed, Lengths(4, 12))
+    forced = library.ForcedEOSTokenLogitsProcessor(12, 2)
+    assert signature(forced, Lengths(5, 12)) == signature(forced, Lengths(5, 13))
+    warm, cold = library.TemperatureLogitsWarper(0.7), library.TemperatureLogitsWarper(0.2)
+    assert signature(warm, Lengths(5, 12)) == signature(cold, Lengths(5, 12))
+    assert signature(warm, Lengths(5, 12, freezes=True)) != signature(cold, Lengths(5, 12, freezes=True))
 
 
 @pytest.mark.parametrize(
@@ -398,12 +421,17 @@ def test_signatures_differ_where_results_do() -> None:
         library.ForcedBOSTokenLogitsProcessor(VOCABULARY),
         library.ForcedEOSTokenLogitsProcessor(12, [2, VOCABULARY]),
         library.ExponentialDecayLengthPenalty((2, 1.1), VOCABULARY, 3),
-        library.SequenceBiasLogitsProcessor([[[VOCABULARY, 1], 1.0]]),
     ],
     ids=lambda processor: type(processor).__name__,
 )
-def test_tokens_outside_the_vocabulary(processor: Any) -> None:
-    made = captured(processor, Bucket(CPU), FIRST.prompt, FIRST.limit)
+def test_tokens_outside_the_vocabulary_are_for_the_library_to_refuse(processor: Any) -> None:
+    assert captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit)) is None
+    assert captured(processor, _bucket()._replace(vocabulary=VOCABULARY + 1), Lengths(FIRST.prompt, FIRST.limit))
+
+
+def test_a_bias_outside_the_vocabulary() -> None:
+    processor = library.SequenceBiasLogitsProcessor([[[VOCABULARY, 1], 1.0]])
+    made = captured(processor, _bucket(), Lengths(FIRST.prompt, FIRST.limit))
     assert made is not None
     with pytest.raises((IndexError, ValueError), match=f"token {VOCABULARY}"):
         made(_scores(FIRST.rows, seed=1), Step(FIRST.rows).set(FIRST, 3))

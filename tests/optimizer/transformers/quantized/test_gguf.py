@@ -1,7 +1,8 @@
-"""GGUF files through `from_pretrained`, against what the library reads of them."""
+"""GGUF files whose blocks are kept, against what the library makes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 import fastgen
 from benchmarks import smollm2
+from fastgen import settings
+from fastgen.optimizer.transformers.quantized.replacing import QuantizedConv1D
+from fastgen.quantization.gguf import BLOCK_TYPES
 from fastgen.quantization.layers import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from tests.optimizer.transformers.quantized.checkpoints import VOCABULARY, inputs_of
 
@@ -23,25 +27,30 @@ pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases 
 
 ENTRY_POINT = "transformers.from_pretrained"
 HIDDEN, INNER, LAYERS, HEADS = 256, 512, 2, 4
-TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q4_K")
+TYPES = tuple(kind.name for kind in BLOCK_TYPES.values())
+# Where the numbers in float16 are in a block, and how large they are. Of the last, blocks are not kept.
+HALVES = {
+    "Q4_0": ([0], 1e-2), "Q4_1": ([0, 2], 1e-2), "Q5_0": ([0], 5e-3), "Q5_1": ([0, 2], 5e-3), "Q8_0": ([0], 1e-3),
+    "Q2_K": ([80, 82], 1e-3), "Q3_K": ([108], 3e-4), "Q4_K": ([0, 2], 1e-4), "Q5_K": ([0, 2], 1e-4),
+    "Q6_K": ([208], 1e-5), "IQ4_NL": ([0], 1e-3),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def no_counts() -> None:
+def blocks_are_kept() -> Iterator[None]:
     fastgen.reset_stats()
+    with settings.changed(keep_bits=True):
+        yield
 
 
 def random_blocks(name: str, rows: int, inputs: int) -> Any:
     """Random bytes, with scales that leave the model's numbers small: [rows, bytes]."""
     per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = torch.randint(0, 256, (rows * inputs // per_block, size), dtype=torch.uint8)
-    half = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1, "Q4_K": 2, "Q6_K": 0}[name]
-    small = {"Q4_K": 1e-4, "Q8_0": 1e-3}.get(name, 1e-2)
-    for place in range(half):
-        scales = (torch.rand(len(blocks), 1) * small).half() * (-1 if place == 1 and name == "Q4_1" else 1)
-        blocks[:, 2 * place : 2 * place + 2] = scales.view(torch.uint8)
-    if name == "Q6_K":
-        blocks[:, -2:] = (torch.rand(len(blocks), 1) * 1e-5).half().view(torch.uint8)
+    places, small = HALVES[name]
+    for place in places:
+        scales = (torch.rand(len(blocks), 1) * small).half() * (-1 if place and name in ("Q4_1", "Q5_1") else 1)
+        blocks[:, place : place + 2] = scales.view(torch.uint8)
     return blocks.view(rows, -1).numpy()
 
 
@@ -164,7 +173,8 @@ def test_tied_weights_are_in_memory_once(tmp_path: Path) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert type(embedding) is QuantizedEmbedding and type(head) is QuantizedLinear
     assert embedding.packed_numbers.data_ptr() == head.packed_numbers.data_ptr()
-    held = [tensor for layer in (embedding, head) for tensor in (*layer.parameters(), *layer.buffers())]
+    both = nn.ModuleList([embedding, head])
+    held = [*both.parameters(), *both.buffers()]
     assert all(tensor.numel() == 0 or tensor.dtype in (torch.uint8, torch.float16) for tensor in held)
 
 
@@ -181,22 +191,26 @@ def test_gpt2(tmp_path: Path) -> None:
     ours, theirs = read_both(tmp_path / "model.gguf")
     kinds = (nn.Linear, Conv1D)
     assert blocks_in(ours) == {n for n, m in theirs.named_modules() if isinstance(m, kinds)} | {"transformer.wte"}
+    layer = ours.transformer.h[0].attn.c_attn
+    assert type(layer) is QuantizedConv1D and isinstance(layer, Conv1D) and (layer.nf, layer.nx) == (3 * HIDDEN, HIDDEN)
+    assert torch.equal(layer.weight, theirs.transformer.h[0].attn.c_attn.weight)
     check_equal(ours, theirs)
 
 
 def test_other_types_are_unpacked(tmp_path: Path) -> None:
-    write_llama(tmp_path / "model.gguf", ("Q4_K", "Q6_K"))
+    write_llama(tmp_path / "model.gguf", ("Q4_K", "IQ4_NL"))
     ours, theirs = read_both(tmp_path / "model.gguf")
     found = fastgen.stats()[ENTRY_POINT]
     assert found["accelerated"] == 1
-    assert found["not used"] == {"gguf: weights of type Q6_K, which are unpacked": 1}
+    assert found["not used"] == {"gguf: weights of type IQ4_NL, which are unpacked": 1}
     assert 0 < len(blocks_in(ours)) < 2 + 7 * LAYERS
     check_equal(ours, theirs)
 
 
 def test_nothing_to_keep(tmp_path: Path) -> None:
-    write_llama(tmp_path / "model.gguf", ("Q6_K",))
-    ours, theirs = read_both(tmp_path / "model.gguf")
+    write_llama(tmp_path / "model.gguf", ("IQ4_NL",))
+    with pytest.warns(UserWarning, match="does not keep the bits of this checkpoint.*no weight of a type"):
+        ours, theirs = read_both(tmp_path / "model.gguf")
     reason = "gguf: no weight of a type that is kept in blocks"
     assert fastgen.stats()[ENTRY_POINT] == {"accelerated": 0, "fallback": {reason: 1}}
     assert blocks_in(ours) == set()
@@ -209,10 +223,14 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     write_llama(file, ("Q4_1",))
     ours = load(file, dtype=dtype)
     with fastgen.disabled():
-        theirs = load(file, dtype=dtype)
+        theirs, exact = load(file, dtype=dtype), load(file, dtype=torch.float32)
     inputs = inputs_of(theirs)
     with torch.no_grad():
-        torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits)
+        expected, found = exact(**inputs).logits, [model(**inputs).logits for model in (ours, theirs)]
+    assert found[0].dtype is dtype
+    # Weights are not rounded to the type of the model.
+    errors = [float((logits.float() - expected).norm()) for logits in found]
+    assert errors[0] <= 1.05 * errors[1]
 
 
 def test_saving_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -241,7 +259,8 @@ def test_dequantize_asked_for(tmp_path: Path) -> None:
     if not hasattr(transformers, "GgufConfig"):
         pytest.skip("this release has no configuration for GGUF")
     write_llama(tmp_path / "model.gguf")
-    model = load(tmp_path / "model.gguf", quantization_config=transformers.GgufConfig(dequantize=True))
+    with pytest.warns(UserWarning, match="the call has a quantization_config of its own"):
+        model = load(tmp_path / "model.gguf", quantization_config=transformers.GgufConfig(dequantize=True))
     assert blocks_in(model) == set()
     assert fastgen.stats()[ENTRY_POINT]["fallback"] == {"the call has a quantization_config of its own": 1}
 
@@ -256,7 +275,10 @@ def test_truncated_files(part: float, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_library_reads_plain_arrays_and_makes_names_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep_bits", [True, False])
+def test_the_library_reads_plain_arrays_and_makes_names_once(
+    keep_bits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_llama(tmp_path / "model.gguf")
     made, parts = [], []
     of_names, of_parts = gguf.tensor_mapping.TensorNameMap.__init__, gguf.GGUFReader._push_field
@@ -266,7 +288,8 @@ def test_the_library_reads_plain_arrays_and_makes_names_once(tmp_path: Path, mon
     monkeypatch.setattr(
         gguf.GGUFReader, "_push_field", lambda *field, **named: (parts.append(field[1]), of_parts(*field, **named))[1]
     )
-    load(tmp_path / "model.gguf")
+    with settings.changed(keep_bits=keep_bits):
+        load(tmp_path / "model.gguf")
     assert len(made) == 1
     assert parts and {type(part) for field in parts for part in field.parts} == {np.ndarray}
 
@@ -287,6 +310,8 @@ def test_smollm2() -> None:
     if folder is None:
         pytest.skip(smollm2.MISSING)
     ours, theirs = read_both(folder / smollm2.GGUF)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
     tokens = torch.randint(0, theirs.config.vocab_size, (2, 12))
     with torch.no_grad():
         expected = theirs(tokens).logits

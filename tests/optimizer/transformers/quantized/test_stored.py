@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fastgen.decoding.captured.program import Program
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.quantized import hooks, stored
 from fastgen.optimizer.transformers.quantized.configurations import NotServed
-from fastgen.quantization.layers import QuantizedLinear
+from fastgen.quantization.layers import QuantizedProduct
 from fastgen.quantization.products import unpack
 from tests.optimizer.transformers.quantized.checkpoints import (
     CASES,
@@ -39,8 +40,10 @@ ENTRY_POINT = "transformers.from_pretrained"
 
 
 @pytest.fixture(autouse=True)
-def no_counts() -> None:
+def bits_are_kept() -> Iterator[None]:
     fastgen.reset_stats()
+    with settings.changed(keep_bits=True):
+        yield
 
 
 def load(folder: Path, seq2seq: bool = False, **named: Any) -> PreTrainedModel:
@@ -52,7 +55,7 @@ def counts() -> dict[str, Any]:
 
 
 def few_bits(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedProduct)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,9 +88,11 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     inputs = inputs_of(reference)
     reference.save_pretrained(tmp_path / "plain")  # and read again: `to` would round what the library does not
     with torch.no_grad():
-        ours, expected = model(**inputs).logits, load(tmp_path / "plain", dtype=dtype)(**inputs).logits
+        exact = reference(**inputs).logits
+        ours, theirs = model(**inputs).logits, load(tmp_path / "plain", dtype=dtype)(**inputs).logits
     assert ours.dtype == dtype
-    torch.testing.assert_close(ours, expected)
+    errors = [float((logits.float() - exact).norm()) for logits in (ours, theirs)]
+    assert errors[0] <= 1.05 * errors[1]  # weights are not rounded to the type of the model
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +132,7 @@ def test_no_floating_copy_is_left(tmp_path: Path) -> None:
     model = load(tmp_path)
     for name in few_bits(model):
         layer = model.get_submodule(name)
-        held = [*layer.parameters(), *layer.buffers()]
+        held = [*nn.ModuleList([layer]).parameters(), *layer.buffers()]
         assert sum(tensor.nbytes for tensor in held) <= 1.3 * layer.outputs * layer.inputs / 2  # groups of 16: 5 bits
     assert model.get_memory_footprint() < 0.5 * reference.get_memory_footprint()
 
@@ -143,14 +148,14 @@ def test_a_run_leaves_no_weight_in_floating_point(tmp_path: Path, monkeypatch: p
     del reference, tensors
     before = set(map(id, _large(least)))
     model = load(tmp_path)
-    with settings.changed(captured_step="always", few_bits_inputs="int8"):
-        for _ in range(2):
-            model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
-    assert replays
+    for activations in ("float", "int8"):
+        with settings.changed(captured_step="always", activations=activations):
+            for _ in range(2):
+                model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert replays
+        replays.clear()
     assert not [tensor.shape for tensor in _large(least) if id(tensor) not in before]
-    # With exact inputs, recorded steps unpack: so there is something to find.
-    with settings.changed(captured_step="always", few_bits_inputs="exact"):
-        model.generate(**inputs, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    model.dequantize()  # and now there is something to find
     assert [tensor.shape for tensor in _large(least) if id(tensor) not in before]
 
 
@@ -165,6 +170,7 @@ def _large(least: int) -> list[torch.Tensor]:
 def test_status(tmp_path: Path) -> None:
     reference, tensors = quantize(llama(), CASES["awq"])
     save(tmp_path, reference, tensors, CASES["awq"].config)
+    gc.collect()  # models of other tests
     model = load(tmp_path)
     (line,) = [note for note in fastgen.status().notes if "LlamaForCausalLM" in note]
     assert line.startswith("LlamaForCausalLM read from awq: 14 layers of 4 bits in ")

@@ -157,11 +157,12 @@ class OfSearch:
 
 
 def _key(batch: int, processors: Any) -> Any:
+    from fastgen.optimizer.transformers.captured.sizes import Sizes
     from fastgen.optimizer.transformers.captured.step import Key
 
     return Key(
-        batch=batch, per_input=1, prompt_capacity=3, new_capacity=5, stored_capacity=3, capacity=5, width=3,
-        encoder=None, source_in_front=False, early_stopping=None, samples=False, eos=(1,), processors=processors,
+        batch=batch, per_input=1, sizes=Sizes(3, 3, 5, 0), width=3,
+        encoder=None, source_in_front=False, early_stopping=None, samples=False, ends=1, processors=processors,
         has_criteria=False, kept=(), tensors=(), constants=(), kv=(), windows=(), draft=SmallDraft(),
     )  # fmt: skip
 

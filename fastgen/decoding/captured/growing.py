@@ -1,0 +1,111 @@
+"""Buffers that get more memory while programs that were recorded with them go on.
+
+The K/V cache of a captured step is as large as the calls so far have needed. A longer call gets larger buffers, and the
+program stays: all that it does with them is to hand them to operators that read their sizes when they run. So how long
+prompts are and how much is generated is no part of what is recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.operations import Constant, Operation, Place
+from fastgen.ops import search_step  # noqa: F401 (defines operators)
+from fastgen.ops.triton import decode_attention, kv_write  # noqa: F401
+
+# Operators that read the sizes of such buffers when they run.
+_FOLLOWING = frozenset(
+    getattr(torch.ops.fastgen, name).default
+    for name in ("advance_", "decode_attention_out", "kv_write", "take_beams_", "take_rows_")
+)
+# Smaller sizes of buffers say nothing: many a tensor has one.
+LEAST_LENGTH = 32
+
+
+class Growing:
+    """The buffers of a step that may grow, and what programs have of them.
+
+    Attributes:
+        lengths: the sizes of buffers in positions, and sums of them: those that a program must not have in anything
+            else.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: frozenset[int] = frozenset()
+        self._buffers: dict[int, Tensor] = {}  # by the address of their storage
+        # What programs have of a buffer: itself, or its rows with the first two dimensions as one.
+        self._views: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+
+    def add(self, *buffers: Tensor) -> None:
+        """Buffers that `exchange` may give other memory."""
+        for buffer in buffers:
+            self._buffers[_address(buffer)] = buffer
+
+    def exchange(self, buffer: Tensor, new: Tensor) -> None:
+        """From now on `buffer` is the memory of `new`, with its shape: for who holds it, and for programs."""
+        if _address(buffer) not in self._buffers:
+            raise ValueError("a buffer that was not added")
+        before = _address(buffer)
+        del self._buffers[before]
+        with torch.inference_mode():  # which views of programs are made in
+            _point(buffer, new)
+            views = [(view, folded) for view, folded in self._views.pop(before, ()) if view() is not None]
+            for view, folded in views:
+                _point(view(), new.flatten(0, 1) if folded else new)
+        self._buffers[_address(buffer)] = buffer
+        self._views[_address(buffer)] = views
+
+    def serves(self, operations: Iterable[Operation], storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether a program of these operations does the same with larger buffers."""
+        return all(self._is_free(each, storages) for each in operations)
+
+    def touches(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether an operation has one of the buffers: nothing may stand for it that keeps where the buffer lies."""
+        return any(storages[number]._cdata in self._buffers for number in operation.used | operation.made)
+
+    def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
+        """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""
+        folded = self._folded(storage, Place(0, view.dtype, tuple(view.shape), view.stride(), view.storage_offset()))
+        if folded is not None:
+            self._views.setdefault(storage._cdata, []).append((weakref.ref(view), folded))
+
+    def _is_free(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
+        for leaf in (*operation.leaves, *operation.fresh):
+            if isinstance(leaf, Constant):
+                if type(leaf.value) is int and leaf.value in self.lengths:
+                    return False
+            elif leaf is not None and storages[leaf.storage]._cdata in self._buffers:
+                if operation.function not in _FOLLOWING or self._folded(storages[leaf.storage], leaf) is None:
+                    return False
+            elif leaf is not None and self._has_length(leaf):
+                return False
+        return True
+
+    def _has_length(self, place: Place) -> bool:
+        """Whether a size of it is one in positions, or a multiple of that."""
+        return any(
+            size >= length >= LEAST_LENGTH and size % length == 0 for size in place.size for length in self.lengths
+        )
+
+    def _folded(self, storage: torch.UntypedStorage, place: Place) -> int | None:
+        """0 if a place is a whole buffer, 1 if it is one with its first two dimensions as one; None otherwise."""
+        buffer = self._buffers.get(storage._cdata)
+        if buffer is None:
+            return None
+        for folded, view in enumerate((buffer, buffer.flatten(0, 1) if buffer.dim() > 1 else buffer)):
+            if (place.size, place.stride, place.offset) == (tuple(view.shape), view.stride(), view.storage_offset()):
+                return folded
+        return None
+
+
+def _address(buffer: Tensor) -> int:
+    return buffer.untyped_storage()._cdata
+
+
+def _point(tensor: Tensor | None, new: Tensor) -> None:
+    if tensor is not None:
+        tensor.set_(new.untyped_storage(), new.storage_offset(), new.shape, new.stride())

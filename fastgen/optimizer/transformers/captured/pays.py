@@ -1,0 +1,140 @@
+"""When recording a step on the CPU pays: the one rule.
+
+Recording takes as long as some steps of the library's loop, and each step that is replayed saves a part of one. A call
+records when what is left of it repays that. One that may end at any token is expected to be as long as others were;
+where nothing is known, or others were too short, it first shows that it goes on. Where all calls are short, one of them
+pays for the rest, once there were many.
+
+What recording costs and what a step saves is measured on the way, in whole steps. A step for more rows is there before
+one for these rows: until the rows that idle have cost as much as a recording, it does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from fastgen import caches
+from fastgen.optimizer.transformers.captured.step import Key
+
+# So many steps repay a recording, as long as nothing has been measured, and at the least.
+STEPS, LEAST_STEPS = 24, 6
+# At the most: a measurement may have been disturbed, and another recording brings another one.
+MOST_STEPS = 16 * STEPS
+# A call that may end at any token is expected to go on once it has so many of them.
+TOKENS_SEEN = 16
+# Short calls have been many when their steps would have repaid so many recordings.
+MANY = 4
+# How much the last call counts in the average length of calls.
+_WEIGHT = 0.25
+
+
+class Ledger:
+    """What is known of one model.
+
+    Attributes:
+        recording: seconds that the last recording took.
+        eager, replayed: seconds of a step by its number of rows.
+    """
+
+    _of: weakref.WeakKeyDictionary[Any, Ledger] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.recording: float | None = None
+        self.eager: dict[int, float] = {}
+        self.replayed: dict[int, float] = {}
+        self._spent: Counter[Key] = Counter()  # steps of calls of a key that had no recording
+        self._idled: Counter[Key] = Counter()  # seconds that rows have idled in calls of a key
+        self._tokens: float | None = None  # of calls that may end at any token, on the average
+
+    @classmethod
+    def of(cls, model: Any) -> Ledger:
+        """That of a model."""
+        return cls._of.setdefault(model, cls())
+
+    def starts_at(self, key: Key, certain: int, most: int) -> int | None:
+        """After how many steps of a call its step is to be recorded; None for not in this call.
+
+        Args:
+            certain: steps that the call will make whatever the model says.
+            most: that it may make.
+        """
+        needed = self._repaid_by(key.rows)
+        if self._spent[key] >= MANY * needed or certain >= needed:
+            return 0
+        expected = self._expected(most)
+        if expected >= needed:
+            return 0
+        # Nobody knows how long calls are, or they are short: this one has to show that it is not.
+        seen = max(TOKENS_SEEN, int(min(needed, 2 * expected)))
+        return seen if most - seen >= needed and most > certain else None
+
+    def _expected(self, most: int) -> float:
+        """Tokens of a call that may end at any of them."""
+        return min(most, self._tokens) if self._tokens is not None else 0
+
+    def with_more_rows(self, key: Key, others: Iterable[Key], certain: int, most: int, *, records: bool) -> Key | None:
+        """The key among these whose step does for a call of `key`: with the fewest rows that idle.
+
+        Args:
+            others: of steps that are there, and differ in nothing but the number of inputs.
+            certain, most: as of `starts_at`.
+            records: a step of `key` would be recorded at once otherwise.
+        """
+        larger = min(
+            (other for other in others if other.batch > key.batch), key=lambda other: other.batch, default=None
+        )
+        if larger is None or larger.rows not in self.replayed or self.recording is None:
+            return None
+        if records:
+            steps = max(certain, self._expected(most))
+            lost = self._idled[key] + steps * self._idle(key.rows, larger.rows)
+            return larger if lost < self.recording else None
+        eager = self.eager.get(min(self.eager, key=lambda rows: abs(rows - key.rows), default=0))
+        return larger if eager is not None and self.replayed[larger.rows] < eager else None
+
+    def note_idle(self, key: Key, larger: Key, steps: int) -> None:
+        """A call of `key` has made so many steps of `larger`."""
+        caches.limit(self._idled)
+        self._idled[key] += steps * self._idle(key.rows, larger.rows)
+
+    def _idle(self, rows: int, larger: int) -> float:
+        """Seconds that the rows more take in a step: at the most, as a step reads all weights whatever its rows."""
+        fewer = (known for known in self.replayed if known <= rows)
+        known = max(fewer, default=None)
+        alone = self.replayed[larger] * rows / larger if known is None else self.replayed[known]
+        return max(self.replayed[larger] - alone, 0.0)
+
+    def note_eager(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long that was not replayed. Others may have had the processors meanwhile."""
+        self.eager[rows] = min(self.eager.get(rows, seconds), seconds)
+
+    def note_call(self, key: Key, tokens: int, may_end: bool, eager_steps: int) -> None:
+        """A call of this key has generated so many tokens, with so many steps that were not replayed."""
+        caches.limit(self._spent)
+        self._spent[key] += eager_steps
+        if may_end:
+            before = tokens if self._tokens is None else self._tokens
+            self._tokens = before + _WEIGHT * (tokens - before)
+
+    def has_asked_for(self, key: Key, steps: int, needed: int) -> bool:
+        """Whether calls of this key, the one that asks for these steps included, have asked for so many."""
+        caches.limit(self._spent)
+        self._spent[key] += steps
+        return self._spent[key] >= needed
+
+    def forget(self, key: Key) -> None:
+        """The recording of this key is gone: it has to pay again."""
+        self._spent.pop(key, None)
+        self._idled.pop(key, None)
+
+    def _repaid_by(self, rows: int) -> float:
+        """Steps that repay a recording, from what is known of the number of rows that is nearest."""
+        known = self.eager.keys() & self.replayed.keys()
+        if self.recording is None or not known:
+            return STEPS
+        nearest = min(known, key=lambda other: abs(other - rows))
+        saved = self.eager[nearest] - self.replayed[nearest]
+        return min(max(self.recording / saved, LEAST_STEPS), MOST_STEPS) if saved > 0 else MOST_STEPS

@@ -1,0 +1,104 @@
+"""When recording a step pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastgen.optimizer.transformers.captured.pays import LEAST_STEPS, MANY, MOST_STEPS, STEPS, TOKENS_SEEN, Ledger
+from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.captured.step import Key
+
+KEY = Key(
+    batch=1, per_input=1, sizes=Sizes(0, 0, 0, 0), width=1, encoder=None, source_in_front=False, early_stopping=None,
+    samples=False, ends=4, processors=(), has_criteria=False, kept=(), tensors=(), constants=(), kv=(), windows=(),
+)  # fmt: skip
+FOUR, EIGHT = replace(KEY, batch=4), replace(KEY, batch=8)
+
+
+def measured(recording: float = 1.0, eager: float = 0.1, replayed: float = 0.05) -> Ledger:
+    ledger = Ledger()
+    ledger.recording = recording
+    ledger.eager[1], ledger.replayed[1] = eager, replayed
+    return ledger
+
+
+def test_a_call_that_is_certain_to_repay_it_records_at_once() -> None:
+    assert Ledger().starts_at(KEY, certain=STEPS, most=STEPS) == 0
+    assert Ledger().starts_at(KEY, certain=STEPS - 1, most=STEPS - 1) is None
+
+
+def test_what_was_measured_counts() -> None:
+    """A recording of a second is repaid by 20 steps of which each saves 50 ms."""
+    assert measured().starts_at(KEY, certain=20, most=20) == 0
+    assert measured().starts_at(KEY, certain=19, most=19) is None
+    assert measured(recording=0.001).starts_at(KEY, certain=LEAST_STEPS, most=LEAST_STEPS) == 0
+    assert measured(recording=0.001).starts_at(KEY, certain=LEAST_STEPS - 1, most=LEAST_STEPS - 1) is None
+
+
+def test_a_step_that_is_not_faster_is_recorded_in_long_calls_only() -> None:
+    """The measurement may have been disturbed: another recording brings another one."""
+    assert measured(replayed=0.1).starts_at(KEY, certain=MOST_STEPS - 1, most=MOST_STEPS - 1) is None
+    assert measured(replayed=0.1).starts_at(KEY, certain=MOST_STEPS, most=MOST_STEPS) == 0
+
+
+def test_a_call_that_may_end_first_shows_that_it_goes_on() -> None:
+    assert Ledger().starts_at(KEY, certain=1, most=100) == TOKENS_SEEN
+    assert Ledger().starts_at(KEY, certain=1, most=TOKENS_SEEN + STEPS) == TOKENS_SEEN
+    assert Ledger().starts_at(KEY, certain=1, most=TOKENS_SEEN + STEPS - 1) is None
+
+
+def test_calls_are_expected_to_be_as_long_as_others_were() -> None:
+    ledger = Ledger()
+    for _ in range(4):
+        ledger.note_call(FOUR, tokens=60, may_end=True, eager_steps=0)
+    assert ledger.starts_at(KEY, certain=1, most=100) == 0
+    for _ in range(20):
+        ledger.note_call(FOUR, tokens=4, may_end=True, eager_steps=0)
+    assert ledger.starts_at(KEY, certain=1, most=100) == TOKENS_SEEN
+
+
+def test_calls_that_cannot_end_say_nothing_of_those_that_can() -> None:
+    ledger = Ledger()
+    ledger.note_call(FOUR, tokens=500, may_end=False, eager_steps=0)
+    assert ledger.starts_at(KEY, certain=1, most=100) == TOKENS_SEEN
+
+
+def test_one_of_many_short_calls_pays_for_the_rest() -> None:
+    ledger = Ledger()
+    calls = 0
+    while ledger.starts_at(KEY, certain=12, most=12) is None:
+        ledger.note_call(KEY, tokens=12, may_end=False, eager_steps=12)
+        calls += 1
+    assert calls == MANY * STEPS // 12
+    assert ledger.starts_at(FOUR, certain=12, most=12) is None
+    ledger.forget(KEY)
+    assert ledger.starts_at(KEY, certain=12, most=12) is None
+
+
+@pytest.mark.parametrize("replayed, found", [(0.06, FOUR), (0.11, None)])
+def test_rows_idle_where_no_step_would_be_recorded(replayed: float, found: Key | None) -> None:
+    """A step of four inputs is better than one of the library's for one, if it is faster."""
+    ledger = measured()
+    ledger.replayed[4] = replayed
+    assert ledger.with_more_rows(KEY, [FOUR], certain=5, most=5, records=False) == found
+
+
+def test_rows_idle_until_that_has_cost_a_recording() -> None:
+    ledger = measured()
+    ledger.replayed[4] = 0.06  # 10 ms more than one row takes
+    asked = {"certain": 30, "most": 30, "records": True}
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+    ledger.note_idle(KEY, FOUR, steps=60)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+    ledger.note_idle(KEY, FOUR, steps=30)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) is None
+    ledger.forget(KEY)
+    assert ledger.with_more_rows(KEY, [EIGHT, FOUR], **asked) == FOUR
+
+
+def test_a_step_of_fewer_rows_or_of_unknown_cost_is_not_taken() -> None:
+    ledger = measured()
+    assert ledger.with_more_rows(FOUR, [KEY], certain=30, most=30, records=True) is None
+    assert ledger.with_more_rows(KEY, [FOUR], certain=30, most=30, records=True) is None
