@@ -201,6 +201,15 @@ def records_past(layer: Any) -> bool:
 
 # ---- generate
 
+# Where the outputs of a class hold what it hands on to the next step besides the K/V cache: of the paths, a release has
+# one. Rows of an input are next to each other there.
+HANDED_ON = {
+    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (
+        ("image_outputs", "last_hidden_state"),  # from 5.24 on
+        ("image_hidden_states",),
+    ),
+}
+
 # The part of `generate` that runs the encoder: its name now, and a former one.
 RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
 # Options of `generate` that say how it is assisted, and that only later releases have.

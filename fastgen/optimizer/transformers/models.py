@@ -43,12 +43,6 @@ _CAPTURABLE = frozenset(
     )
 )
 
-# Classes that hand on more of their outputs than the K/V cache to the next step, and the tensors that they do so with:
-# rows of an input are next to each other in them.
-_HANDED_ON = {
-    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (("image_outputs", "last_hidden_state"),),
-}
-
 
 def unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
@@ -188,14 +182,14 @@ def counts_on_the_host(model: Any) -> bool:
     return getattr(model, "_can_compile_fullgraph", False)
 
 
-def handed_on(model: Any) -> tuple[tuple[str, str], ...] | None:
-    """What the model hands on from its outputs to the next step besides the K/V cache: an output and a field of it,
-    which has one row or more for each input; None where that is not known.
+def handed_on(model: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Where the outputs hold what the model hands on to the next step besides the K/V cache (`releases.HANDED_ON`);
+    None where that is not known.
     """
     kind, method = type(model), "_update_model_kwargs_for_generation"
     if inspect.getattr_static(kind, method, None) is vars(GenerationMixin).get(method):
         return ()
-    return _HANDED_ON.get(f"{kind.__module__}.{kind.__qualname__}")
+    return releases.HANDED_ON.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def positions_of_step(model: Any) -> int:
