@@ -186,7 +186,7 @@ class Graph:
 
 def _shared_by_graphs(index: int) -> _Shared:
     if index not in _shared:
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(index)
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             _shared[index] = _Shared(pool, stream, _capture_little(index, pool=pool))
     return _shared[index]
