@@ -355,7 +355,9 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
 
 // The schema is defined in fastgen/ops/triton/kv_write.py.
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
-  fastgen::Arguments("kv_write").writes(key_cache, value_cache).reads(keys, values, position);
+  // Rows of different lengths have one cache in which they overlap (decoding/speculation/ragged.py): each writes to places
+  // of its own.
+  fastgen::Arguments("kv_write").writes_distinct(key_cache).writes_distinct(value_cache).reads(keys, values, position);
   STD_TORCH_CHECK(keys.dim() == 3 && OfRows::fits(position, keys.size(0)),
                   "kv_write: position must be one integer of int64, or one for each row");
   const auto check = [](const Tensor& from, const Tensor& to) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -281,7 +281,8 @@ def _group_sizes(rng: random.Random) -> tuple[int, int, int, bool]:
     rotated = rng.random() < 0.3
     group_size = rng.choice((32, 64, 128)) if rotated else rng.choice((8, 16, 24, 32, 40, 64, 256))
     inputs = rng.choice((size(rng, 150), group_size * rng.choice((1, 2, 8))))
-    return inputs, rng.choice((4, 8)), group_size, rotated
+    more = () if rotated or group_size % 32 else (5, 6)
+    return inputs, rng.choice((4, 8, *more)), group_size, rotated
 
 
 @of("group_extremes")
@@ -297,6 +298,7 @@ def group_extremes(rng: random.Random) -> Case:
 @of("round_to_panels")
 def round_to_panels(rng: random.Random) -> Case:
     inputs, bits, group_size, rotated = _group_sizes(rng)
+    bits = 4 if bits < 8 else 8  # weights are rounded to these alone
     weight = _weight(rng, size(rng, 70), inputs)
     outputs = len(weight)
     lines = grouped.rotated(F.pad(weight, (0, -inputs % group_size)), group_size) if rotated else weight
@@ -326,10 +328,13 @@ def grouped_rows(rng: random.Random) -> Case:
     return Case(given, lambda args, found: near(found, wanted, max(_tolerance(dtype), 1e-6)))
 
 
+def _ordered(x: Tensor, weight: Any) -> Tensor:
+    return x.double() if weight.order is None else x.double()[:, weight.order]
+
+
 def _rounded_rows(x: Tensor, weight: Any) -> Tensor:
     """What the products compute with: x in multiples of a 127th of the largest number of its group."""
-    rows = x.double() if weight.order is None else x.double()[:, weight.order]
-    whole = F.pad(rows, (0, -x.shape[1] % weight.group_size))
+    whole = F.pad(_ordered(x, weight), (0, -x.shape[1] % weight.group_size))
     if weight.rotated:
         whole = grouped.rotated(whole, weight.group_size) / weight.group_size
     groups = whole.unflatten(1, (-1, weight.group_size))
@@ -337,24 +342,33 @@ def _rounded_rows(x: Tensor, weight: Any) -> Tensor:
     return torch.where(scale > 0, (groups / scale).round() * scale, 0.0).flatten(1)
 
 
-def _grouped_wanted(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def _grouped_wanted(x: Tensor, weight: Any, bias: Tensor | None, floats: bool) -> Tensor:
     numbers, factors = grouped.unpacked(weight)
     lines = grouped.values(numbers, factors, weight.bits, weight.group_size).double()
-    wanted = _rounded_rows(x, weight)[:, : lines.shape[1]] @ lines.t()
+    rows = F.pad(_ordered(x, weight), (0, lines.shape[1] - x.shape[1])) if floats else _rounded_rows(x, weight)
+    wanted = rows[:, : lines.shape[1]] @ lines.t()
     return wanted if bias is None else wanted + bias.double()
 
 
-def _grouped_layers(rng: random.Random, count: int) -> tuple[Tensor, list[Any], list[Tensor | None], list[Tensor]]:
+class _Layers(NamedTuple):
+    x: Tensor
+    weights: list[Any]
+    biases: list[Tensor | None]
+    floats: bool
+    wanted: list[Tensor]
+
+
+def _grouped_layers(rng: random.Random, count: int) -> _Layers:
     inputs, bits, group_size, rotated = _group_sizes(rng)
     rows = rng.choice((0, 1, 1, 4, size(rng, 40)))
     x = rows_apart(torch.randn(rows, inputs).to(rng.choice(_FLOATING)), rng)
     order = torch.randperm(inputs) if not rotated and rng.random() < 0.3 else None
-    weights, biases, wanted = [], [], []
-    for _ in range(count):
-        weight = _grouped(rng, inputs, size(rng, 70), bits, group_size, rotated)._replace(order=order)
-        bias = maybe(rng, torch.randn(weight.outputs).to(rng.choice(_FLOATING)))
-        weights.append(weight), biases.append(bias), wanted.append(_grouped_wanted(x, weight, bias))
-    return x, weights, biases, wanted
+    sizes = inputs, bits, group_size, rotated
+    weights = [_grouped(rng, inputs, size(rng, 70), *sizes[1:])._replace(order=order) for _ in range(count)]
+    biases = [maybe(rng, torch.randn(weight.outputs).to(rng.choice(_FLOATING))) for weight in weights]
+    floats = all(map(grouped.keeps_floats, weights)) and rng.random() < 0.6
+    wanted = [_grouped_wanted(x, weight, bias, floats) for weight, bias in zip(weights, biases, strict=True)]
+    return _Layers(x, weights, biases, floats, wanted)
 
 
 # A number that is as near to two multiples may become either one, of rows in float64 and in float32.
@@ -363,8 +377,8 @@ _ROUNDED = 1e-2
 
 @of("grouped_linear", "grouped_linear_out")
 def grouped_linear(rng: random.Random, name: str) -> Case:
-    x, (weight,), (bias,), (wanted,) = _grouped_layers(rng, 1)
-    sizes = [weight.bits, weight.group_size, weight.rotated]
+    x, (weight,), (bias,), floats, (wanted,) = _grouped_layers(rng, 1)
+    sizes = [weight.bits, weight.group_size, weight.rotated, floats]
     tolerance = max(_tolerance(x.dtype), _ROUNDED)
     if name == "grouped_linear":
         given = [x, *weight[:5], bias, weight.outputs, *sizes]
@@ -375,13 +389,13 @@ def grouped_linear(rng: random.Random, name: str) -> Case:
 
 @of("grouped_linears_out")
 def grouped_linears_out(rng: random.Random) -> Case:
-    x, weights, biases, wanted = _grouped_layers(rng, rng.choice((1, 2, 3)))
+    x, weights, biases, floats, wanted = _grouped_layers(rng, rng.choice((1, 2, 3)))
     first = weights[0]
     # All have minimums and zeros of their own.
     parts = [[weight[number] for weight in weights] for number in range(4)]
     given = [
         [untouched((len(x), weight.outputs), x.dtype) for weight in weights], x, *parts, first.order, biases,
-        first.bits, first.group_size, first.rotated,
+        first.bits, first.group_size, first.rotated, floats,
     ]  # fmt: skip
 
     def check(args: list[Any], _: Any) -> None:
