@@ -18,7 +18,7 @@ BIN := .venv/bin
 SHARED_OUT := $(if $(findstring --device,$(PYTEST_ARGS)),,--numprocesses auto --maxprocesses 8 --dist worksteal)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-onnxruntime bench-llama gpu-check wheel check-wheel check-fresh clean
+.PHONY: help setup demo test test-long test-machines lint docs format test-versions test-newest bench bench-quick bench-openvino bench-onnxruntime bench-llama gpu-check wheel check-wheel check-fresh clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ demo: setup ## generate for 500 real sources, unpatched and patched, and compare
 
 test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
 	$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST_ARGS)
+
+test-long: setup ## the tests that draw very many cases, of which `make test` runs a sample
+	$(BIN)/python -m pytest -m long $(SHARED_OUT) $(PYTEST_ARGS)
 
 test-machines: setup ## the tests that depend on rounding, on every instruction set, number of threads, oneDNN on and off
 	$(BIN)/python -m tests.machines $(SHARED_OUT) $(PYTEST_ARGS)

@@ -85,14 +85,18 @@ def count_failure(entry_point: str, failure: Exception) -> None:
     )
 
 
-def decided(entry_point: str, decide: Callable[..., Value], *arguments: Any) -> Value | None:
+def decided(
+    entry_point: str, decide: Callable[..., Value], *arguments: Any, foreseen: tuple[type[Exception], ...] = ()
+) -> Value | None:
     """What `decide(*arguments)` returns, which looks at a call before anything is changed; None where it raises.
 
     Then the call goes to the original code: that is counted and warned of as a failure is, and raises FallbackError in
-    strict mode. `decide` must not call what is not FastGen's own.
+    strict mode. What is `foreseen` is raised. `decide` must not call what is not FastGen's own.
     """
     try:
         return decide(*arguments)
+    except foreseen:
+        raise
     except FallbackError:
         raise
     except Exception as failure:

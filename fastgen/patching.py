@@ -106,6 +106,11 @@ def original_of(function: Any) -> Any:
     return _originals.get(function) if inspect.isfunction(function) else None
 
 
+def stands_for(name: str) -> bool:
+    """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
+
+
 def _replacement(original: Any, wrapper: Wrapper, is_method: bool, inherits: Callable[[], Any] | None = None) -> Any:
     """What takes the place of `original`, which may be a class or static method.
 
@@ -158,7 +163,7 @@ def _is_traced() -> bool:
     """Whether torch.fx traces what this thread runs, or a transform of `torch.func` is about it: no tensor holds
     numbers then.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     try:
         return torch._C._functorch.peek_interpreter_stack() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
     except AttributeError:  # there is no torch, or it is being imported, or it is another release

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
 _SUFFIX = ".dll" if os.name == "nt" else ".so"
@@ -75,6 +76,19 @@ def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]
             raise error(f"{operator}: {message}")
 
     return require
+
+
+def share_memory(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have memory in common: from the first number up to the last one of each."""
+    if x.device.type not in ("cpu", "cuda") or x.device != other.device or not (x.numel() and other.numel()):
+        return False
+    (begin, end), (other_begin, other_end) = (_extent(each) for each in (x, other))
+    return begin < other_end and other_begin < end
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _devices() -> list[str]:

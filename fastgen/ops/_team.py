@@ -70,6 +70,6 @@ def _sleeps() -> int:
 
 
 # From now on, FastGen's operators that this thread calls run on so many threads of FastGen's own. False if they do not:
-# it is fewer than two, the thread has the team already, or another one has it.
+# it is fewer than two or more than 1024, the thread has the team already, or another one has it.
 _library.define("take_team(int threads) -> bool")
 _library.define("give_team_back() -> ()")

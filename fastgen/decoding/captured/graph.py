@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -90,8 +90,19 @@ def _take(lock: Any) -> None:
         lock.acquire()
 
 
-# The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.
-_shared: dict[int, tuple[Any, Any]] = {}
+class _Shared(NamedTuple):
+    """What all graphs of a device share. For each stream, the pool has a workspace of cuBLAS.
+
+    torch gives a pool up with the last graph in it, but not while memory of it is in use, as that workspace is, and it
+    refuses to capture into what is left. So there is one graph that stays, and is never replayed.
+    """
+
+    pool: Any
+    stream: Any
+    stays: Any
+
+
+_shared: dict[int, _Shared] = {}
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
 _abandoned: list[Any] = []
 
@@ -148,9 +159,7 @@ class Graph:
         with torch.cuda.device(index), _no_collection():
             # While a capture is under way, torch cannot give memory that it holds for others to the pool.
             torch.cuda.empty_cache()
-            if index not in _shared:
-                _shared[index] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            pool, stream = _shared[index]
+            pool, stream, _ = _shared_by_graphs(index)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 try:
@@ -173,7 +182,7 @@ class Graph:
             return  # what failed was no matter of the device
         except RuntimeError:
             pass
-        pool, _ = _shared.pop(index)
+        pool, *_ = _shared.pop(index)
         self._graph.reset()
         _abandoned.append(self._graph)
         with contextlib.suppress(RuntimeError):  # which says that torch has done it
@@ -181,14 +190,28 @@ class Graph:
             torch._C._cuda_releasePool(index, pool)
         # The end of any other capture tells the generator that none is under way.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
-            number = torch.zeros((), device=torch.device("cuda", index))
-            other = torch.cuda.CUDAGraph()
-            other.capture_begin(capture_error_mode="thread_local")
-            number.fill_(1)
-            other.capture_end()
+            _capture_little(index)
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _shared_by_graphs(index: int) -> _Shared:
+    if index not in _shared:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            _shared[index] = _Shared(pool, stream, _capture_little(index, pool=pool))
+    return _shared[index]
+
+
+def _capture_little(index: int, **options: Any) -> Any:
+    """A graph of one kernel, on the current stream: torch warns of one without."""
+    number = torch.zeros((), device=torch.device("cuda", index))
+    little = torch.cuda.CUDAGraph()
+    little.capture_begin(capture_error_mode="thread_local", **options)
+    number.fill_(1)
+    little.capture_end()
+    return little
 
 
 @contextlib.contextmanager

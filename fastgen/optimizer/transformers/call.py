@@ -161,7 +161,7 @@ class Call:
         """The call is done: the cache gets the library's own layers back."""
         if self.store is None:
             if not self.declined:
-                counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
+                fall_back(self.model, "the decoding loop did not go through _prefill")
             return
         if self.returns_cache or self.cache_is_the_users:
             self.store.hand_over()

@@ -81,8 +81,9 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if not call.accelerated:
             return wrapped(**arguments, **model_kwargs)
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
-        # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
-        experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
+        # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
+        # the device in float32, so that a step with beams could not be captured.
+        experts = model._optimize_model_for_decode()
         ready = contextlib.nullcontext() if draft is None else draft.ready()
         with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
             result = _run(call, arguments, model_kwargs, draft)

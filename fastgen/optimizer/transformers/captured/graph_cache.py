@@ -114,7 +114,7 @@ def others(model: Any, key: Key) -> list[Key]:
     """The keys of steps for other numbers of inputs."""
     cached = _models.get(model)
     kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if replace(other, batch=key.batch) == key]
+    return [other for other in kept if _of_any_batch(other) == _of_any_batch(key)]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:

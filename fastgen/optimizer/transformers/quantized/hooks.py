@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastgen import counters, interrupts, patching, settings
+from fastgen import counters, patching, settings
 from fastgen.keep_bits import KeepBits
 from fastgen.ops import triton
 from fastgen.optimizer.transformers.quantized import configurations, gguf_hooks
@@ -60,7 +60,7 @@ def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     if patching.is_active() and not _declined.get():
         try:
             if given.get("gguf_file") is None:
-                found = _decided(given, asked)
+                found = counters.decided(ENTRY_POINT, _for_checkpoint, given, asked, foreseen=(NotServed,))
                 if found is not None:
                     return found
             elif asked is not None or settings.current().keep_bits:
@@ -104,22 +104,6 @@ def _decline(reason: NotServed, asked: KeepBits | None) -> None:
     if asked is not None or settings.current().keep_bits:
         message = f"FastGen does not keep the bits of this checkpoint, which Transformers loads as it does: {reason}"
         warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def _decided(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:
-    """`_for_checkpoint`; None, counted, where it fails in a way that was not foreseen.
-
-    Raises:
-        NotServed: as foreseen.
-    """
-    try:
-        return _for_checkpoint(given, asked)
-    except (NotServed, counters.FallbackError):
-        raise
-    except Exception as failure:
-        interrupts.pass_on(failure)
-        counters.count_failure(ENTRY_POINT, failure)
-        return None
 
 
 def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:
