@@ -153,7 +153,7 @@ def _beneath(target: Any) -> Any:
     """The target, if it is a stand-in that a FastGen left behind whose modules somebody has removed."""
     function = getattr(target, "__func__", target)
     code = getattr(function, "__code__", None)
-    if function in _originals or getattr(code, "co_filename", None) != __file__ or code.co_name != "stand_in":
+    if code is None or function in _originals or (code.co_filename, code.co_name) != (__file__, "stand_in"):
         return target
     beneath = inspect.getclosurevars(function).nonlocals["original"]
     return beneath if function is target else type(target)(beneath)

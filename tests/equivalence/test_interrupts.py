@@ -23,9 +23,9 @@ from tests import interrupted
 from tests.equivalence.encoder_models import build
 from tests.equivalence.models import BY_NAME
 
-LONG = bool(os.environ.get("FASTGEN_LONG"))
 # Signals of the random test, and instructions of each case; None for all.
-SIGNALS, POINTS = (20_000, None) if LONG else (150, 60)
+SIGNALS = [150, pytest.param(20_000, marks=pytest.mark.long)]
+POINTS = [60, pytest.param(None, marks=pytest.mark.long)]
 # What takes something for a call, or for a step.
 TAKING = (
     "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
@@ -90,15 +90,18 @@ def cases() -> dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]]:
     }
 
 
+@pytest.mark.parametrize("points", POINTS)
 @pytest.mark.parametrize("name", ["captured", "captured, a processor", "captured, beams", "hooks, beams", "an encoder"])
-def test_an_interrupt_at_every_instruction_leaves_nothing_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_every_instruction_leaves_nothing_taken(
+    name: str, points: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, call, settings = cases()[name]
     monkeypatch.setattr(programs, "PAYS_FROM", 1)
     is_chosen = interrupted.in_files(*TAKING)
     fastgen.enable(**settings)
     expected = call()
     came = 0
-    for number, point in enumerate(interrupted.points(call, is_chosen, POINTS)):
+    for number, point in enumerate(interrupted.points(call, is_chosen, points)):
         if number % 2:  # as in a first call, which records
             graph_cache.drop_all()
         interrupter = interrupted.Interrupter(is_chosen, point)
@@ -116,7 +119,8 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_taken(name: str, monke
     assert torch.equal(call(), expected)
 
 
-def test_signals_at_random_moments_beside_another_thread() -> None:
+@pytest.mark.parametrize("signals", SIGNALS)
+def test_signals_at_random_moments_beside_another_thread(signals: int) -> None:
     made = cases()
     fastgen.enable(captured_step="always")
     calls = [call for _, call, _ in made.values()]
@@ -155,7 +159,7 @@ def test_signals_at_random_moments_beside_another_thread() -> None:
     caught = 0
     try:
         with interrupted.signals(handler):
-            for number in range(SIGNALS):
+            for number in range(signals):
                 which = number % len(calls)
                 killer = threading.Timer(draw.random() * 1.2 * seconds, os.kill, (os.getpid(), signal.SIGINT))
                 killer.start()
@@ -176,4 +180,4 @@ def test_signals_at_random_moments_beside_another_thread() -> None:
         thread.join(timeout=120)
     assert not thread.is_alive() and beside > 0 and not wrong
     assert caught + len(in_destructors) >= raised
-    assert inside > SIGNALS / 10
+    assert inside > signals / 10

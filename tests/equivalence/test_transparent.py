@@ -57,13 +57,15 @@ def _looks(owner: Any, attribute: str) -> dict[str, Any]:
     function, found = getattr(owner, attribute), {}
     for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
         found[name] = getattr(function, name, None)
-    beneath = getattr(
-        function, "__wrapped__", None
-    )  # of `generate`, a way round `no_grad`; otherwise how to look behind
+    # Of `generate`, a way round `no_grad`; otherwise how to look behind.
+    beneath = getattr(function, "__wrapped__", None)
     is_ours = patching.original_of(getattr(function, "__func__", function)) is beneath
     found["__wrapped__"] = None if is_ours else beneath
     found["signature"] = inspect.signature(function)
-    if inspect.isclass(owner) or owner.__name__ == function.__module__:  # or pickle looks for it in another module
+    # Otherwise pickle looks for it in another module, or in the class that it is inherited from.
+    if function.__qualname__.startswith(getattr(owner, "__qualname__", attribute)) and (
+        inspect.isclass(owner) or owner.__name__ == function.__module__
+    ):
         found["is pickled"] = _is_pickled(function)
     found["is copied"] = copy.deepcopy(function) == function
     found["kind"] = type(inspect.getattr_static(owner, attribute)), type(function)
