@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
-from fastgen.locks import ForkableLock
+from fastgen.interrupts import undoing
+from fastgen.locks import forkable_lock
 
 # The values that a setting can have.
 CHOICES = {
@@ -180,7 +182,7 @@ except ValueError as error:
         raise
     print(f"fastgen: {error}", file=sys.stderr)
     raise SystemExit(2) from None
-_changing = ForkableLock()
+_changing = forkable_lock()
 _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 
 
@@ -212,11 +214,9 @@ def changed(**changes: Any) -> Iterator[None]:
     This counts for the calling thread, and for threads that run in a copy of its context (`contextvars.copy_context`).
     Other threads do not see it, and `change` called by them does not reach into the block.
     """
-    token = _of_block.set(_with(current(), changes))
-    try:
+    with undoing(partial(_of_block.set, _of_block.get())):
+        _of_block.set(_with(current(), changes))
         yield
-    finally:
-        _of_block.reset(token)
 
 
 def unless_explicit(**changes: Any) -> dict[str, Any]:

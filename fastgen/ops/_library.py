@@ -43,6 +43,9 @@ def define(
 ) -> None:
     """Defines an operator, with what serves devices that have no kernel, and what `torch.compile` asks for shapes."""
     name = schema.partition("(")[0]
+    if name in _FORMER:
+        return
+    _DEFINED.add(name)
     _OPERATORS.define(schema, **options)
     if reference is not None:
         _OPERATORS.impl(name, reference, "CompositeExplicitAutograd")
@@ -92,6 +95,10 @@ def _devices() -> list[str]:
     return ["CPU"] if torch.version.cuda is None else ["CPU", "CUDA"]
 
 
-_OPERATORS = torch.library.Library("fastgen", "FRAGMENT")
+# Operators are the process's, and are there once: also where these modules are removed and imported again. What they
+# were defined with is kept with torch's own namespace of them.
+_KEPT = vars(torch.ops.fastgen).setdefault("_of_fastgen", (torch.library.Library("fastgen", "FRAGMENT"), set()))
+_OPERATORS, _DEFINED = _KEPT
+_FORMER = frozenset(_DEFINED)
 for _device in _devices():
     load(_device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,13 @@ from fastgen.decoding import weight_copies
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.locks import ForkableLock
+from fastgen.interrupts import undoing
+from fastgen.locks import forkable_lock
 from fastgen.ops import _library
 from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
-turn, _turn_on_cpu = ForkableLock(), ForkableLock()
+turn, _turn_on_cpu = forkable_lock(), forkable_lock()
 
 
 @contextlib.contextmanager
@@ -34,16 +36,23 @@ def taken(device: torch.device) -> Iterator[None]:
         CannotBeCaptured: on the CPU, another thread has the turn.
     """
     lock = _turn_of(device)
-    if not lock.acquire(blocking=waits(device)):
-        raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-    try:
+    if lock._is_owned():  # a call inside of another one
         with weight_copies.call():
             yield
-    finally:
+        return
+    with undoing(partial(_give_back, lock)):
+        if not lock.acquire(blocking=waits(device)):
+            raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
+        with weight_copies.call():
+            yield
+
+
+def _give_back(lock: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # this thread does not have it
         lock.release()
 
 
-def _turn_of(device: torch.device) -> ForkableLock:
+def _turn_of(device: torch.device) -> Any:
     return _turn_on_cpu if device.type == "cpu" else turn
 
 
@@ -71,10 +80,13 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     lock = _turn_of(device)
-    lock.release()
-    try:
+    with undoing(partial(_take, lock)):
+        lock.release()
         yield
-    finally:
+
+
+def _take(lock: Any) -> None:
+    if not lock._is_owned():
         lock.acquire()
 
 
@@ -205,13 +217,9 @@ def _capture_little(index: int, **options: Any) -> Any:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Python does not look for garbage meanwhile, which takes time, and might free another graph."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with undoing(gc.enable) if gc.isenabled() else contextlib.nullcontext():
+        gc.disable()
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def capturable(function: Callable[[], None]) -> Callable[[], None]:

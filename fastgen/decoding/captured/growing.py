@@ -51,7 +51,7 @@ class Growing:
             raise ValueError("a buffer that was not added")
         before = _address(buffer)
         del self._buffers[before]
-        with torch.inference_mode():  # which views of programs are made in
+        with torch._C._InferenceMode(True):  # which views of programs are made in
             _point(buffer, new)
             views = [(view, folded) for view, folded in self._views.pop(before, ()) if view() is not None]
             for view, folded in views:

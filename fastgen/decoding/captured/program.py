@@ -48,14 +48,14 @@ class Program:
         Raises:
             RuntimeError: it does what cannot be captured on a GPU.
         """
-        with torch.inference_mode():
+        with torch._C._InferenceMode(True):
             compiler = _Compiler(record(function)[0], self._memory, self._growing)
             self._calls, self._chunks = narrow_weights.Calls(compiler.calls()), compiler.chunks
             self.follows = compiler.follows
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
-        with torch.inference_mode(), _team.for_replay():
+        with torch._C._InferenceMode(True), _team.for_replay():
             for call in self.calls(planned=not _plan.is_profiled()):
                 call()
 

@@ -21,7 +21,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fastgen import memory, releases, settings
+from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
@@ -111,6 +111,7 @@ class Decoding:
         except Exception as error:
             if error is self._raised or self._has_released:
                 raise
+            interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
                 state.restore()
@@ -273,7 +274,8 @@ class Decoding:
         try:
             return run()
         except Exception as error:
-            if error is not self._raised and not step.is_complete and not memory.is_out(error):
+            is_ours = error is not self._raised and interrupts.behind(error) is None
+            if is_ours and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 

@@ -13,7 +13,7 @@ import torch
 from fastgen import caches
 from fastgen.decoding.model_state import state_of
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
@@ -39,7 +39,7 @@ class _OfModel:
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 # One thread at a time changes them, or goes through them: `disable` may free steps at any time, and the CPU and a GPU
 # may have a call each.
-_lock = ForkableLock()
+_lock = forkable_lock()
 
 
 def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
