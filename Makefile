@@ -31,8 +31,8 @@ demo: setup ## generate for 500 real sources, unpatched and patched, and compare
 test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
 	$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST_ARGS)
 
-test-long: setup ## the tests of random sequences, with all of their sequences: hours
-	FASTGEN_LONG=1 $(BIN)/python -m pytest $(SHARED_OUT) tests/equivalence/test_changed_models_random.py $(PYTEST_ARGS)
+test-long: setup ## the tests that draw very many cases, of which `make test` runs a sample
+	$(BIN)/python -m pytest -m long $(SHARED_OUT) $(PYTEST_ARGS)
 
 test-machines: setup ## the tests that depend on rounding, on every instruction set, number of threads, oneDNN on and off
 	$(BIN)/python -m tests.machines $(SHARED_OUT) $(PYTEST_ARGS)

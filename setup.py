@@ -6,8 +6,10 @@ nothing of Python, so one build serves every Python version and every torch from
 
 Environment variables:
     FASTGEN_NO_EXT=1    do not build them
+    FASTGEN_DEVICES     which are built: cpu, cuda, or both with a comma between; default: those that torch has
     FASTGEN_CUDA_ARCH   what nvcc builds for (its -arch option); default: all-major
     CXX, CUDA_HOME      the compiler, and the CUDA toolkit to use
+    MAX_JOBS            how many files are compiled at a time; default: as many as there are cores
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -88,8 +92,9 @@ def extensions() -> list[Extension]:
             optional=True,
         )
 
-    found = [extension("cpu", "*.cpp", ["torch_cpu"], [])]
-    if about.get("cuda"):
+    wanted = (os.environ.get("FASTGEN_DEVICES") or "cpu,cuda").split(",")
+    found = [extension("cpu", "*.cpp", ["torch_cpu"], [])] if "cpu" in wanted else []
+    if about.get("cuda") and "cuda" in wanted:
         nvcc = find_nvcc()
         if nvcc is None:
             say("torch has CUDA but there is no nvcc, so the operators will run on their torch reference on CUDA")
@@ -122,8 +127,26 @@ def quiet_unless_failing() -> Iterator[None]:
                 sys.stderr.write(printed.read().decode(errors="replace"))
 
 
+def side_by_side(compiler: Any) -> None:
+    """Makes a compiler of setuptools, which takes one file after the other, use all cores."""
+    compile_all = compiler.compile
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = int(os.environ.get("MAX_JOBS") or cores)
+
+    def compile(sources: list[str], *arguments: Any, **options: Any) -> list[str]:
+        with ThreadPoolExecutor(jobs) as pool:
+            found = pool.map(lambda source: compile_all([source], *arguments, **options), sources)
+            return [built for objects in found for built in objects]
+
+    compiler.compile = compile
+
+
 class BuildLibraries(build_ext):
     """Builds shared libraries that are loaded by path: no Python in their names, and no module initialisation."""
+
+    def build_extensions(self) -> None:
+        side_by_side(self.compiler)
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + (".dll" if WINDOWS else ".so")

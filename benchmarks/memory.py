@@ -88,8 +88,9 @@ class KeyValueMeter:
     _METHOD = "_update_model_kwargs_for_generation"
 
     def __init__(self, model: Any) -> None:
-        self._kind = type(model)
-        self._own = vars(self._kind).get(self._METHOD)
+        # Where the method is defined: a model with one of its own hands on more than K and V, to FastGen.
+        self._kind = next(kind for kind in type(model).__mro__ if self._METHOD in vars(kind))
+        self._own = vars(self._kind)[self._METHOD]
         self.steps = 0
         self.at_end = 0
         self.largest = 0
@@ -108,10 +109,7 @@ class KeyValueMeter:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._own is None:
-            delattr(self._kind, self._METHOD)
-        else:
-            setattr(self._kind, self._METHOD, self._own)
+        setattr(self._kind, self._METHOD, self._own)
 
 
 # ---- peak

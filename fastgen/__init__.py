@@ -18,7 +18,6 @@ from fastgen.counters import FallbackError
 from fastgen.keep_bits import KeepBits
 from fastgen.optimizer import fairseq as _fairseq
 from fastgen.optimizer import transformers as _transformers
-from fastgen.patching import PatchSet
 
 if TYPE_CHECKING:
     from fastgen.comparison import Comparison
@@ -29,7 +28,7 @@ __all__ = [
     "status",
 ]  # fmt: skip
 
-_patches = PatchSet([*_transformers.patches(), *_fairseq.patches()])
+_patches = patching.all_patches(lambda: [*_transformers.patches(), *_fairseq.patches()])
 
 
 def enable(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastgen import settings
-from fastgen.locks import ForkableLock
+from fastgen import interrupts, settings
+from fastgen.locks import forkable_lock
 
 # What calls of `generate`, their captured steps, and speculative decoding are counted under, and those of encoders.
 GENERATE = "transformers.generate"
@@ -20,13 +21,14 @@ OF_FAIRSEQ = "fairseq.generate"
 ENCODER = "transformers.encoder"
 
 Value = TypeVar("Value")
+_PACKAGE = __file__.rpartition("counters")[0]
 
 
 class FallbackError(RuntimeError):
     """Raised instead of falling back to the original code when FASTGEN_STRICT=1 or `enable(strict=True)` is set."""
 
 
-_lock = ForkableLock()
+_lock = forkable_lock()
 # By entry point, what happened ("accelerated", "fallback" or "not used"), and why.
 _counts: Counter[tuple[str, str, str]] = Counter()
 # By entry point and name: what else there is to know of its calls, all together.
@@ -66,10 +68,10 @@ def add(entry_point: str, **amounts: int) -> None:
             _sums[entry_point, name] += amount
 
 
-def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None:
+def count_failure(entry_point: str, failure: Exception) -> None:
     """An accelerated call of `entry_point` ended in `failure` and goes to the original code; warns of it.
 
-    `stacklevel` is as `warnings.warn` in the calling function would take it. In strict mode it raises FallbackError.
+    The warning is about the place that has called FastGen. In strict mode it raises FallbackError.
     """
     reason = f"{type(failure).__name__} in the accelerated call: {failure}"
     try:
@@ -79,23 +81,36 @@ def count_failure(entry_point: str, failure: Exception, stacklevel: int) -> None
     warnings.warn(
         f"FastGen: {reason}. The original code takes the call over; please report this.",
         RuntimeWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=level_of_caller(),
     )
 
 
-def decided(entry_point: str, decide: Callable[..., Value], *arguments: Any) -> Value | None:
+def decided(
+    entry_point: str, decide: Callable[..., Value], *arguments: Any, foreseen: tuple[type[Exception], ...] = ()
+) -> Value | None:
     """What `decide(*arguments)` returns, which looks at a call before anything is changed; None where it raises.
 
     Then the call goes to the original code: that is counted and warned of as a failure is, and raises FallbackError in
-    strict mode. `decide` must not call what is not FastGen's own.
+    strict mode. What is `foreseen` is raised. `decide` must not call what is not FastGen's own.
     """
     try:
         return decide(*arguments)
+    except foreseen:
+        raise
     except FallbackError:
         raise
     except Exception as failure:
-        count_failure(entry_point, failure, stacklevel=3)
+        interrupts.pass_on(failure)
+        count_failure(entry_point, failure)
         return None
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` of the first frame that is none of this package's, for the function that calls this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:

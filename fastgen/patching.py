@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import wrapt
 
-from fastgen.locks import ForkableLock
+from fastgen.interrupts import undoing
+from fastgen.locks import forkable_lock
 
 Value = TypeVar("Value")
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -42,11 +44,9 @@ def is_active() -> bool:
 @contextlib.contextmanager
 def held(variable: ContextVar[Value], value: Value) -> Iterator[None]:
     """Inside this block the variable has this value for the calling thread."""
-    token = variable.set(value)
-    try:
+    with undoing(partial(variable.set, variable.get())):
+        variable.set(value)
         yield
-    finally:
-        variable.reset(token)
 
 
 def suspended() -> AbstractContextManager[None]:
@@ -106,25 +106,38 @@ def original_of(function: Any) -> Any:
     return _originals.get(function) if inspect.isfunction(function) else None
 
 
-def _replacement(original: Any, wrapper: Wrapper, is_method: bool) -> Any:
-    """What takes the place of `original`, which may be a class or static method."""
+def stands_for(name: str) -> bool:
+    """Whether a function stands for the target of this qualified name. Others may have put theirs around it since."""
+    return any(getattr(original, "__qualname__", None) == name for original in list(_originals.values()))
+
+
+def _replacement(original: Any, wrapper: Wrapper, is_method: bool, inherits: Callable[[], Any] | None = None) -> Any:
+    """What takes the place of `original`, which may be a class or static method.
+
+    Args:
+        inherits: finds a target that its class has from another one, which somebody may replace for a while.
+    """
     if isinstance(original, classmethod):
         return classmethod(_function(original.__func__, wrapper, binds=True))
     if isinstance(original, staticmethod):
         return staticmethod(_function(original.__func__, wrapper, binds=False))
-    return _function(original, wrapper, binds=is_method)
+    return _function(original, wrapper, is_method, inherits)
 
 
-def _function(original: Any, wrapper: Wrapper, binds: bool) -> Any:
+def _function(original: Any, wrapper: Wrapper, binds: bool, inherits: Callable[[], Any] | None = None) -> Any:
     # A closure over torch's function, where there is a torch: a compiler that traces this knows what it says.
     is_compiling = getattr(getattr(sys.modules.get("torch"), "compiler", None), "is_compiling", lambda: False)
+    is_traced = _is_traced
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:  # uses no global: it gets those of the original
         if is_compiling() or (binds and not args):
             return original(*args, **kwargs)
+        target = original if inherits is None else inherits()
+        if is_traced():
+            return target(*args, **kwargs)
         if not binds:
-            return wrapper(original, None, args, kwargs)
-        return wrapper(original.__get__(args[0]), args[0], args[1:], kwargs)
+            return wrapper(target, None, args, kwargs)
+        return wrapper(target.__get__(args[0]), args[0], args[1:], kwargs)
 
     # TorchScript reads the source of the original, and looks its names up in the globals of what it is given.
     scope = getattr(inspect.unwrap(original), "__globals__", stand_in.__globals__)
@@ -134,6 +147,27 @@ def _function(original: Any, wrapper: Wrapper, binds: bool) -> Any:
         call.__wrapped__ = original.__wrapped__
     _originals[call] = original
     return call
+
+
+def _beneath(target: Any) -> Any:
+    """The target, if it is a stand-in that a FastGen left behind whose modules somebody has removed."""
+    function = getattr(target, "__func__", target)
+    code = getattr(function, "__code__", None)
+    if code is None or function in _originals or (code.co_filename, code.co_name) != (__file__, "stand_in"):
+        return target
+    beneath = inspect.getclosurevars(function).nonlocals["original"]
+    return beneath if function is target else type(target)(beneath)
+
+
+def _is_traced() -> bool:
+    """Whether torch.fx traces what this thread runs, or a transform of `torch.func` is about it: no tensor holds
+    numbers then.
+    """
+    torch: Any = sys.modules.get("torch")
+    try:
+        return torch._C._functorch.peek_interpreter_stack() is not None or torch.fx._symbolic_trace._is_fx_tracing_flag
+    except AttributeError:  # there is no torch, or it is being imported, or it is another release
+        return False
 
 
 _PACKAGE = __file__.rpartition("patching")[0]
@@ -196,6 +230,7 @@ class Patch:
             owner, attribute, original = self._look_up(self.former)
         if original is _MISSING:
             return f"{self.name} does not exist in this version"
+        original = _beneath(original)
         reason = self.condition(original)
         if reason is not None:
             return reason
@@ -207,7 +242,10 @@ class Patch:
                 return str(error)
             # The wrapper needs a module that is being imported right now. It will be there when it is called.
             wrapper = self._find_at_call
-        self._installed = _replacement(original, wrapper, is_method=inspect.isclass(owner))
+        inherits = None
+        if self.is_inherited:
+            inherits = partial(getattr, super(owner, owner), attribute)
+        self._installed = _replacement(original, wrapper, inspect.isclass(owner), inherits)
         self._owner, self._attribute, self._original = owner, attribute, original
         setattr(owner, attribute, self._installed)
         return None
@@ -251,13 +289,24 @@ class Patch:
         self._owner, self._original, self._installed = None, _MISSING, None
 
 
+_everything: PatchSet | None = None
+
+
+def all_patches(make: Callable[[], list[Patch]]) -> PatchSet:
+    """The patches of FastGen, which `make` lists; those that there are where FastGen is imported once more."""
+    global _everything
+    if _everything is None:
+        _everything = PatchSet(make())
+    return _everything
+
+
 class PatchSet:
     """All patches of FastGen, switched on and off together."""
 
     def __init__(self, patches: list[Patch]) -> None:
         self.patches = patches
         self._hooked: set[str] = set()
-        self._lock = ForkableLock()
+        self._lock = forkable_lock()
 
     def enable(self) -> None:
         """Applies every patch whose target is imported, and the others when theirs is."""

@@ -52,6 +52,37 @@ MODELS = frozenset(
     }
 )
 
+# Others that every tested release accelerates in some way of decoding: of the second table.
+OTHER_MODELS = frozenset(
+    {
+        "BertLMHeadModel",
+        "BioGptForCausalLM",
+        "BlenderbotSmallForConditionalGeneration",
+        "CTRLLMHeadModel",
+        "CodeGenForCausalLM",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "FSMTForConditionalGeneration",
+        "FalconForCausalLM",
+        "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "Gemma3ForCausalLM",
+        "GraniteForCausalLM",
+        "LongT5ForConditionalGeneration",
+        "MvpForConditionalGeneration",
+        "Olmo2ForCausalLM",
+        "PLBartForConditionalGeneration",
+        "PegasusXForConditionalGeneration",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "SwitchTransformersForConditionalGeneration",
+        "XGLMForCausalLM",
+    }
+)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # ---- the K/V cache
@@ -169,6 +200,15 @@ def records_past(layer: Any) -> bool:
 
 
 # ---- generate
+
+# Where the outputs of a class hold what it hands on to the next step besides the K/V cache: of the paths, a release has
+# one. Rows of an input are next to each other there.
+HANDED_ON = {
+    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (
+        ("image_outputs", "last_hidden_state"),  # from 5.24 on
+        ("image_hidden_states",),
+    ),
+}
 
 # The part of `generate` that runs the encoder: its name now, and a former one.
 RUN_ENCODER = ("_prepare_text_encoder_decoder_kwargs_for_generation", "_prepare_encoder_decoder_kwargs_for_generation")
@@ -306,7 +346,11 @@ def failed_before(kind: type) -> str | None:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith("transformers.models.") and kind.__name__ in MODELS
+    """Whether it is such a model, or made from one."""
+    return any(
+        base.__module__.startswith("transformers.models.") and base.__name__ in MODELS | OTHER_MODELS
+        for base in kind.__mro__
+    )
 
 
 def note_patch(patch: patching.Patch, reason: str) -> None:

@@ -27,9 +27,10 @@ def run() -> Finding:
     """
     if not patching.is_active():
         return Finding(False, "FastGen is disabled (fastgen.disable(), or FASTGEN_DISABLE=1)")
+    captured_step = "never" if settings.current().captured_step == "never" else "always"
     with (
         counters.set_aside(),
-        settings.changed(strict=False, captured_step="always", linear_products="fixed"),
+        settings.changed(strict=False, captured_step=captured_step, linear_products="fixed", weight_dtype="fp32"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -57,7 +58,9 @@ def _compared() -> Finding:
     captured: Any = stats.get(CAPTURED_STEP, {})
     if captured.get("accelerated"):
         return Finding(True, "hooks and captured steps, same tokens")
-    reason = next(iter(captured.get("not used", {})), "the decoding loops are not hooked")
+    is_never = settings.current().captured_step == "never"
+    missing = "captured_step is never" if is_never else "the decoding loops are not hooked"
+    reason = next(iter(captured.get("not used", {})), missing)
     return Finding(True, f"hooks, same tokens; no captured steps: {reason}")
 
 
@@ -81,7 +84,10 @@ def line() -> tuple[str, bool]:
         import transformers
     except ImportError as error:
         return f"FastGen does not accelerate here: Transformers cannot be imported ({error})", False
-    found = run()
+    try:
+        found = run()
+    except Exception as error:  # this line is what tells a user that something is wrong
+        found = Finding(False, f"a model of two layers fails with {type(error).__name__}: {error}")
     release = f"Transformers {transformers.__version__}"
     if not releases.is_tested(transformers.__version__):
         release += f" (not tested: {' to '.join(releases.TESTED)} are)"

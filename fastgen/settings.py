@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
-from fastgen.locks import ForkableLock
+from fastgen.interrupts import undoing
+from fastgen.locks import forkable_lock
 
 # The values that a setting can have.
 CHOICES = {
@@ -26,8 +28,8 @@ CHOICES = {
     "self_speculation": ("off", "int8", "int4"),
     "assisted_sampling": ("library", "fastgen"),
 }
-# On the CPU a captured step is recorded once so many steps have been asked for: recording takes as long as twenty. A
-# call that may end at any token counts as no more than the last.
+# A run over a data set, and calls with drafts, have steps recorded on the CPU once they have asked for so many: that
+# must not depend on what was measured. A call that may end at any token counts as no more than the last.
 RECORDING_PAYS_FROM, STEPS_OF_A_CALL = 256, 64
 # What the names of the installed commands begin with.
 _COMMANDS = (
@@ -79,8 +81,8 @@ class Settings:
             instructions alone, so that a row's result depends neither on what is in the other rows nor on the number of
             threads.
         captured_step: whether decoding steps are captured and repeated, on the CPU as recorded operators, on an NVIDIA
-            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU once calls
-            like this one have asked for enough steps to pay for recording one. "always": in the first call already,
+            GPU in a CUDA graph (FASTGEN_CAPTURED_STEP). "auto" (the default): where it serves, on the CPU where what is
+            left of a call, or the calls so far, let expect that recording pays. "always": in the first call already,
             and with linear_products="fixed", too. "never": the library's loop runs.
         padding: what the results of encoders hold where the input has padding (FASTGEN_PADDING). "exact" (the default):
             what the library gives; padding is only left out where no result has such positions. "zero": zeros, so that
@@ -180,7 +182,7 @@ except ValueError as error:
         raise
     print(f"fastgen: {error}", file=sys.stderr)
     raise SystemExit(2) from None
-_changing = ForkableLock()
+_changing = forkable_lock()
 _of_block: ContextVar[Settings | None] = ContextVar("fastgen_settings", default=None)
 
 
@@ -212,11 +214,9 @@ def changed(**changes: Any) -> Iterator[None]:
     This counts for the calling thread, and for threads that run in a copy of its context (`contextvars.copy_context`).
     Other threads do not see it, and `change` called by them does not reach into the block.
     """
-    token = _of_block.set(_with(current(), changes))
-    try:
+    with undoing(partial(_of_block.set, _of_block.get())):
+        _of_block.set(_with(current(), changes))
         yield
-    finally:
-        _of_block.reset(token)
 
 
 def unless_explicit(**changes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 IN_A_FORK = """
@@ -50,7 +50,7 @@ def in_a_fork(imports: str, lock: str, free: str, checks: str = "pass") -> None:
 @pytest.mark.parametrize(
     ("imports", "lock", "tried"),
     [
-        ("from fastgen.locks import ForkableLock\nlock = ForkableLock()", "lock", "lock"),
+        ("from fastgen.locks import forkable_lock\nlock = forkable_lock()", "lock", "lock"),
         (
             "from fastgen.decoding.captured import graph\ncpu = torch.device('cpu')",
             "graph.taken(cpu)",
@@ -80,8 +80,8 @@ def test_a_fork_finds_it_free_whichever_thread_had_it(imports: str, lock: str, t
 def test_the_thread_that_forks_keeps_it() -> None:
     code = """
 import os, threading
-from fastgen.locks import ForkableLock
-lock = ForkableLock()
+from fastgen.locks import forkable_lock
+lock = forkable_lock()
 with lock:
     child = os.fork()
     if child == 0:
@@ -124,7 +124,7 @@ model = torch.nn.Sequential(torch.nn.Linear(512, 512)).eval()
 
 
 def test_one_thread_has_it_as_often_as_it_likes() -> None:
-    lock, found = ForkableLock(), []
+    lock, found = forkable_lock(), []
     with lock, lock:
         other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
         other.start()

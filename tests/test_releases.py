@@ -22,6 +22,8 @@ from fastgen.models.unilm import UniLMForSeq2SeqLM
 from fastgen.ops import triton as operators
 from tests import stub_release
 from tests.equivalence.models import BY_NAME, FAMILIES
+from tests.equivalence.others import OTHERS
+from tests.equivalence.test_captured import NOT_ACCELERATED
 
 ROOT = Path(__file__).parents[1]
 LLAMA = BY_NAME["llama"]
@@ -60,6 +62,22 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_models_are_those_that_must_be_accelerated() -> None:
     assert {family.model_class for family in FAMILIES} == releases.MODELS
+
+
+def test_other_models_that_are_accelerated_are_known() -> None:
+    """So that whoever has one is told, too, where a release takes that away."""
+    accelerated = {family.model_class for family in OTHERS if family.name not in NOT_ACCELERATED}
+    assert accelerated == releases.OTHER_MODELS
+
+
+def test_a_class_of_the_users_is_known_by_those_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(transformers.Phi3ForCausalLM):
+        pass
+
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", stub_release.VERSION)
+    monkeypatch.setattr(releases, "_has_warned", False)
+    with pytest.warns(RuntimeWarning, match="Own.*no reason"):
+        releases.note(Own.__new__(Own), "no reason")
 
 
 def test_the_installed_release_is_a_tested_one() -> None:
@@ -234,7 +252,8 @@ def test_continuous_batching_is_the_librarys() -> None:
     ("names", "reason"),
     [
         ({"cache": "kv_store"}, "no K/V cache (the release has another name for it"),
-        ({"_prefill": "_first_pass"}, "has no attribute '_prefill'"),
+        ({"_prefill": "_first_pass"}, "cannot hook the first pass"),
+        ({"is_first_iteration": "is_first"}, "cannot hook the first pass"),
         ({"_sample": "_draw", "_beam_search": "_search"}, "has a decoding loop of its own"),
         ({"DynamicLayer": "GrowingLayer"}, "cannot import name 'DynamicLayer'"),
         ({"custom_generate": "own_loop"}, "has no parameter custom_generate"),

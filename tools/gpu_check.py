@@ -4,7 +4,7 @@ It installs nothing and needs no virtual environment: it uses the Python that ru
 csrc in place. Stages run one after another, each in processes of its own with a budget of seconds, so that one that is
 slow, fails or crashes costs the others nothing:
 
-    build        csrc, for the GPU that is there
+    build        the CUDA operators of csrc, for the GPU that is there
     kernels      tests of operators and of the K/V store on the GPU, with new random inputs each time
     equivalence  patched against unpatched generation on the GPU, with captured steps where they serve; in random order,
                  as many cases as the budget allows
@@ -241,8 +241,9 @@ class Check:
     def build(self, seconds: float) -> Outcome:
         library = ROOT / "fastgen" / "ops" / "libfastgen_cuda.so"
         library.unlink(missing_ok=True)
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force", "--parallel", "2"]
-        done = self.processes.run("build", command, seconds, FASTGEN_CUDA_ARCH=self.about["architecture"])
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+        wanted = {"FASTGEN_DEVICES": "cuda", "FASTGEN_CUDA_ARCH": self.about["architecture"]}
+        done = self.processes.run("build", command, seconds, **wanted)
         said = re.findall(r"^fastgen: (.*)", done.output, re.MULTILINE)
         if done.timed_out:
             return Outcome(NOT_PASSED, f"not done after {seconds:.0f} s")

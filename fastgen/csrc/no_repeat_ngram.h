@@ -88,6 +88,9 @@ struct Problem {
   }
 };
 
+// Of a dimension: expanded tensors may have any, and would be gone through for years.
+constexpr int64_t kLargest = (int64_t{1} << 31) - 1;
+
 inline bool is_integer(ScalarType type) { return type == ScalarType::Int || type == ScalarType::Long; }
 
 // Two different elements of a matrix share memory exactly if moving by some (rows, columns) within its bounds moves by
@@ -123,6 +126,11 @@ inline void check(const Tensor& scores, const Tensor& tokens, const std::optiona
                   "no_repeat_ngram_: tokens must be [rows, length] with the ", scores.size(0), " rows of scores");
   STD_TORCH_CHECK(is_integer(tokens.scalar_type()), "no_repeat_ngram_: tokens must be int32 or int64");
   check_lengths("lengths", lengths, tokens.size(0));
+  for (const Tensor* each : {&scores, &tokens, context ? &*context : &tokens}) {
+    for (int64_t dim = 0; dim < each->dim(); ++dim) {
+      STD_TORCH_CHECK(each->size(dim) <= kLargest, "no_repeat_ngram_: a size beyond 32 bits: ", each->size(dim));
+    }
+  }
   STD_TORCH_CHECK(context || !context_lengths, "no_repeat_ngram_: context_lengths needs a context");
   if (context) {
     STD_TORCH_CHECK(context->dim() == 2, "no_repeat_ngram_: context must be [context rows, length]");

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 
 ALIGNMENT = 64  # buffers begin at a multiple of it, in bytes: a cache line
 LEAST_CHUNK = 2**21  # bytes: what a small program leaves serves the next ones
@@ -119,7 +119,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._chunks: weakref.WeakValueDictionary[int, Chunk] = weakref.WeakValueDictionary()
-        self._lock = ForkableLock()
+        self._lock = forkable_lock()
         self.allocations = 0
 
     @property

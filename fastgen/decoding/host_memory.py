@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fastgen import settings
+from fastgen.interrupts import undoing
 
 # Parameters of mallopt, and what they are afterwards: the most that they get to by themselves.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -42,28 +43,31 @@ def kept(device: torch.device) -> Iterator[None]:
 
     At the end the system gets back what is free, unless `Settings.packed_weights` says "keep".
     """
-    global _inside, _left_behind
+    global _inside
     # The library serves other threads from arenas of 64 MiB, for which these numbers do not count.
     in_main_thread = threading.current_thread() is threading.main_thread()
     library = _library()
     if device.type != "cpu" or _inside or not in_main_thread or unavailable() is not None or library is None:
         yield
         return
-    held_before = _resident()
-    try:  # which an interrupt leaves by its end, wherever it comes
+    with undoing(functools.partial(_let_go, library, _resident())):
         _inside = True
         library.mallopt(_MMAP_MAX, 0)
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
         yield
-    finally:
-        _inside = False
-        for parameter, value in _AFTERWARDS.items():
-            library.mallopt(parameter, value)
-        if settings.current().packed_weights != "keep":
-            _left_behind += max(_resident() - held_before, 0)
-            if _left_behind > _MIN_TRIMMED:
-                _left_behind = 0
-                library.malloc_trim(ctypes.c_size_t(0))
+
+
+def _let_go(library: ctypes.CDLL, held_before: int) -> None:
+    """Memory that is freed goes back to the system as usual, and so does what has been left behind."""
+    global _inside, _left_behind
+    _inside = False
+    for parameter, value in _AFTERWARDS.items():
+        library.mallopt(parameter, value)
+    if settings.current().packed_weights != "keep":
+        _left_behind += max(_resident() - held_before, 0)
+        if _left_behind > _MIN_TRIMMED:
+            _left_behind = 0
+            library.malloc_trim(ctypes.c_size_t(0))
 
 
 def is_kept() -> bool:

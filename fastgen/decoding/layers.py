@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import caches, counters, patching, settings
+from fastgen import caches, counters, interrupts, patching, settings
 from fastgen.decoding import host_memory, library_code, norms
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts, precision_on
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
+from fastgen.interrupts import undoing
 from fastgen.memory import free_host_memory
 from fastgen.ops import dot_linear, linear, split_linear
 
@@ -171,6 +172,7 @@ class _OwnProduct(Replacement):
         try:
             y = self._product(x)
         except Exception as error:
+            interrupts.pass_on(error)
             if not self._can_do_without():
                 raise
             self._failed, y = True, None
@@ -318,6 +320,13 @@ class _Linear(_OwnProduct):
             )
 
 
+class _User:
+    """A thread that has entered `FastLayers`, and what lets it leave."""
+
+    def __init__(self, thread: int, leave: Callable[[_User], None]) -> None:
+        self.thread, self.leaving = thread, undoing(partial(leave, self))
+
+
 class FastLayers:
     """A context in which layers of a model have a faster form.
 
@@ -337,7 +346,7 @@ class FastLayers:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._functions = functions
-        self._users: list[int] = []  # the threads, each as often as it has entered
+        self._users: list[_User] = []  # each as often as its thread has entered
         self._asked: tuple[str, ...] = ()  # for which products
         self._budget = _PackingBudget()
         self._installed: dict[nn.Module, Replacement] = {}
@@ -360,29 +369,47 @@ class FastLayers:
         self._budget.steps = max(steps, 0)
 
     def __enter__(self) -> FastLayers:
-        thread, now = threading.get_ident(), settings.current()
-        precision = f"{now.weight_dtype} {now.weight_group_size}"
-        asked = precision, now.linear_products, "never" if now.packed_weights == "never" else "packed"
-        with self._freed:
-            self._freed.wait_for(lambda: not self._users or asked == self._asked or thread in self._users)
-            if not self._users:
-                self._asked = asked
-                try:
-                    self._install()
-                except BaseException:
-                    self._remove()
-                    raise
-            elif now.packed_weights != "keep":
-                for layer in self._linear_layers():
-                    layer.forget()
-                self._budget.left = None
-            self._users.append(thread)
+        self.enter()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        with self._freed:
-            self._users.remove(threading.get_ident())
-            self.expect(0)  # it was known of the call that ends; others may go on
+        thread = threading.get_ident()
+        last = next((user for user in reversed(self._users) if user.thread == thread), None)
+        if last is not None:  # an interrupt may have let it leave
+            last.leaving.close()
+
+    def enter(self) -> _User:
+        """For who leaves by `leaving.close()`, which may be called again."""
+        thread, now = threading.get_ident(), settings.current()
+        precision = f"{now.weight_dtype} {now.weight_group_size}"
+        asked = precision, now.linear_products, "never" if now.packed_weights == "never" else "packed"
+        user = _User(thread, self._leave)
+        user.leaving.__enter__()
+        try:
+            with self._lock:
+                self._freed.wait_for(lambda: not self._users or asked == self._asked or self._is_used_by(thread))
+                self._users.append(user)
+                if len(self._users) == 1:
+                    self._asked = asked
+                    self._install()
+                elif now.packed_weights != "keep":
+                    for layer in self._linear_layers():
+                        layer.forget()
+                    self._budget.left = None
+        except BaseException:
+            user.leaving.close()
+            raise
+        return user
+
+    def _is_used_by(self, thread: int) -> bool:
+        return any(user.thread == thread for user in self._users)
+
+    def _leave(self, user: _User) -> None:
+        """May be called again, where an interrupt has stopped it."""
+        with self._lock:
+            if user in self._users:
+                self._users.remove(user)
+                self.expect(0)  # it was known of the call that ends; others may go on
             if not self._users:
                 self._remove()
                 self._freed.notify_all()
@@ -393,7 +420,7 @@ class FastLayers:
         cls._lock = threading.RLock()
         cls._freed = threading.Condition(cls._lock)
         for layers in list(cls._of.values()):
-            layers._users = [thread for thread in layers._users if thread == threading.get_ident()]
+            layers._users = [user for user in layers._users if user.thread == threading.get_ident()]
             if layers._installed and not layers._users:
                 layers._remove()
 
@@ -410,7 +437,8 @@ class FastLayers:
                 former.products, former.budget = replacement.products, replacement.budget
                 replacement = former
             replacement.active = True
-            module.forward = self._installed[module] = replacement
+            self._installed[module] = replacement  # first: what is noted is taken out
+            module.forward = replacement
         self._kept = {}
 
     def _linear_layers(self) -> list[_Linear]:

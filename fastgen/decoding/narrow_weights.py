@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastgen import memory
 from fastgen.decoding import weight_copies
+from fastgen.interrupts import undoing
 from fastgen.ops import _plan, fingerprint, narrow, narrow_linear
 
 # Smaller ones stay in the processor's caches.
@@ -89,11 +90,9 @@ _are_left_out: ContextVar[bool] = ContextVar("are_left_out", default=False)
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
     """What is recorded inside this has no such copies: where a call reads a weight once, they would never be made."""
-    token = _are_left_out.set(True)
-    try:
+    with undoing(partial(_are_left_out.set, _are_left_out.get())):
+        _are_left_out.set(True)
         yield
-    finally:
-        _are_left_out.reset(token)
 
 
 def type_of(x: Tensor, weight: Tensor, bias: Tensor | None, codes: bool = True) -> torch.dtype | int | None:

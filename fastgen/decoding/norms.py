@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgen import patching
+from fastgen import interrupts, patching
 from fastgen.ops.rms_norm import available, reference, rms_norm
 
 
@@ -99,7 +99,8 @@ def _probed(module: nn.Module, attributes: dict[str, Any], eps: str) -> Form | N
         layer.weight = nn.Parameter(weight, requires_grad=False)
         setattr(layer, eps, 0.01)  # one that counts, most of all in the last row; its own may be too small to be seen
         expected = type(layer).forward(layer, x)
-    except Exception:  # it wants something else than a norm does: it is none
+    except Exception as error:  # it wants something else than a norm does: it is none
+        interrupts.pass_on(error)
         return None
     if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype is not x.dtype:
         return None

@@ -11,11 +11,13 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fastgen import counters
+from fastgen.interrupts import undoing
 from fastgen.ops import fingerprint
 
 # So many calls do without a copy that does not help, or that cannot be made.
@@ -36,7 +38,13 @@ class _Calls(threading.local):
     """Those of this thread."""
 
     def __init__(self) -> None:
-        self.depth, self.outermost = 0, _Call()
+        self.outermost, self.is_inside = _Call(), False
+
+    def leave(self, call: _Call) -> None:
+        """The outermost one is over."""
+        self.is_inside = False
+        while call.used:
+            counters.count_accelerated(call.used.pop())
 
 
 _calls = _Calls()
@@ -45,16 +53,13 @@ _calls = _Calls()
 @contextlib.contextmanager
 def call() -> Iterator[None]:
     """A call that uses programs; one may run inside another. Before the outermost one, weights may have changed."""
-    if _calls.depth == 0:
-        _calls.outermost = _Call()
-    _calls.depth += 1
-    try:
+    if _calls.is_inside:
         yield
-    finally:
-        _calls.depth -= 1
-        if _calls.depth == 0:
-            for name in _calls.outermost.used:
-                counters.count_accelerated(name)
+        return
+    own = _Call()
+    with undoing(partial(_calls.leave, own)):
+        _calls.outermost, _calls.is_inside = own, True
+        yield
 
 
 def now() -> _Call:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
 _SUFFIX = ".dll" if os.name == "nt" else ".so"
@@ -42,6 +43,9 @@ def define(
 ) -> None:
     """Defines an operator, with what serves devices that have no kernel, and what `torch.compile` asks for shapes."""
     name = schema.partition("(")[0]
+    if name in _FORMER:
+        return
+    _DEFINED.add(name)
     _OPERATORS.define(schema, **options)
     if reference is not None:
         _OPERATORS.impl(name, reference, "CompositeExplicitAutograd")
@@ -74,10 +78,27 @@ def checks(operator: str, error: type[Exception]) -> Callable[[bool, str], None]
     return require
 
 
+def share_memory(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have memory in common: from the first number up to the last one of each."""
+    if x.device.type not in ("cpu", "cuda") or x.device != other.device or not (x.numel() and other.numel()):
+        return False
+    (begin, end), (other_begin, other_end) = (_extent(each) for each in (x, other))
+    return begin < other_end and other_begin < end
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
 def _devices() -> list[str]:
     return ["CPU"] if torch.version.cuda is None else ["CPU", "CUDA"]
 
 
-_OPERATORS = torch.library.Library("fastgen", "FRAGMENT")
+# Operators are the process's, and are there once: also where these modules are removed and imported again. What they
+# were defined with is kept with torch's own namespace of them.
+_KEPT = vars(torch.ops.fastgen).setdefault("_of_fastgen", (torch.library.Library("fastgen", "FRAGMENT"), set()))
+_OPERATORS, _DEFINED = _KEPT
+_FORMER = frozenset(_DEFINED)
 for _device in _devices():
     load(_device)

@@ -9,6 +9,7 @@ A profiler sees nothing in a plan. So while one runs, operators are called one a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fastgen.interrupts import undoing
 from fastgen.ops import _library
 
 # Those with FASTGEN_PLANNED in csrc/cpu, and those that know whether a plan is open.
@@ -74,19 +76,22 @@ def _can_be_held(call: Any) -> bool:
 
 def _plan(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
     """One call for all of these; None where there can be no more plans."""
-    torch.ops.fastgen.open_plan.default()
-    try:
+    with undoing(_close):
+        torch.ops.fastgen.open_plan.default()
         for call in calls:
             call()  # adds it to the plan
-    except BaseException:
-        torch.ops.fastgen.close_plan.default(-1)
-        raise
-    number = torch.ops.fastgen.close_plan.default(len(calls))
+        number = torch.ops.fastgen.close_plan.default(len(calls))
     if number < 0:
         return None
     plan = partial(torch.ops.fastgen.run_plan.default, number)
     weakref.finalize(plan, _drop, number).atexit = False
     return plan
+
+
+def _close() -> None:
+    """Operators of this thread are executed again."""
+    with contextlib.suppress(RuntimeError):  # it has no plan open
+        torch.ops.fastgen.close_plan.default(-1)
 
 
 def _drop(number: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fastgen.interrupts import undoing
 from fastgen.ops import _library
 
 _resource: Any = importlib.import_module("resource") if importlib.util.find_spec("resource") else None
@@ -41,13 +42,12 @@ def for_replay() -> Iterator[None]:
     """Inside this, FastGen's operators run on a team, if torch's threads have slept lately."""
     global _left
     threads = torch.get_num_threads()
-    if _left > 0 and threads <= processors() and torch.ops.fastgen.take_team.default(threads):
-        try:
-            _left -= 1
-            yield
-        finally:
-            torch.ops.fastgen.give_team_back.default()
-        return
+    if _left > 0 and threads <= processors():
+        with undoing(torch.ops.fastgen.give_team_back.default):
+            if torch.ops.fastgen.take_team.default(threads):
+                _left -= 1
+                yield
+                return
     before = _sleeps()
     yield
     if _sleeps() - before > _MOST_SLEEPS and is_available():
@@ -70,6 +70,6 @@ def _sleeps() -> int:
 
 
 # From now on, FastGen's operators that this thread calls run on so many threads of FastGen's own. False if they do not:
-# it is fewer than two, the thread has the team already, or another one has it.
+# it is fewer than two or more than 1024, the thread has the team already, or another one has it.
 _library.define("take_team(int threads) -> bool")
 _library.define("give_team_back() -> ()")

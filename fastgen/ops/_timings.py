@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.memory import processor
 from fastgen.ops import _team
 
@@ -31,7 +31,7 @@ Timing = tuple[float, ...]
 _MOST_WAITING = 0.05
 _ATTEMPTS = 5
 
-_lock = ForkableLock()
+_lock = forkable_lock()
 _known: dict[str, dict[str, Timing]] | None = None
 
 

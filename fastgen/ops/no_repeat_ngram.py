@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fastgen.ops import _library
 
+# Of a dimension. Expanded tensors may have more, and would be gone through for years.
+_LARGEST = 2**31 - 1
 _SCORE_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -57,8 +59,9 @@ def no_repeat_ngram_(
         `scores` itself.
 
     Raises:
-        RuntimeError: n, a shape, a type or a device is not as above, elements of `scores` share memory, or a gradient
-            would have to flow through `scores`. Nothing has been written then.
+        RuntimeError: n, a shape, a type or a device is not as above, a size is beyond 32 bits, elements of `scores`
+            share memory with each other or with another argument, or a gradient would have to flow through `scores`.
+            Nothing has been written then.
     """
     if scores.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("no_repeat_ngram_: is not differentiable; call it under torch.no_grad()")
@@ -81,6 +84,9 @@ def reference(
 ) -> Tensor:
     """The operator in plain torch, for any device. Arguments as in the schema."""
     _check(scores, tokens, lengths, n, context, context_lengths)
+    others = [x for x in (tokens, lengths, context, context_lengths) if x is not None]
+    if any(_library.share_memory(scores, other) for other in others):
+        raise RuntimeError("no_repeat_ngram_: what is written shares memory with another argument; pass a copy")
     rows, vocabulary = scores.shape
     source = tokens if context is None else context
     windows = source.shape[1] - n + 1
@@ -149,6 +155,8 @@ def _check(
         require(fits, f"{name} must have one element for each of the {count} rows")
     for name, x in (("tokens", tokens), ("lengths", lengths), ("context_lengths", context_lengths)):
         require(x is None or x.dtype in (torch.int32, torch.int64), f"{name} must be int32 or int64")
+    sizes = [size for x in (scores, tokens, context) if x is not None for size in x.shape]
+    require(all(size <= _LARGEST for size in sizes), f"a size beyond 32 bits: {max(sizes)}")
     together = all(x is None or x.device == scores.device for x in (tokens, lengths, context, context_lengths))
     require(together, "all tensors must be on the device of scores")
 

@@ -112,7 +112,7 @@ def read_model(
         stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        _check_tokenizer(tokenizer, settings.model)
+        _check_tokenizer(tokenizer, settings.model if gguf else name)
         torch.manual_seed(seed)  # a run with weights that are drawn can be repeated
         before = transformers_logging.get_verbosity()
         if not settings.allow_missing_weights:  # otherwise the library shows a table of those that are missing

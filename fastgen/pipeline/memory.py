@@ -34,8 +34,14 @@ CAPTURED_PREFIX = 128  # the capacity of its prefix is a multiple
 CAPTURED_BATCHES = (1, 2, 4, 8, 16, 24, 32)  # its batches; beyond, multiples of 16
 
 # float32 tensors over the vocabulary that are there at the same time: the copy of the logits, log-probabilities, what a
-# processor makes of them, with the running score. Sampling also has probabilities, sorted, with their places in int64.
+# processor makes of them, with the running score. Sampling also has probabilities, sorted, with their places in int64;
+# sorting on a GPU has as much again for itself.
 _SCORE_COPIES = {"search": 4, "sample": 8}
+_COPIES_OF_SORTING_ON_GPU = 4
+# Activations that the library makes of several operations: how many tensors of the feed-forward part are there then.
+# On the CPU, FastGen has an operator for each.
+_IN_PARTS = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 3}
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
 _GATES = ("gate_proj.weight", "gate_up_proj.weight", "wi_1.weight")  # in Llama's kin, in Phi's, and in T5's
 
 
@@ -70,6 +76,7 @@ class MemoryModel:
     eager: bool  # attention makes the matrix of all scores
     samples: bool  # scores are sorted and drawn from
     on_gpu: bool  # it is CUDA's memory
+    activation: str  # between the two products of the feed-forward part
     captured: bool  # steps are replayed from a CUDA graph where they can be
 
     @classmethod
@@ -115,6 +122,9 @@ class MemoryModel:
             eager=getattr(config, "_attn_implementation", None) == "eager",
             samples=bool(generation.do_sample),
             on_gpu=on_gpu,
+            activation=next(
+                (n for s in sources for a in _ACTIVATIONS if isinstance(n := getattr(s, a, None), str)), ""
+            ),
             captured=on_gpu and switches.current().captured_step != "never",
         )
 
@@ -144,13 +154,14 @@ class MemoryModel:
         """What each phase needs, with inputs of `width` tokens.
 
         Of a layer, its input and output, a norm, and the feed-forward part before and after its activation are there
-        at the same time, and the embeddings with their positions; or else its queries, keys, values and context. For
-        every pair of tokens there is a byte of a mask, on a GPU an element as well, and for every head what attention
+        at the same time, and the embeddings with their positions; or else its queries, keys, values and context, and on
+        a GPU the mask as numbers. For every pair of tokens there is a byte of a mask, and for every head what attention
         adds or makes: a bias, or scores before and after the softmax.
         """
-        layer = self.element * max(5 * self.hidden + (3 if self.gated else 2) * self.inner, 7 * self.hidden)
-        pairs = 1 + (self.element if self.on_gpu else 0)
-        pairs += self.heads * (self.element if self.biased else 0)
+        inner = 3 if self.gated else _IN_PARTS.get(self.activation, 2) if self.on_gpu else 2
+        attention = 7 * self.hidden + (width if self.on_gpu else 0)
+        layer = self.element * max(5 * self.hidden + inner * self.inner, attention)
+        pairs = 1 + self.heads * (self.element if self.biased else 0)
         pairs += self.heads * (2 * self.element + 4 if self.eager else 0)
         forward = layer + width * pairs
         prefix = self.layers * self.kv_bytes
@@ -185,6 +196,7 @@ class MemoryModel:
     def _score_bytes(self) -> int:
         # A captured step has the scores of its first token as well, and one buffer for those that the host works on.
         copies = _SCORE_COPIES["sample" if self.samples else "search"] + self.captured
+        copies += _COPIES_OF_SORTING_ON_GPU if self.samples and self.on_gpu else 0
         return self.vocabulary * (self.element * (1 + self.captured) + 4 * copies)
 
 

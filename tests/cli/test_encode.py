@@ -75,7 +75,7 @@ def test_a_run_from_end_to_end(name, model, inputs, tmp_path, capsys):
     ("words", "message"),
     [
         ([], "required: MODEL, INPUT, OUTPUT"),
-        (["m", "i", "o.jsonl", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o.jsonl", "--batch-size", "many"], "a whole number or 'auto'"),
         (["m", "i", "o.jsonl", "--max-length", "x"], "invalid int value"),
         (["m", "i", "o.jsonl", "--num-beams", "3"], "unrecognized arguments: --num-beams 3"),
         (["m", "i", "o"], "no format"),

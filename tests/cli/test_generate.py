@@ -88,7 +88,7 @@ def test_words_after_a_double_dash_are_left_alone():
         (["m", "i", "o", "extra"], "unexpected argument 'extra'"),
         (["m", "i", "o", "--num-beams", "three"], "'three' is not a value of type int"),
         (["m", "i", "o", "--bad-words-ids", "[[1"], "not valid JSON"),
-        (["m", "i", "o", "--batch-size", "many"], "a number or auto"),
+        (["m", "i", "o", "--batch-size", "many"], "a whole number or 'auto'"),
         (["m", "i", "o", "--batch-size", "0"], "at least 1"),
         (["m", "i", "o", "--metrics", "meteor", "--reference", "r"], "metrics is 'meteor'"),
         (["m", "i", "o", "--metrics", "bleu"], "need references"),

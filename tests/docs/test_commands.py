@@ -23,6 +23,7 @@ NOT_RUN = {
     "python examples/train.py ...": "trains the shipped models for ten minutes each",
     "MALLOC_MMAP_MAX_=0 ...": "the same",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
+    "python -m benchmarks.ordinary_session ...": "the same",
 }
 # A line that is in the block.
 PYTHON_NOT_RUN = {

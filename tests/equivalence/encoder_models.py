@@ -137,6 +137,7 @@ def class_of(architecture: str, head: str = "") -> Any:
 
 
 @functools.cache
+@torch.inference_mode(False)  # all tests have the same model, and some need its gradients
 def build(architecture: str, head: str = "", attention: str | None = None) -> Any:
     """A model with random weights that make its results depend on the whole text."""
     kind = class_of(architecture, head)

@@ -17,9 +17,21 @@ from fastgen.ops import linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
-from tests.equivalence.captured import FAMILIES, Counting, build, captures, every, reasons, record_from
+from tests.equivalence.captured import (
+    BY_RELEASE,
+    FAMILIES,
+    KNOWN,
+    Counting,
+    build,
+    captures,
+    every,
+    reasons,
+    record_from,
+)
 from tests.equivalence.check import check
-from tests.equivalence.models import EOS, LONG, Family
+from tests.equivalence.models import EOS, LONG, SHORT, Family
+from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
+from tests.models.tiny_unilm import SEP, batch, sources, tiny_model
 
 CPU = torch.device("cpu")
 # (inputs, length of the prompt or source, new tokens): none like another, up and down.
@@ -77,6 +89,18 @@ def test_one_recording_for_all_lengths(
         assert len(recordings) == 2  # of two and of up to four inputs
 
 
+@every
+def test_one_row_goes_on_in_larger_buffers(family: Any, recordings: list[Program]) -> None:
+    """Its K and V are written at one position, for which there is another operator."""
+    model, _ = build(family, CPU)
+    for new in (12, 60, 20, 160):
+        new = min(new, family.config.get("n_positions", 4096) - 20)
+        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "num_beams": 1}
+        check(model, of_length(family, 1, 20), given)
+    if family.name not in BOUND:
+        assert len(recordings) == 1 and recordings[0].follows
+
+
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x.name not in BOUND], ids=str)
 def test_buffers_that_do_not_grow_give_other_tokens(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees programs that go on with the memory of before."""
@@ -89,6 +113,42 @@ def test_buffers_that_do_not_grow_give_other_tokens(family: Any, monkeypatch: py
         with fastgen.disabled():
             results.append(torch.equal(ours, model.generate(**of_length(family, 3, LONG), **options)))
     assert results == [True, False]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in NOT_ACCELERATED | NOT_CAPTURED | BY_RELEASE])
+def test_every_model_from_its_first_steps_on(name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that may end at any token: steps as they are, a recording, and buffers that grow under it; then a longer
+    prompt.
+    """
+    record_from(monkeypatch, 20)
+    model, _ = build(KNOWN[name], CPU)
+    model.generation_config.forced_eos_token_id = None
+    for length in (SHORT, LONG):
+        options = {"max_new_tokens": 60, "do_sample": False, "num_beams": beams, "suppress_tokens": [EOS]}
+        check(model, KNOWN[name].make_inputs(2, length), options)
+    if KNOWN[name].config.get("sliding_window", 4096) > LONG + 60:  # beyond, the call is the library's
+        assert captures() == 2, reasons()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_unilm_from_its_first_steps_on(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_from(monkeypatch, 20)
+    model = tiny_model(end=3.0, max_position_embeddings=512)
+    for lengths in ((12, 9), (30, 37)):
+        options = {"max_new_tokens": 60, "do_sample": False, "num_beams": beams, "suppress_tokens": [SEP]}
+        check(model, batch(sources(*lengths)), options)
+    assert captures() == 2, reasons()
+
+
+def test_a_table_of_positions_that_is_shorter_than_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models ask whether it is long enough, which what the call asks for decides, and not for what there is room."""
+    monkeypatch.setattr(sizes, "_NEW_ON_CPU", (2000, 3))
+    monkeypatch.setattr(sizes, "_MAX_FIRST_NEW_ON_CPU", 2000)
+    model, inputs = build(KNOWN["m2m100"], CPU)
+    for new in (12, 20):
+        check(model, inputs, {"max_new_tokens": new, "do_sample": False, "num_beams": 2})
+    assert captures() == 2, reasons()
 
 
 @every

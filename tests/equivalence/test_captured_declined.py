@@ -121,7 +121,7 @@ def test_a_step_that_cannot_be_captured(
     if which == "capture":
         monkeypatch.setattr(graph.Graph, "capture", fail)
     else:
-        monkeypatch.setattr(CapturedStep, "_warm_up", fail)
+        monkeypatch.setattr(CapturedStep, "_run_eagerly", fail)
     for _ in range(2):
         check(model, inputs, BEAMS)
     (reason,) = reasons()

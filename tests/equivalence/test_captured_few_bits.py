@@ -106,13 +106,13 @@ def test_models_that_are_moved(device: torch.device, rows: list[int]) -> None:
     model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
     put_into_few_bits(model, 4, "zeros")
     with fastgen.disabled():
-        expected = run(in_floating_point(model), inputs, GREEDY)
+        expected = run(in_floating_point(model), inputs, GREEDY).cpu()
     there = {name: tensor.to(device) for name, tensor in inputs.items()}
     assert_same(expected, run(model.to(device), there, GREEDY).cpu())
     layers_there = replacing.quantized_layers(model).values()
     assert rows and {layer.packed.sizes.layout for layer in layers_there} == {"lines"}
     with fastgen.disabled():
-        assert_same(expected, run(in_floating_point(model.cpu()), inputs, GREEDY))
+        assert_same(expected, run(in_floating_point(model.cpu()), inputs, GREEDY).cpu())
 
 
 def test_more_rows_than_the_kernel_takes(

@@ -27,7 +27,7 @@ def captures(request: pytest.FixtureRequest, device: torch.device, monkeypatch: 
     if device.type != "cpu" or (request.param == "program" and graph.unavailable(device) is not None):
         pytest.skip("steps are recorded on the CPU, and programs need the compiled operators")
     made = {"program": Program, "graph": RecordedGraph}[request.param]
-    monkeypatch.setattr(graph, "new", lambda device: made())
+    monkeypatch.setattr(graph, "new", lambda device, growing=None: made())
     monkeypatch.setattr(linear, "costs", lambda *shape, **more: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
 
 
@@ -51,7 +51,7 @@ def first_pass(model: Any, tokens: torch.Tensor, new_tokens: int, with_last: boo
 
 
 def step_for(prompt: Prompt, beams: int, eos: tuple[int, ...], **changes: Any) -> CapturedStep:
-    sizes = Sizes(PROMPT, PROMPT, NEW + 8, 0)
+    sizes = changes.get("sizes", Sizes(PROMPT, PROMPT, NEW + 8, 0))
     key = {
         "batch": BATCH, "per_input": beams, "sizes": sizes, "width": 1, "encoder": None, "source_in_front": False,
         "early_stopping": None if beams == 1 else False, "samples": False, "ends": len(eos), "processors": (),
@@ -107,6 +107,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
                     assert not step.search.unfinished[place].any(), "the one before is over"
                     found[0] = result(step, place)
                 begun = first_pass(model, prompts[number], new_tokens[number], False, beams)
+                begun.eos = eos
                 step.begin(begun, PAD, slice(place, place + 1))
             step.start(model, done, HOST)
         assert step.is_captured and bool(step.search.done)
@@ -132,7 +133,7 @@ def test_inputs_begin_at_different_steps(name: str, beams: int, ends: bool) -> N
         {"processors": None},
         {"tensors": ("attention_mask",)},
         {"samples": True},
-        {"capacity": 7},  # another step would take over
+        {"sizes": Sizes(PROMPT, PROMPT, 7, 0)},  # another step would take over
     ],
 )
 def test_inputs_that_can_only_begin_together(changes: dict[str, Any]) -> None:
@@ -147,14 +148,14 @@ def test_what_is_refused_changes_nothing() -> None:
     model = KNOWN["llama"].build()
     running, other = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 11]])
     wanted = alone(model, running, 12, 1, ())
-    start, begun = first_pass(model, running, 12, True, 1), first_pass(model, other, NEW + 1, False, 1)
+    start, begun = first_pass(model, running, 12, True, 1), first_pass(model, other, NEW + 9, False, 1)
     step = step_for(start, 1, ())
     with torch.no_grad():
         step.begin(start, PAD)
         step.choose_first(start.logits, HOST)
         for done in range(1, 12):
             if done == 5:
-                with pytest.raises(ValueError, match="new tokens into buffers"):
+                with pytest.raises(ValueError, match="only begin together"):  # and be exchanged for a larger one
                     step.begin(begun, PAD, slice(0, 1))
                 with pytest.raises(ValueError, match="only begin together"):
                     step.begin(first_pass(model, other, 8, False, 1), PAD, slice(0, 3, 2))

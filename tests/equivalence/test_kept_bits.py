@@ -19,7 +19,6 @@ from benchmarks import smollm2
 from benchmarks.kept_bits import inputs_of
 from fastgen import patching, settings
 from fastgen.decoding.captured.program import Program
-from fastgen.ops import grouped_linear
 from fastgen.ops import triton as operators
 from fastgen.quantization.gguf import BLOCK_TYPES
 from tests import near_ties
@@ -29,6 +28,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
 
 from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
+from tests.quantization.test_products import used  # noqa: F401 (the fixture)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -67,17 +67,10 @@ def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def floats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """For each product that is called or recorded, whether activations stayed floats."""
-    found: list[bool] = []
-    product = grouped_linear.grouped_linear
-    monkeypatch.setattr(
-        grouped_linear,
-        "grouped_linear",
-        lambda x, weight, bias, floats: (found.append(floats), product(x, weight, bias, floats))[1],
-    )
-    yield found
-    assert found and all(found)
+def floats(used: list[bool]) -> Iterator[list[bool]]:  # noqa: F811
+    """For each product that is called or recorded, whether activations stayed floats: all of them did."""
+    yield used
+    assert used and all(used)
 
 
 @pytest.mark.parametrize("captured_step", ["always", "never"])

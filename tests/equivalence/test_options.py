@@ -26,6 +26,13 @@ def _id(value: Any) -> str:
     return str(value).replace(" ", "-").replace(",", "")
 
 
+@pytest.fixture
+def defined_ties(device: torch.device) -> None:
+    """A captured step on a GPU takes the lowest of equal scores; torch.topk there promises no order."""
+    if device.type == "cuda":
+        pytest.skip("ties have no order on a GPU")
+
+
 # ---- options that are plain values
 
 
@@ -42,8 +49,10 @@ def test_search(family: Family, option: str) -> None:
     [(f, name) for f in FAMILIES for name in CONTROL if (f.name, name) != ("t5", "guidance_scale")],
     ids=_id,
 )
-def test_control(family: Family, option: str, decoding: dict[str, Any]) -> None:
+def test_control(family: Family, option: str, decoding: dict[str, Any], request: pytest.FixtureRequest) -> None:
     options = dict(CONTROL[option])
+    if option == "forced_eos_token_id, several":  # which have the same score
+        request.getfixturevalue("defined_ties")
     if family.encoder_decoder:
         # Lengths count what the decoder holds: the prompt is not a part of it.
         options.update({key: options[key] - LONG for key in ("max_length", "min_length") if key in options})
@@ -92,7 +101,7 @@ def test_growth(family: Family) -> None:
 
 
 @every
-def test_ties(family: Family) -> None:
+def test_ties(family: Family, defined_ties: None) -> None:
     """All scores are equal at all steps: which token comes first is decided in the same way."""
     model = copy.deepcopy(family.build())
     with torch.no_grad():

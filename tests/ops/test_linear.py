@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ids=lambda out: f"{list(out.shape)} {out.stride()} {out.dtype}",
 )
 def test_a_result_that_does_not_fit_is_refused(out: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="the result must be"):
+    with pytest.raises(RuntimeError, match="the result must be|share memory"):
         torch.ops.fastgen.streamed_linear_out(out, torch.randn(3, 10), torch.randn(20, 10), torch.randn(20))
     assert (out == 1).all()
 

@@ -262,8 +262,8 @@ def test_advance(batch, per_input, capacity, stored, width, types, has_parents, 
 def test_advance_refuses_what_does_not_fit(number, given):
     state, taken = StepState(1, 2, 4, CPU), torch.ones(2, dtype=torch.int64)
     before = state.numbers.clone()
-    number_of = torch.zeros((), dtype=torch.int64)
-    args = [torch.tensor([0, 1]), taken, number_of, state.numbers, state.ancestry, number_of.clone(), [], []]
+    stored, seen = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    args = [torch.tensor([0, 1]), taken, stored, state.numbers, state.ancestry, seen, [], []]
     args[number] = given
     with pytest.raises(RuntimeError, match="search_step"):
         torch.ops.fastgen.advance_(*args)

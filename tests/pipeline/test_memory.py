@@ -130,7 +130,7 @@ def bart_large(**changes) -> MemoryModel:
     sizes = {
         "layers": 12, "kv_bytes": 2 * 1024 * 2, "hidden": 1024, "inner": 4096, "gated": False, "heads": 16,
         "vocabulary": 50264, "element": 2, "beams": 4, "new_tokens": 140, "encoder_decoder": True, "biased": False,
-        "eager": False, "samples": False, "on_gpu": True, "captured": False,
+        "eager": False, "samples": False, "on_gpu": True, "activation": "gelu", "captured": False,
     }  # fmt: skip
     return MemoryModel(**{**sizes, **changes})
 

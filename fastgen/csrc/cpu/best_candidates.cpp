@@ -9,6 +9,7 @@
 // nothing for torch.topk, whatever its order of equal scores. So the few that are left are given to the same algorithm, in
 // their order, and it chooses what it would have chosen of all.
 #include "bits.h"
+#include "checks.h"
 #include "elementwise/functions.h"
 #include "float16.h"
 #include "instruction_set.h"
@@ -194,6 +195,7 @@ void add_row(std::vector<Candidate>& candidates, const std::vector<Part>& parts,
 // The `count` best of scores [inputs * beams, vocabulary], or of their log-softmax, plus what is added to each row,
 // [inputs, beams]: their values, beams and tokens, [inputs, count] each.
 void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scores, Tensor running, bool normalise) {
+  fastgen::Arguments("best_candidates").writes(values, beams, tokens).reads(scores, running);
   const ScalarType type = scores.scalar_type();
   STD_TORCH_CHECK(scores.dim() == 2 && running.dim() == 2 && scores.size(0) == running.size(0) * running.size(1) &&
                       (type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half) &&
@@ -209,7 +211,7 @@ void best_candidates_out(Tensor values, Tensor beams, Tensor tokens, Tensor scor
                     "best_candidates: beams and tokens must be [inputs, count], of int64");
   }
   const int64_t inputs = running.size(0), per_input = running.size(1), vocabulary = scores.size(1);
-  const int64_t count = values.size(1), all = per_input * vocabulary;
+  const int64_t count = values.size(1), all = fastgen::product_of("best_candidates", per_input, vocabulary);
   STD_TORCH_CHECK(count >= 1 && count <= all, "best_candidates: there are not so many candidates");
   const char* data = static_cast<const char*>(scores.const_data_ptr());
   const float* added = static_cast<const float*>(running.const_data_ptr());

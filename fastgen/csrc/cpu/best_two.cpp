@@ -4,6 +4,7 @@
 // Of each block of scores the largest is found. Then only the block with the best one is looked at once more: for its place
 // and for the second best in the same block.
 #include "best_two/block.h"
+#include "checks.h"
 #include "instruction_set.h"
 #include "parallel.h"
 #include "plan.h"
@@ -93,6 +94,7 @@ Best best_of(const float* scores, int64_t count, float masked, float share, Look
 }
 
 void best_two_out(Tensor tokens, Tensor is_near, Tensor scores, double masked, double share) {
+  fastgen::Arguments("best_two").writes(tokens, is_near).reads(scores);
   STD_TORCH_CHECK(scores.dim() == 2 && scores.is_contiguous() && scores.scalar_type() == ScalarType::Float &&
                       scores.size(1) > 0,
                   "best_two: scores must be [rows, vocabulary] of float32");

@@ -9,6 +9,7 @@
 //
 // Of a weight in float32 that is stored by inputs, multiples of the lines are added to the result instead.
 #include "bfloat16.h"
+#include "checks.h"
 #include "dot_linear/lines.h"
 #include "float16.h"
 #include "instruction_set.h"
@@ -177,6 +178,9 @@ struct Work {
 // Products with the same x, one or more, all of which prepare it in the same way. The outputs of all together are
 // shared out among the threads.
 void multiply(const Tensor& x, std::vector<Work>& products) {
+  int64_t outputs = 0;
+  for (const auto& [_, product] : products) outputs += product.outputs;
+  if (outputs == 0) return;
   std::vector<float> prepared;
   if (const Kernel& kernel = products[0].kernel; kernel.prepare != nullptr) {
     const int64_t rows = x.size(0), inputs = x.size(1);
@@ -187,8 +191,6 @@ void multiply(const Tensor& x, std::vector<Work>& products) {
     }
     for (auto& [_, product] : products) product.x = prepared.data(), product.x_stride = inputs;
   }
-  int64_t outputs = 0;
-  for (const auto& [_, product] : products) outputs += product.outputs;
   const int64_t threads = std::max<int64_t>(torch::stable::get_num_threads(), 1);
   // In pieces of whole groups of outputs (of the first product), one for each thread.
   constexpr int64_t kWhole = 24;  // 8 for one row, 3 or 4 for more
@@ -206,6 +208,7 @@ void multiply(const Tensor& x, std::vector<Work>& products) {
 
 void dot_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> weights,
                      std::vector<std::optional<Tensor>> biases) {
+  fastgen::Arguments("dot_linear").writes(results).reads(x, weights, biases);
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "dot_linear: as many results and biases as weights");
   std::vector<Work> products;

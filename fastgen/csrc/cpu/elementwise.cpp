@@ -1,6 +1,7 @@
 // Several elementwise operators and norms in one call, for tensors so small that starting an operator takes longer than
 // computing it, and some for tensors of any size. The schema is defined in fastgen/ops/elementwise.py.
 #include "bfloat16.h"
+#include "checks.h"
 #include "elementwise/functions.h"
 #include "elementwise/lines.h"
 #include "float16.h"
@@ -213,9 +214,10 @@ Operand operand(const Instruction& instruction, int n, const std::vector<Memory>
     fits = given.strides[dim] >= 0 && instruction.sizes[dim] <= kLargest && given.strides[dim] <= kLargest;
     if (fits) end += (instruction.sizes[dim] - 1) * given.strides[dim] * itemsize;
   }
-  STD_TORCH_CHECK(fits && end <= memory[given.memory].size && given.begin % itemsize == 0,
-                  "elementwise: an operand is outside of its memory");
-  return {memory[given.memory].data + given.begin, given.type, given.strides};
+  STD_TORCH_CHECK(fits && end <= memory[given.memory].size, "elementwise: an operand is outside of its memory");
+  char* const data = memory[given.memory].data + given.begin;
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data) % itemsize == 0, "elementwise: an operand is not aligned");
+  return {data, given.type, given.strides};
 }
 
 // The instructions of a code, and the pieces of memory that they name.
@@ -225,6 +227,8 @@ struct Code {
   int64_t count;
 
   Code(const std::vector<Tensor>& tensors, const Tensor& code) {
+    // Memory is what the results and the operands lie in together. The instructions have been read before any is executed.
+    fastgen::Arguments("elementwise").reads(tensors, code);
     STD_TORCH_CHECK(code.dim() == 2 && code.size(1) == kLength && code.scalar_type() == ScalarType::Long &&
                         code.is_contiguous(),
                     "elementwise: the code must be [instructions, ", kLength, "] of int64");
@@ -285,7 +289,8 @@ std::vector<Step> steps_of(const Code& code) {
 bool has_moved(const std::vector<Tensor>& tensors, const std::vector<Memory>& memory) {
   size_t i = 0;
   return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& each) {
-    return each.const_data_ptr() != memory[i++].data;
+    const Memory& known = memory[i++];
+    return each.const_data_ptr() != known.data || each.numel() != known.size;
   });
 }
 

@@ -1,4 +1,6 @@
 // Takes a tensor out of the processor's caches. The schema is defined in fastgen/ops/linear.py.
+#include "checks.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -34,11 +36,11 @@ bool evicts() { return false; }
 void flush(uintptr_t, uintptr_t) {}
 #endif
 
-// Whether this processor can. The numbers of the tensor lie next to each other, in any order.
+// Whether this processor can. All from the first number of the tensor up to the last one is taken out.
 bool evict(Tensor x) {
   static const bool can = evicts();
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
-  if (can) flush(begin, begin + x.numel() * x.element_size());
+  const fastgen::Extent extent = fastgen::Arguments("evict").extent_of(x);
+  if (can) flush(extent.begin, extent.end);
   return can;
 }
 

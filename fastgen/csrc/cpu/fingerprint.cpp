@@ -1,4 +1,5 @@
 // A fingerprint of a tensor. The schema is defined in fastgen/ops/fingerprint.py.
+#include "checks.h"
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -42,6 +43,7 @@ uint64_t fingerprint_of(const char* from, int64_t bytes) {
 }
 
 int64_t fingerprint(Tensor x) {
+  fastgen::Arguments("fingerprint").reads(x);
   STD_TORCH_CHECK(x.is_contiguous(), "fingerprint: the numbers must lie next to each other");
   constexpr int64_t kPart = 1 << 17;
   const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size()), parts = (bytes + kPart - 1) / kPart;

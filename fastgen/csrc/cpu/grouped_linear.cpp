@@ -346,6 +346,7 @@ Tensor grouped_linear(Tensor x, Tensor numbers, Tensor scales, std::optional<Ten
 Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, std::optional<Tensor> zeros,
                     std::optional<Tensor> minimums, int64_t outputs, int64_t inputs, int64_t bits,
                     int64_t group_size) {
+  fastgen::Arguments("grouped_rows").reads(like, which, numbers, scales, zeros, minimums);
   const ScalarType type = like.scalar_type();
   STD_TORCH_CHECK(is_floating(type) && which.dim() == 1 && which.scalar_type() == ScalarType::Long &&
                       which.is_contiguous() && outputs > 0 && inputs > 0,
@@ -353,14 +354,14 @@ Tensor grouped_rows(Tensor like, Tensor which, Tensor numbers, Tensor scales, st
   const Weight weight = Packed{numbers, scales, zeros, minimums}.weight(inputs, outputs, bits, group_size);
   const int64_t count = which.size(0);
   const int64_t* from = static_cast<const int64_t*>(which.const_data_ptr());
-  STD_TORCH_CHECK(std::all_of(from, from + count, [&](int64_t i) { return i >= 0 && i < outputs; }),
-                  "grouped_rows: index out of range");
   const ScalarType kept = scales.scalar_type();
   const auto read_unit = [](const uint16_t* unit) { return read(unit, 0, ScalarType::Half); };
   Tensor y = torch::stable::new_empty(like, {count, inputs});
   void* to = y.mutable_data_ptr();
   for (int64_t r = 0; r < count; ++r) {
-    const int64_t panel = from[r] / kPanel, lane = from[r] % kPanel;
+    const int64_t which_line = from[r];
+    STD_TORCH_CHECK(which_line >= 0 && which_line < outputs, "grouped_rows: index out of range");
+    const int64_t panel = which_line / kPanel, lane = which_line % kPanel;
     const uint8_t* words = weight.numbers + panel * weight.panel_bytes + lane * 4;
     for (int64_t i = 0; i < inputs; ++i) {
       const int64_t at = (panel * weight.groups + i / group_size) * kPanel + lane;

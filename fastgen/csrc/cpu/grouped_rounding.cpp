@@ -4,6 +4,7 @@
 // Groups of a row and of a weight may be rotated first: both are multiplied with the Hadamard matrix H of the group's size n,
 // and the row with 1 / n, too. Their product stays the same, because H times its transpose is n. A number that is larger than
 // the others of its group is spread over all of them: so the steps of the group are smaller (Ashkboos et al., "QuaRot", 2024).
+#include "checks.h"
 #include "grouped_linear/rows.h"
 #include "instruction_set.h"
 #include "parallel.h"
@@ -80,6 +81,7 @@ class Lines {
  public:
   Lines(const Tensor& weight, int64_t group_size, bool rotated)
       : weight_(weight), size_(group_size), rotated_(rotated) {
+    fastgen::Arguments("group_extremes and round_to_panels").reads(weight);
     STD_TORCH_CHECK(weight.dim() == 2 && weight.numel() > 0 && is_floating(weight.scalar_type()),
                     "the weight must be [outputs, inputs] of a floating type");
     STD_TORCH_CHECK(group_size >= 8 && group_size % 8 == 0 && group_size <= kMaxGroup, "groups of 8 to ", kMaxGroup,
@@ -87,7 +89,7 @@ class Lines {
     STD_TORCH_CHECK(!rotated || can_rotate(group_size), "rotated groups have 32, 64 or 128 inputs");
   }
 
-  int64_t groups() const { return (weight_.size(1) + size_ - 1) / size_; }
+  int64_t groups() const { return fastgen::quotient(weight_.size(1), size_); }
   int64_t whole() const { return groups() * size_; }
   // Of a line: whole groups of them if they are rotated.
   int64_t numbers() const { return rotated_ ? whole() : weight_.size(1); }
@@ -132,6 +134,7 @@ Tensor group_extremes(Tensor weight, int64_t group_size, bool rotated) {
 
 // A weight [outputs, inputs] in multiples of the scales [outputs, groups], rounded to the nearest, in panels.
 Tensor round_to_panels(Tensor weight, Tensor scales, int64_t bits, int64_t group_size, bool rotated) {
+  fastgen::Arguments("round_to_panels").reads(scales);
   STD_TORCH_CHECK(bits == 4 || bits == 8, "round_to_panels: 4 or 8 bits");
   const Lines lines(weight, group_size, rotated);
   const int64_t outputs = weight.size(0), groups = lines.groups();

@@ -5,6 +5,7 @@
 // count. The output with the largest estimate is computed from the weight itself; then so are those whose estimates, with
 // their bounds, reach it. Outputs are looked at in blocks first.
 #include "best_two/block.h"
+#include "checks.h"
 #include "dot_linear/lines.h"
 #include "grouped_linear/rows.h"
 #include "parallel.h"
@@ -124,7 +125,7 @@ int64_t largest(const Layer& layer, int64_t row, const float* estimates, LookAt 
   if (is_known) {
     const float* begin = estimates + best_block * kBlock;
     const float* end = estimates + std::min((best_block + 1) * kBlock, outputs);
-    first = std::find(begin, end, best[best_block]) - estimates;
+    first = std::min<int64_t>(std::find(begin, end, best[best_block]) - estimates, outputs - 1);
     fastgen::dot_lines(layer.x, row, layer.weight, layer.bias, &first, 1, results.data());
     const float *lengths = layer.lengths, *errors = layer.errors;
     const float *most_lengths = lengths + outputs, *most_errors = errors + outputs;  // of the blocks
@@ -189,6 +190,7 @@ void check(const Tensor& out, const Tensor& estimates, const Layer& layer, const
 int64_t largest_output_out(Tensor out, std::optional<Tensor> is_near, Tensor estimates, Tensor x, Tensor weight,
                            std::optional<Tensor> bias, Tensor sizes, int64_t group_size, double rounding, double masked,
                            double share) {
+  fastgen::Arguments("largest_output").writes(out, is_near).reads(estimates, x, weight, bias, sizes);
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2, "largest_output: x must be [rows, inputs], the weight a matrix");
   const float* lengths = static_cast<const float*>(sizes.const_data_ptr());
   const int64_t outputs = weight.size(0);

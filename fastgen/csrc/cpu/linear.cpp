@@ -10,6 +10,7 @@
 // a weight that is stored by inputs, a piece of a panel at a time is laid out in the cache and multiplied from there,
 // while the next piece is asked for. Either way the result is that of `packed_linear` to the last bit. `folded_linears_out`
 // does without that: a few rows that do not fill a vector are multiplied faster then.
+#include "checks.h"
 #include "instruction_set.h"
 #include "linear/depth.h"
 #include "parallel.h"
@@ -164,7 +165,7 @@ Kernel kernel() {
 #undef FASTGEN_KERNEL
 }
 
-int64_t panels_of(int64_t outputs) { return (outputs + kernel().panel - 1) / kernel().panel; }
+int64_t panels_of(int64_t outputs) { return fastgen::quotient(outputs, kernel().panel); }
 
 void check_weight(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float,
@@ -173,6 +174,7 @@ void check_weight(const Tensor& weight) {
 
 // [outputs, inputs] -> [panels, inputs, outputs of a panel], padded with zeros.
 Tensor pack_linear(Tensor weight) {
+  fastgen::Arguments("pack_linear").reads(weight);
   check_weight(weight);
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const int64_t output_stride = weight.stride(0), input_stride = weight.stride(1);
@@ -253,6 +255,7 @@ void check_input(const Tensor& x, const std::optional<Tensor>& bias, int64_t out
 }
 
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
+  fastgen::Arguments("packed_linear").reads(x, packed, bias);
   check_input(x, bias, outputs);
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
                       packed.size(2) == kernel().panel && packed.size(1) == x.size(1) && outputs > 0 &&
@@ -349,6 +352,7 @@ void check_streamed(const Tensor& result, const Tensor& x, const Tensor& weight,
 
 void multiply(const std::vector<Tensor>& results, const Tensor& x, const std::vector<Tensor>& weights,
               const std::vector<std::optional<Tensor>>& biases, bool in_order) {
+  fastgen::Arguments("streamed_linear").writes(results).reads(x, weights, biases);
   STD_TORCH_CHECK(results.size() == weights.size() && biases.size() == weights.size(),
                   "streamed_linear: as many results and biases as weights");
   for (size_t i = 0; i < weights.size(); ++i) check_streamed(results[i], x, weights[i], biases[i]);

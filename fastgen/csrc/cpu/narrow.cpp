@@ -1,5 +1,6 @@
 // Numbers of float32 in 16 bits, where each of them is such a number. The schema is defined in fastgen/ops/narrow.py.
 #include "bits.h"
+#include "checks.h"
 #include "float16.h"
 #include "parallel.h"
 
@@ -39,6 +40,7 @@ bool to_float16(const float* from, int64_t count, uint16_t* to) {
 
 // Writes the numbers of x to `out` until one is found that is none of its type; whether there was none.
 bool narrow_out(Tensor out, Tensor x) {
+  fastgen::Arguments("narrow").writes(out).reads(x);
   const ScalarType type = out.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "narrow: the result must be of bfloat16 or float16");

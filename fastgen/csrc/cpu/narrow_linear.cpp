@@ -8,6 +8,7 @@
 //
 // The result is that of `packed_linear` with the widened weight to the last bit, whatever the number of rows.
 #include "bfloat16.h"
+#include "checks.h"
 #include "float16.h"
 #include "instruction_set.h"
 #include "linear/depth.h"
@@ -100,10 +101,11 @@ int64_t width() { return kernel(kBFloat16).width; }
 
 bool is_narrow(ScalarType type) { return type == ScalarType::BFloat16 || type == ScalarType::Half; }
 
-int64_t panels_of(int64_t outputs) { return (outputs + width() - 1) / width(); }
+int64_t panels_of(int64_t outputs) { return fastgen::quotient(outputs, width()); }
 
 // [outputs, inputs] -> [panels, pairs of inputs, 2 * outputs of a panel].
 Tensor pack_narrow(Tensor weight) {
+  fastgen::Arguments("pack_narrow").reads(weight);
   STD_TORCH_CHECK(weight.dim() == 2 && is_narrow(weight.scalar_type()) && (weight.stride(1) == 1 || weight.size(1) == 1),
                   "pack_narrow: the weight must be [outputs, inputs] of bfloat16 or float16, its inputs next to each other");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = panels_of(outputs);
@@ -121,6 +123,7 @@ Tensor pack_narrow(Tensor weight) {
 }
 
 void check_codes(const Tensor& weight) {
+  fastgen::Arguments("codes").reads(weight);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.is_contiguous() &&
                       weight.size(1) % fastgen::kGroup == 0,
                   "codes: the weight must be [outputs, inputs] of float32, its numbers next to each other, with a "
@@ -211,6 +214,7 @@ void multiply(const Tensor& x, const std::vector<Work>& works) {
 
 void narrow_linears_out(std::vector<Tensor> results, Tensor x, std::vector<Tensor> packed,
                         std::vector<std::optional<Tensor>> biases) {
+  fastgen::Arguments("narrow_linear").writes(results).reads(x, packed, biases);
   STD_TORCH_CHECK(results.size() == packed.size() && biases.size() == packed.size(),
                   "narrow_linear: as many results and biases as weights");
   std::vector<Work> works;

@@ -1,5 +1,6 @@
 // No-repeat n-gram on the CPU: rows in parallel. The schema is defined in fastgen/ops/no_repeat_ngram.py.
 #include "../no_repeat_ngram.h"
+#include "checks.h"
 #include "parallel.h"
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +15,7 @@ constexpr int64_t kComparisonsPerTask = 32768;
 
 Tensor no_repeat_ngram_cpu(Tensor scores, Tensor tokens, std::optional<Tensor> lengths, int64_t n,
                            std::optional<Tensor> context, std::optional<Tensor> context_lengths) {
+  fastgen::Arguments("no_repeat_ngram_").writes_distinct(scores).reads(tokens, lengths, context, context_lengths);
   fastgen::solve(scores, tokens, lengths, n, context, context_lengths, [](const auto& problem) {
     const int64_t rows_per_task = 1 + kComparisonsPerTask / (1 + problem.source.lengths.full);
     fastgen::parallel_for(0, problem.rows, rows_per_task, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,6 @@
 // Attention within each text of several that lie one behind the other. The schema is defined in
 // fastgen/ops/packed_attention.py.
+#include "checks.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -86,9 +87,10 @@ std::vector<Text> texts_of(const Tensor& lengths, int64_t tokens) {
   std::vector<Text> texts;
   int64_t begin = 0;
   for (int64_t i = 0; i < lengths.size(0); ++i) {
-    STD_TORCH_CHECK(numbers[i] >= 0 && numbers[i] <= tokens - begin, "packed_attention: lengths do not fit");
-    if (numbers[i] > 0) texts.push_back({begin, numbers[i]});
-    begin += numbers[i];
+    const int64_t length = numbers[i];
+    STD_TORCH_CHECK(length >= 0 && length <= tokens - begin, "packed_attention: lengths do not fit");
+    if (length > 0) texts.push_back({begin, length});
+    begin += length;
   }
   STD_TORCH_CHECK(begin == tokens, "packed_attention: lengths of ", begin, " tokens, and not of ", tokens);
   return texts;
@@ -100,6 +102,7 @@ struct Task {
 };
 
 Tensor packed_attention_out(Tensor query, Tensor keys, Tensor values, Tensor lengths, double scale, Tensor out) {
+  fastgen::Arguments("packed_attention").writes(out).reads(query, keys, values, lengths);
   check(query, "the query"), check(keys, "keys"), check(values, "values");
   const int64_t heads = query.size(0), tokens = query.size(1), kv_heads = keys.size(0), value_dim = values.size(2);
   STD_TORCH_CHECK(keys.size(1) == tokens && values.size(1) == tokens && keys.size(2) == query.size(2) &&

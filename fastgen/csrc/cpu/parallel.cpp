@@ -30,6 +30,8 @@ namespace {
 constexpr std::chrono::microseconds kLooks{200};
 // It looks so often between two looks at the clock. How long a pause is depends on the processor.
 constexpr int kPauses = 32;
+// Threads of a team at the most: they stay as long as the process does.
+constexpr int64_t kMostThreads = 1024;
 
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -221,7 +223,7 @@ Team* new_team() {
 
 // See fastgen/ops/_team.py.
 bool take_team(int64_t threads) {
-  if (threads < 2 || own != nullptr || inside || is_taken.exchange(true)) return false;
+  if (threads < 2 || threads > kMostThreads || own != nullptr || inside || is_taken.exchange(true)) return false;
   bool has_all = false;
   try {
     if (team == nullptr) team = new_team();

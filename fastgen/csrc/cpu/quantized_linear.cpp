@@ -5,6 +5,7 @@
 // tile holds two inputs of each of its outputs. A panel is two tiles wide. Inputs are rounded row by row, so that a row's
 // result does not depend on what else is in the batch; the sums are rounded in another order with more than 16 rows than
 // with fewer.
+#include "checks.h"
 #include "instruction_set.h"
 #include "matrix_registers.h"
 #include "parallel.h"
@@ -107,6 +108,7 @@ FASTGEN_AVX512 void lay_out(const uint8_t* lines, int64_t stride, uint8_t* tile)
 inline int64_t padded(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 Tensor pack_bf16_linear(Tensor weight) {
+  fastgen::Arguments("pack_bf16_linear").reads(weight);
   STD_TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == ScalarType::Float && weight.size(0) > 0 &&
                       weight.size(1) > 0,
                   "the weight must be [outputs, inputs] of float32");
@@ -152,12 +154,13 @@ Tensor pack_bf16_linear(Tensor weight) {
 }
 
 void check_product(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
+  fastgen::Arguments("bf16_linear").reads(x, packed, bias);
   STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float && x.size(1) > 0 &&
                       (x.stride(1) == 1 || x.size(1) == 1),
                   "x must be [rows, inputs] of float32, with the inputs next to each other");
   STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == ScalarType::Byte && packed.is_contiguous() &&
                       packed.size(1) == padded(x.size(1) * kBytes) && packed.size(2) == kPanel && outputs > 0 &&
-                      packed.size(0) == (outputs + kPanel - 1) / kPanel,
+                      packed.size(0) == fastgen::quotient(outputs, kPanel),
                   "the weight was not packed for this product");
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == outputs && bias->is_contiguous() &&
                             bias->scalar_type() == ScalarType::Float),

@@ -1,6 +1,7 @@
 // RMS norm of rows, on the CPU, for float32, bfloat16 and float16. The schema is defined in fastgen/ops/rms_norm.py.
 //
 // A model spells it out as six operations with a tensor each. Here a row is read twice, the second time from the cache.
+#include "checks.h"
 #include "elementwise/lines.h"
 #include "parallel.h"
 #include "plan.h"
@@ -23,6 +24,7 @@ using torch::stable::Tensor;
 constexpr int64_t kTask = 16384;
 
 void rms_norm_out(Tensor out, Tensor x, Tensor weight, double eps, double offset, bool rounds_scaled) {
+  fastgen::Arguments("rms_norm").writes(out).reads_in_place(x).reads(weight);
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
                   "rms_norm: x must be float32, bfloat16 or float16");

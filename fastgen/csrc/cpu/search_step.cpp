@@ -1,6 +1,7 @@
 // The bookkeeping of a step of a search, on the CPU, in the buffers of the search. The schemas are defined in
 // fastgen/ops/search_step.py. The rules are those of fastgen/decoding/captured/search.py, where they are explained: this
 // is the same number by number, and the names are the same.
+#include "checks.h"
 #include "plan.h"
 #include "topk.h"
 
@@ -23,6 +24,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr float kNever = -1.0e9f;
+// Positions and counts that are added up are at most so large.
+constexpr int64_t kFarthest = int64_t{1} << 60;
 enum EarlyStopping : int64_t { kIfNoneIsBetter = 0, kAtOnce = 1, kNeverEarly = 2 };
 
 template <typename T>
@@ -70,6 +73,9 @@ struct Progress {
     is_spoilt = checked<const bool>(spoilt, {}, "is_spoilt");
   }
 
+  // Whether the next token is the last one up to the limit, or behind it.
+  bool is_last(int64_t row) const { return fastgen::sum_of(length[row], 1) >= limit[row]; }
+
   // At its limit, and after the end of the search, a sequence stays what it is.
   bool moves(int64_t row) const { return !*done && length[row] < limit[row]; }
 
@@ -102,6 +108,9 @@ struct Ends {
 void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor limit, Tensor is_spoilt,
                 Tensor running_sequences, Tensor next_tokens, Tensor length, Tensor taken, Tensor unfinished,
                 Tensor done) {
+  fastgen::Arguments("search_step")
+      .writes(running_sequences, next_tokens, length, taken, unfinished, done)
+      .reads(tokens, stops, eos, limit, is_spoilt);
   Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
   const int64_t rows = progress.batch * progress.per_input, width = progress.width;
   int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, width}, "sequences");
@@ -111,7 +120,7 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = progress.length[row];
     const bool moves = progress.moves(row);
-    if (ends(token[row], row) || at + 1 >= progress.limit[row]) progress.unfinished[row] = false;
+    if (ends(token[row], row) || progress.is_last(row)) progress.unfinished[row] = false;
     if (moves) {
       if (at >= 0 && at < width) sequences[row * width + at] = token[row];
       next[row] = token[row];
@@ -125,6 +134,9 @@ void take_rows_(Tensor tokens, std::optional<Tensor> stops, Tensor eos, Tensor l
 void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std::optional<Tensor> near, Tensor near_ties,
                Tensor eos, Tensor fill, Tensor limit, Tensor is_spoilt, Tensor running_sequences, Tensor next_tokens,
                Tensor length, Tensor taken, Tensor unfinished, Tensor done, bool together) {
+  fastgen::Arguments("search_step")
+      .writes(accepted, near_ties, running_sequences, next_tokens, length, taken, unfinished, done)
+      .reads(chosen, counts, near, eos, fill, limit, is_spoilt);
   Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
   const int64_t rows = progress.batch * progress.per_input, capacity = progress.width;
   int64_t* sequences = checked<int64_t>(running_sequences, {progress.batch, progress.per_input, capacity}, "sequences");
@@ -138,8 +150,9 @@ void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std
   int64_t* next = checked<int64_t>(next_tokens, {rows}, "the next tokens");
   const int64_t* filler = checked<const int64_t>(fill, {rows}, "fill");
   const Ends ends(eos, std::nullopt, 0);
+  const std::vector<int64_t> before(progress.length, progress.length + rows);  // what is used has been checked
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t at = progress.length[row];
+    const int64_t at = before[row];
     STD_TORCH_CHECK(at >= 1 && at + (drafted ? width - 1 : 0) <= capacity, "search_step: a length behind the buffer");
     STD_TORCH_CHECK(at <= progress.limit[row] || !progress.unfinished[row], "search_step: a length behind the limit");
     STD_TORCH_CHECK(drafted || (kept[row] >= 0 && kept[row] < width), "search_step: more are accepted than there are");
@@ -153,7 +166,7 @@ void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std
     return std::any_of(token, token + count[row], [&](int64_t each) { return ends(each, 0); });
   };
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t *token = choice + row * width, *draft = sequences + row * capacity + progress.length[row];
+    const int64_t *token = choice + row * width, *draft = sequences + row * capacity + before[row];
     if (drafted) {
       int64_t same = 0;
       while (same < std::min(width - 1, drafted[row]) && draft[same] == token[same]) ++same;
@@ -161,14 +174,15 @@ void take_run_(Tensor chosen, std::optional<Tensor> counts, Tensor accepted, std
     }
     int64_t before_end = 0;  // up to the first that ends the sequence, that one included
     while (before_end < width && (before_end == 0 || !ends(token[before_end - 1], 0))) ++before_end;
-    count[row] = std::max<int64_t>(std::min({kept[row] + 1, before_end, progress.limit[row] - progress.length[row]}), 0);
+    const int64_t room = fastgen::difference_of(progress.limit[row], before[row]);
+    count[row] = std::max<int64_t>(std::min({kept[row] + 1, before_end, room}), 0);
     const bool goes_on = progress.unfinished[row] && !was_done;
     if (goes_on && !has_ended(row)) fewest = std::min(fewest, count[row]);
   }
   for (int64_t row = 0; row < rows; ++row) {
     if (together) count[row] = std::min(count[row], fewest);
     if (!progress.unfinished[row] || was_done) count[row] = 0;
-    const int64_t *token = choice + row * width, at = progress.length[row], end = at + count[row];
+    const int64_t *token = choice + row * width, at = before[row], end = at + count[row];
     if (has_ended(row) || end >= progress.limit[row]) progress.unfinished[row] = false;
     int64_t* sequence = sequences + row * capacity;
     for (int64_t i = 0; i < count[row] && at + i < capacity; ++i) {
@@ -219,6 +233,11 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                  Tensor running_sequences, Tensor running_indices, Tensor running_scores, Tensor sequences,
                  Tensor indices, Tensor scores, Tensor finished, Tensor improvable, Tensor next_tokens, Tensor parents,
                  Tensor length, Tensor taken, Tensor unfinished, Tensor done, Tensor prompt, int64_t early_stopping) {
+  fastgen::Arguments("search_step")
+      .writes(running_sequences, running_indices, running_scores, sequences, indices, scores, finished, improvable,
+              next_tokens, parents, length, taken, unfinished, done)
+      .reads(candidate_scores, candidate_beams, candidate_tokens, stops, eos, penalties, favours_length, is_real, limit,
+             is_spoilt, prompt);
   Progress progress(running_sequences, limit, length, taken, unfinished, done, is_spoilt);
   const int64_t prompt_capacity = *checked<const int64_t>(prompt, {}, "prompt");
   const int64_t batch = progress.batch, beams = progress.per_input, width = progress.width;
@@ -227,7 +246,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   const int64_t count = candidate_scores.size(1), steps = running_indices.size(2), lengths = penalties.size(1);
   STD_TORCH_CHECK(count >= beams && beams >= 1 && lengths >= 1, "search_step: fewer candidates than beams");
   const float* of_candidate = checked<const float>(candidate_scores, {batch, count}, "candidates' scores");
-  const int64_t* beam = checked<const int64_t>(candidate_beams, {batch, count}, "candidates' beams");
+  const int64_t* of_beams = checked<const int64_t>(candidate_beams, {batch, count}, "candidates' beams");
   const int64_t* token = checked<const int64_t>(candidate_tokens, {batch, count}, "candidates' tokens");
   const float* penalty = checked<const float>(penalties, {batch, lengths}, "penalties");
   const bool* favours = checked<const bool>(favours_length, {batch, 1}, "favours_length");
@@ -242,7 +261,8 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
                             checked<int64_t>(sequences, {batch, beams, width}, "sequences"), beams, width};
   Histories<int32_t> rows{checked<int32_t>(running_indices, {batch, beams, steps}, "running_indices"),
                           checked<int32_t>(indices, {batch, beams, steps}, "indices"), beams, steps};
-  STD_TORCH_CHECK(std::all_of(beam, beam + batch * count, [&](int64_t b) { return b >= 0 && b < beams; }),
+  const std::vector<int64_t> beam(of_beams, of_beams + batch * count);  // a copy: what is used has been checked
+  STD_TORCH_CHECK(std::all_of(beam.begin(), beam.end(), [&](int64_t b) { return b >= 0 && b < beams; }),
                   "search_step: a candidate of a beam that is not there");
   const Ends is_end(eos, stops, batch * count);
 
@@ -250,7 +270,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   bool all_end = true;
   for (int64_t number = 0; number < batch * count; ++number) {
     const int64_t input = number / count;
-    ends[number] = is_end(token[number], number) || progress.length[input * beams] + 1 >= progress.limit[input * beams];
+    ends[number] = is_end(token[number], number) || progress.is_last(input * beams);
     all_end = all_end && (ends[number] || !real[input]);
   }
 
@@ -260,7 +280,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
   std::vector<char> now_finished(beams);
   for (int64_t input = 0; input < batch; ++input) {
     const int64_t first = input * beams, at = progress.length[first], last = progress.limit[first];
-    const int64_t step = at - prompt_capacity;
+    const int64_t step = fastgen::difference_of(at, prompt_capacity), generated_now = fastgen::sum_of(step, 1);
     const char* ends_now = ends.data() + input * count;
     const auto per_length = [&](float score, int64_t generated) {
       return score / penalty[input * lengths + std::clamp<int64_t>(generated, 0, lengths - 1)];
@@ -280,7 +300,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
     kept.clear();
     for (int64_t j = 0; j < beams; ++j) kept.push_back({best[first + j], j});
     for (int64_t c = 0; c < count; ++c) {
-      float score = per_length(of_candidate[input * count + c], step + 1);
+      float score = per_length(of_candidate[input * count + c], generated_now);
       if (early_stopping == kAtOnce && had_all) score += kNever;
       if (!can_improve[input]) score += kNever;
       if (!ends_now[c] || c >= beams) score += kNever;
@@ -294,7 +314,8 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
 
     // Is there anything left that could become better than what is there?
     const bool hopes_for_all = early_stopping == kNeverEarly && favours[input];
-    const float hoped = per_length(chosen[0].score, hopes_for_all ? last - prompt_capacity : step + 1);
+    const float hoped = per_length(
+        chosen[0].score, hopes_for_all ? fastgen::difference_of(last, prompt_capacity) : generated_now);
     const float worst = kept[beams - 1].score;
     bool hopes = false, has_all = true;
     for (int64_t j = 0; j < beams; ++j) {
@@ -303,7 +324,7 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
     }
     can_improve[input] = can_improve[input] && hopes;
     const bool goes_on =
-        can_improve[input] && at + 1 < last && !all_end && !(early_stopping == kAtOnce && has_all);
+        can_improve[input] && !progress.is_last(first) && !all_end && !(early_stopping == kAtOnce && has_all);
     std::fill_n(progress.unfinished + first, beams, goes_on);
 
     const bool moves = progress.moves(first);
@@ -312,8 +333,8 @@ void take_beams_(Tensor candidate_scores, Tensor candidate_beams, Tensor candida
         added_tokens[c] = token[input * count + c];
         added_rows[c] = static_cast<int32_t>(first + beam[input * count + c]);
       }
-      tokens.take(input, chosen, kept, beam + input * count, added_tokens, at);
-      rows.take(input, chosen, kept, beam + input * count, added_rows, step);
+      tokens.take(input, chosen, kept, beam.data() + input * count, added_tokens, at);
+      rows.take(input, chosen, kept, beam.data() + input * count, added_rows, step);
     }
     for (int64_t j = 0; j < beams; ++j) {
       parent[first + j] = first + j;
@@ -339,6 +360,7 @@ void mark(const Tensor& mask, int64_t row, int64_t at, int64_t end) {
 void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positions, Tensor numbers,
               std::optional<Tensor> ancestry, Tensor seen, std::vector<Tensor> positions, std::vector<Tensor> masks,
               int64_t width) {
+  fastgen::Arguments("search_step").writes(numbers, ancestry, seen, positions, masks).reads(parents, taken, stored_positions);
   const int64_t stored = *checked<const int64_t>(stored_positions, {}, "stored");
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) >= 1 && numbers.size(1) >= 1,
                   "search_step: numbers must be [width + 1, rows]");
@@ -347,15 +369,16 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
   int64_t* number = checked<int64_t>(numbers, {numbers.size(0), rows}, "numbers");
   const int64_t* count = checked<const int64_t>(taken, {rows}, "taken");
   int64_t* longest = checked<int64_t>(seen, {}, "seen");
-  const int64_t* parent = nullptr;
+  std::vector<int64_t> parent;  // a copy: what is used has been checked
   int32_t* table = nullptr;
   int64_t capacity = 0;
   if (parents.has_value() && ancestry.has_value()) {
     STD_TORCH_CHECK(ancestry->dim() == 2, "search_step: the ancestry must be [rows, capacity]");
     capacity = ancestry->size(1);
     table = checked<int32_t>(*ancestry, {rows, capacity}, "ancestry");
-    parent = checked<const int64_t>(*parents, {rows}, "parents");
-    STD_TORCH_CHECK(std::all_of(parent, parent + rows, [&](int64_t p) { return p >= 0 && p < rows; }),
+    const int64_t* first = checked<const int64_t>(*parents, {rows}, "parents");
+    parent.assign(first, first + rows);
+    STD_TORCH_CHECK(std::all_of(parent.begin(), parent.end(), [&](int64_t p) { return p >= 0 && p < rows; }),
                     "search_step: a parent that is not there");
   }
   for (const Tensor& each : positions) checked<int64_t>(each, {rows, 1}, "positions");
@@ -366,6 +389,13 @@ void advance_(std::optional<Tensor> parents, Tensor taken, Tensor stored_positio
                          type == ScalarType::Bool),
                     "search_step: a mask must be [rows, positions] of int64, int32, float32 or bool");
   }
+
+  const auto all_below = [](const int64_t* numbers, int64_t some) {
+    return std::all_of(numbers, numbers + some, [](int64_t each) { return each >= -kFarthest && each <= kFarthest; });
+  };
+  bool fit = all_below(&stored, 1) && all_below(&width, 1) && all_below(number, all) && all_below(count, rows);
+  for (const Tensor& each : positions) fit = fit && all_below(static_cast<const int64_t*>(each.const_data_ptr()), rows);
+  STD_TORCH_CHECK(fit, "search_step: a position or a count beyond ", kFarthest);
 
   const int64_t longest_before = *std::max_element(number, number + rows);
   for (int64_t i = 0; i < all; ++i) number[i] += count[i % rows];

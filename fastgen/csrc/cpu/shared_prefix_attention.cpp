@@ -5,6 +5,7 @@
 // work for every thread even with one input (Dao et al., "Flash-Decoding for long-context inference", 2023). How a
 // prefix is divided depends on shapes alone: the result is the same for any number of threads.
 #include "attention/kernels.h"
+#include "checks.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -35,6 +36,8 @@ constexpr int64_t kTasks = 256;
 constexpr int64_t kMinChunk = 256;
 // About as many multiplications as it takes to pay for waking a thread.
 constexpr int64_t kProductsPerTask = 1 << 17;
+// Numbers of a head, at most. Without keys, a tensor that takes no memory may have any number.
+constexpr int64_t kMaxDim = 1 << 20;
 
 // These keep the kernel inside the memory of its arguments, whoever calls the operator.
 void check_part(const char* name, const Tensor& part, const Tensor& query, int64_t rows, int64_t kv_heads) {
@@ -51,6 +54,8 @@ void check_pair(const char* name, const Tensor& keys, const Tensor& values, int6
                   " must have the same length");
   STD_TORCH_CHECK(keys.size(3) == dim && values.size(3) == value_dim,
                   "shared_prefix_attention: the dims of the ", name, " do not fit");
+  STD_TORCH_CHECK(dim <= kMaxDim && value_dim <= kMaxDim, "shared_prefix_attention: a head of more than ", kMaxDim,
+                  " numbers");
 }
 
 // The table may have more columns than there are positions, and rows may have fewer positions than others.
@@ -119,6 +124,9 @@ void attend(AttentionProblem& problem, ElementType type) {
   const auto kernels = fastgen::choose_kernels(type);
   divide(problem, torch::stable::get_num_threads());
   const int64_t tasks = problem.batch * problem.kv_heads * problem.chunks;
+  // What the threads and the chunks work in, in bytes: more than that is not asked for.
+  fastgen::product_of("attention", tasks, problem.per_input, problem.group, problem.queries, sizeof(float),
+                      problem.dim + problem.value_dim + 256);
   std::unique_ptr<float[]> states;
   if (!problem.fused) {
     states.reset(new float[tasks * problem.state_size()]);
@@ -139,6 +147,8 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
                                    std::optional<Tensor> suffix_keys, std::optional<Tensor> suffix_values,
                                    std::optional<Tensor> mask, std::optional<double> scale,
                                    std::optional<Tensor> ancestry) {
+  fastgen::Arguments("shared_prefix_attention")
+      .reads(query, prefix_keys, prefix_values, suffix_keys, suffix_values, mask, ancestry);
   const ScalarType type = query.scalar_type();
   STD_TORCH_CHECK(query.is_cpu() && query.dim() == 4, "shared_prefix_attention: query must be [rows, heads, Q, dim]");
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
@@ -176,7 +186,6 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   problem.queries = queries;
   problem.prefix_length = prefix_keys.size(2);
   problem.suffix_length = suffix_length;
-  if (ancestry) check_ancestry(*ancestry, rows, problem);
   problem.dim = dim;
   problem.value_dim = value_dim;
   problem.mask_type = ElementType::kBool;
@@ -191,7 +200,9 @@ Tensor shared_prefix_attention_cpu(Tensor query, Tensor prefix_keys, Tensor pref
   Tensor output = torch::stable::new_empty(query, {rows, heads, queries, value_dim});
   if (output.numel() == 0) return output;
 
+  if (ancestry) check_ancestry(*ancestry, rows, problem);
   problem.per_input = rows / batch;
+  problem.stored = rows;
   problem.group = heads / kv_heads;
   problem.scale = static_cast<float>(scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)));
   problem.query = strided(query);
@@ -228,13 +239,15 @@ struct OfRows {
   int64_t operator[](int64_t row) const { return data[row * stride]; }
 };
 
-const int64_t* owners_of(const Tensor& owners, int64_t rows, int64_t stored) {
+// A copy: the kernel uses what has been checked.
+std::vector<int64_t> owners_of(const Tensor& owners, int64_t rows, int64_t stored) {
   STD_TORCH_CHECK(owners.is_cpu() && owners.scalar_type() == ScalarType::Long && owners.dim() == 1 &&
                       owners.size(0) == rows && owners.is_contiguous(),
                   "decode_attention: owners must be int64, [", rows, "], on the CPU");
-  const auto* found = static_cast<const int64_t*>(owners.const_data_ptr());
-  for (int64_t row = 0; row < rows; ++row) {
-    STD_TORCH_CHECK(found[row] >= 0 && found[row] < stored, "decode_attention: owner ", found[row], " of ", stored);
+  const auto* first = static_cast<const int64_t*>(owners.const_data_ptr());
+  const std::vector<int64_t> found(first, first + rows);
+  for (const int64_t owner : found) {
+    STD_TORCH_CHECK(owner >= 0 && owner < stored, "decode_attention: owner ", owner, " of ", stored);
   }
   return found;
 }
@@ -245,6 +258,10 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
                           std::optional<Tensor> starts, std::optional<Tensor> ends, std::optional<Tensor> suffix_length,
                           std::optional<Tensor> ancestry, std::optional<Tensor> bias, std::optional<double> scale,
                           std::optional<int64_t> window, int64_t queries, std::optional<Tensor> owners) {
+  fastgen::Arguments("decode_attention")
+      .writes(output)
+      .reads(query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length, ancestry, bias,
+             owners);
   const ScalarType type = query.scalar_type();
   STD_TORCH_CHECK(query.is_cpu() && query.dim() == 3 && prefix_keys.dim() == 4 && prefix_values.dim() == 4 &&
                       (type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16),
@@ -274,7 +291,8 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
   problem.starts = bounds("starts", starts, batch);
   problem.ends = bounds("ends", ends, batch);
   int64_t capacity = 0;
-  std::vector<int64_t> lengths;
+  std::vector<int64_t> lengths, owner_of_row;
+  const bool is_empty = output.numel() == 0;
   if (suffix_keys) {
     STD_TORCH_CHECK(suffix_values && suffix_length && OfRows::fits(*suffix_length, rows),
                     "decode_attention: a suffix needs keys, values, and a length of int64, or one for each row");
@@ -283,7 +301,7 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
     check_pair("suffix", *suffix_keys, *suffix_values, dim, value_dim);
     capacity = suffix_keys->size(2);
     const OfRows filled(*suffix_length);
-    for (int64_t row = 0; row < suffix_length->numel(); ++row) {
+    for (int64_t row = 0; !is_empty && row < suffix_length->numel(); ++row) {
       lengths.push_back(std::clamp<int64_t>(filled[row], 0, capacity));
       problem.suffix_length = std::max(problem.suffix_length, lengths.back());
     }
@@ -291,12 +309,12 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
     problem.suffix_keys = strided(*suffix_keys);
     problem.suffix_values = strided(*suffix_values);
   }
-  if (ancestry) {
+  if (ancestry && !is_empty) {
     check_ancestry(*ancestry, rows, problem);
     problem.ancestry = strided(*ancestry);
   }
   problem.has_window = window.has_value();
-  problem.window = window.value_or(0);
+  problem.window = std::max<int64_t>(window.value_or(0), 0);
   problem.mask_type = ElementType::kBool;
   if (bias) {
     STD_TORCH_CHECK(bias->is_cpu() && bias->dim() <= 3 &&
@@ -313,10 +331,12 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
     split_heads(problem.mask, queries);
     problem.mask_type = element_type(bias->scalar_type());
   }
-  if (output.numel() == 0) return;
+  if (is_empty) return;
   problem.per_input = stored / batch;
+  problem.stored = stored;
   if (owners) {
-    problem.owners = owners_of(*owners, rows, stored);
+    owner_of_row = owners_of(*owners, rows, stored);
+    problem.owners = owner_of_row.data();
     STD_TORCH_CHECK(!ancestry && queries == 1, "decode_attention: owners go with one query, and without an ancestry");
     problem.copies = problem.per_input;
     problem.batch = rows;
@@ -335,6 +355,9 @@ void decode_attention_out(Tensor output, Tensor query, Tensor prefix_keys, Tenso
 
 // The schema is defined in fastgen/ops/triton/kv_write.py.
 void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, Tensor position) {
+  // Rows of different lengths have one cache in which they overlap (decoding/speculation/ragged.py): each writes to places
+  // of its own.
+  fastgen::Arguments("kv_write").writes_distinct(key_cache).writes_distinct(value_cache).reads(keys, values, position);
   STD_TORCH_CHECK(keys.dim() == 3 && OfRows::fits(position, keys.size(0)),
                   "kv_write: position must be one integer of int64, or one for each row");
   const auto check = [](const Tensor& from, const Tensor& to) {
@@ -345,8 +368,10 @@ void kv_write(Tensor keys, Tensor values, Tensor key_cache, Tensor value_cache, 
   };
   check(keys, key_cache);
   check(values, value_cache);
+  STD_TORCH_CHECK(values.size(0) == keys.size(0), "kv_write: as many rows of values as of keys");
   const OfRows positions(position);
   const auto write = [positions](const Tensor& from, Tensor& to) {
+    if (from.numel() == 0) return;
     const int64_t size = from.element_size();
     const char* source = static_cast<const char*>(from.const_data_ptr());
     char* target = static_cast<char*>(to.mutable_data_ptr());

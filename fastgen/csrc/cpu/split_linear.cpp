@@ -13,6 +13,7 @@
 //
 // What is infinite or not a number has no parts, and parts of a sum may overflow where the sum does not. So results
 // that are not finite are computed again, one by one.
+#include "checks.h"
 #include "instruction_set.h"
 #include "matrix_registers.h"
 #include "parallel.h"
@@ -321,6 +322,7 @@ void check(const Tensor& result, const Tensor& x, const Tensor& weight, const st
   const auto is_matrix = [](const Tensor& each) {
     return each.dim() == 2 && each.scalar_type() == ScalarType::Float && (each.stride(1) == 1 || each.size(1) == 1);
   };
+  fastgen::Arguments("split_linear").writes(result).reads(x, weight, bias);
   STD_TORCH_CHECK(serves(), "split_linear: this processor does not have AMX");
   STD_TORCH_CHECK(is_matrix(x) && is_matrix(weight) && x.size(1) == weight.size(1) && x.size(1) > 0,
                   "split_linear: x must be [rows, inputs] and the weight [outputs, inputs] of float32, with the inputs "

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,12 +19,13 @@ from fastgen.decoding import weight_copies
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.locks import ForkableLock
+from fastgen.interrupts import undoing
+from fastgen.locks import forkable_lock
 from fastgen.ops import _library
 from fastgen.ops import triton as operators
 
 # One call of `generate` at a time uses the graphs of a device: they share the memory of their intermediate results.
-turn, _turn_on_cpu = ForkableLock(), ForkableLock()
+turn, _turn_on_cpu = forkable_lock(), forkable_lock()
 
 
 @contextlib.contextmanager
@@ -34,16 +36,23 @@ def taken(device: torch.device) -> Iterator[None]:
         CannotBeCaptured: on the CPU, another thread has the turn.
     """
     lock = _turn_of(device)
-    if not lock.acquire(blocking=waits(device)):
-        raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
-    try:
+    if lock._is_owned():  # a call inside of another one
         with weight_copies.call():
             yield
-    finally:
+        return
+    with undoing(partial(_give_back, lock)):
+        if not lock.acquire(blocking=waits(device)):
+            raise CannotBeCaptured("a call in another thread has a captured step, on the CPU")
+        with weight_copies.call():
+            yield
+
+
+def _give_back(lock: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # this thread does not have it
         lock.release()
 
 
-def _turn_of(device: torch.device) -> ForkableLock:
+def _turn_of(device: torch.device) -> Any:
     return _turn_on_cpu if device.type == "cpu" else turn
 
 
@@ -71,15 +80,29 @@ def stepped_aside(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     lock = _turn_of(device)
-    lock.release()
-    try:
+    with undoing(partial(_take, lock)):
+        lock.release()
         yield
-    finally:
+
+
+def _take(lock: Any) -> None:
+    if not lock._is_owned():
         lock.acquire()
 
 
-# The memory pool and the stream of all graphs of a device. For each stream, the pool has a workspace of cuBLAS.
-_shared: dict[int, tuple[Any, Any]] = {}
+class _Shared(NamedTuple):
+    """What all graphs of a device share. For each stream, the pool has a workspace of cuBLAS.
+
+    torch gives a pool up with the last graph in it, but not while memory of it is in use, as that workspace is, and it
+    refuses to capture into what is left. So there is one graph that stays, and is never replayed.
+    """
+
+    pool: Any
+    stream: Any
+    stays: Any
+
+
+_shared: dict[int, _Shared] = {}
 # Graphs that could not be captured. In some releases torch's allocators go on asking them for their streams.
 _abandoned: list[Any] = []
 
@@ -136,9 +159,7 @@ class Graph:
         with torch.cuda.device(index), _no_collection():
             # While a capture is under way, torch cannot give memory that it holds for others to the pool.
             torch.cuda.empty_cache()
-            if index not in _shared:
-                _shared[index] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            pool, stream = _shared[index]
+            pool, stream, _ = _shared_by_graphs(index)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 try:
@@ -161,7 +182,7 @@ class Graph:
             return  # what failed was no matter of the device
         except RuntimeError:
             pass
-        pool, _ = _shared.pop(index)
+        pool, *_ = _shared.pop(index)
         self._graph.reset()
         _abandoned.append(self._graph)
         with contextlib.suppress(RuntimeError):  # which says that torch has done it
@@ -169,26 +190,36 @@ class Graph:
             torch._C._cuda_releasePool(index, pool)
         # The end of any other capture tells the generator that none is under way.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
-            number = torch.zeros((), device=torch.device("cuda", index))
-            other = torch.cuda.CUDAGraph()
-            other.capture_begin(capture_error_mode="thread_local")
-            number.fill_(1)
-            other.capture_end()
+            _capture_little(index)
 
     def replay(self) -> None:
         self._graph.replay()
 
 
+def _shared_by_graphs(index: int) -> _Shared:
+    if index not in _shared:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            _shared[index] = _Shared(pool, stream, _capture_little(index, pool=pool))
+    return _shared[index]
+
+
+def _capture_little(index: int, **options: Any) -> Any:
+    """A graph of one kernel, on the current stream: torch warns of one without."""
+    number = torch.zeros((), device=torch.device("cuda", index))
+    little = torch.cuda.CUDAGraph()
+    little.capture_begin(capture_error_mode="thread_local", **options)
+    number.fill_(1)
+    little.capture_end()
+    return little
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Python does not look for garbage meanwhile, which takes time, and might free another graph."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with undoing(gc.enable) if gc.isenabled() else contextlib.nullcontext():
+        gc.disable()
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def capturable(function: Callable[[], None]) -> Callable[[], None]:

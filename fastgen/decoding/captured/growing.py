@@ -51,7 +51,7 @@ class Growing:
             raise ValueError("a buffer that was not added")
         before = _address(buffer)
         del self._buffers[before]
-        with torch.inference_mode():  # which views of programs are made in
+        with torch._C._InferenceMode(True):  # which views of programs are made in
             _point(buffer, new)
             views = [(view, folded) for view, folded in self._views.pop(before, ()) if view() is not None]
             for view, folded in views:
@@ -62,6 +62,10 @@ class Growing:
     def serves(self, operations: Iterable[Operation], storages: Sequence[torch.UntypedStorage]) -> bool:
         """Whether a program of these operations does the same with larger buffers."""
         return all(self._is_free(each, storages) for each in operations)
+
+    def touches(self, operation: Operation, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether an operation has one of the buffers: nothing may stand for it that keeps where the buffer lies."""
+        return any(storages[number]._cdata in self._buffers for number in operation.used | operation.made)
 
     def note(self, view: Tensor, storage: torch.UntypedStorage) -> None:
         """`view` is what a program that `serves` has of this storage; it follows the buffer, if there is one."""

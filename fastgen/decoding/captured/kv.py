@@ -156,6 +156,7 @@ class StaticKV:
 
         self._shapes = [(part.shape[1], part.shape[3]) for part in (keys, values)]
         self._dtype = keys.dtype
+        self._most = 0, 0  # positions of the prefix and of the suffix that something was written to
         self._loaded = (prefix_capacity, 0)  # from which position of the prefix to which something may be
         self._prefix = self._zeros(state.batch, prefix_capacity)
         self._suffix = self._zeros(state.rows, state.capacity) if has_suffix else ()
@@ -260,7 +261,13 @@ class StaticKV:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self._prefix, *self._suffix))
+        """What the buffers take: on the CPU, pages that nothing was written to take no memory."""
+        if not self._prefix[0].is_cpu:
+            return sum(part.nbytes for part in (*self._prefix, *self._suffix))
+        begin, end = self._loaded
+        self._most = max(self._most[0], end - begin), max(self._most[1], self._state.reach() if self._suffix else 0)
+        position = sum(heads * dim for heads, dim in self._shapes) * self._dtype.itemsize
+        return position * (self._state.batch * self._most[0] + self._state.rows * self._most[1])
 
     def attend(self, query: Tensor, keys: Parts, values: Parts, mask: Tensor | None, scale: float | None) -> Tensor:
         """Attention of the step's queries, as `torch.nn.functional.scaled_dot_product_attention` has it.

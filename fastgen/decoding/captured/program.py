@@ -48,14 +48,14 @@ class Program:
         Raises:
             RuntimeError: it does what cannot be captured on a GPU.
         """
-        with torch.inference_mode():
+        with torch._C._InferenceMode(True):
             compiler = _Compiler(record(function)[0], self._memory, self._growing)
             self._calls, self._chunks = narrow_weights.Calls(compiler.calls()), compiler.chunks
             self.follows = compiler.follows
 
     def replay(self) -> None:
         """Executes it on the memory as it is."""
-        with torch.inference_mode(), _team.for_replay():
+        with torch._C._InferenceMode(True), _team.for_replay():
             for call in self.calls(planned=not _plan.is_profiled()):
                 call()
 
@@ -109,7 +109,9 @@ class _Compiler:
         read = [
             None if each is None or each.storage not in self._read else self._value(each) for each in operation.fresh
         ]
-        work: _Work | None = elementwise.instructions(function, args, kwargs, read)
+        work: _Work | None = None
+        if self._growing is None or not self._growing.touches(operation, self._storages):
+            work = elementwise.instructions(function, args, kwargs, read)
         # Named arguments are alpha and beta: such a product is no linear layer.
         if work is None and not kwargs and len(results) == 1 and results[0] is not None:
             work = products.of(operation, args, results[0], self._written)

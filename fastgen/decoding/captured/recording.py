@@ -20,8 +20,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_structure
 
+from fastgen import interrupts
 from fastgen.decoding.operations import Constant, Operation, Place, Recording
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.ops.triton import kv_write
 
 _aten = torch.ops.aten
@@ -47,11 +48,8 @@ def record(function: Callable[[], Any]) -> tuple[Recording, Any]:
         RuntimeError: it does what cannot be captured on a GPU. Whatever it raises is passed on; memory is put back.
     """
     recorder = _Recorder()
-    try:
-        with _modes_put_back(), _captures(), _HostAccess(), recorder:
-            return recorder.recording, function()
-    finally:
-        recorder.put_back()
+    with interrupts.undoing(recorder.put_back), _modes_put_back(), _captures(), _HostAccess(), recorder:
+        return recorder.recording, function()
 
 
 _DISPATCH = (_python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode)
@@ -64,22 +62,21 @@ def _modes_put_back() -> Iterator[None]:
 
     What torch says of its stack then is about an interrupt that it has met: that one is passed on.
     """
-    before, handled = (_DISPATCH[0](), _FUNCTION[0]()), sys.exc_info()[1]
-    try:
-        yield
-    except RuntimeError as error:
-        interrupt: BaseException | None = error if "mode stack" in str(error) else None
-        while interrupt is not None and interrupt is not handled and not isinstance(interrupt, KeyboardInterrupt):
-            interrupt = interrupt.__context__
-        if interrupt is None or interrupt is handled:
+    handled = sys.exc_info()[1]
+    with interrupts.undoing(partial(_put_back, (_DISPATCH[0](), _FUNCTION[0]()))):
+        try:
+            yield
+        except RuntimeError as error:
+            interrupts.pass_on(error, handled)
             raise
-        raise interrupt from error
-    finally:
-        for modes, (current, push, pop) in zip(before, (_DISPATCH, _FUNCTION), strict=True):
-            for _ in range(len(current()) - len(modes)):
-                pop()
-            for mode in modes[len(current()) :]:
-                push(mode)
+
+
+def _put_back(before: tuple[list[Any], list[Any]]) -> None:
+    for modes, (current, push, pop) in zip(before, (_DISPATCH, _FUNCTION), strict=True):
+        for _ in range(len(current()) - len(modes)):
+            pop()
+        for mode in modes[len(current()) :]:
+            push(mode)
 
 
 # The thread that records, if one does, and torch's own function, for which another one stands meanwhile.
@@ -92,7 +89,7 @@ def _end_recording() -> None:
     _recording.clear()
 
 
-_one_capture = ForkableLock(undo=_end_recording)
+_one_capture = forkable_lock(undo=_end_recording)
 
 
 def is_capturing() -> bool:
@@ -107,15 +104,16 @@ def _captures() -> Iterator[None]:
     """What torch answers while a stream is captured: Transformers then leaves out questions about values."""
     own, cuda = threading.get_ident(), torch.cuda
     with _one_capture:  # the function is one for all threads
-        answer = cuda.is_current_stream_capturing
-        outermost = _recording.setdefault(own, answer) is answer
-        cuda.is_current_stream_capturing = lambda: threading.get_ident() == own or (cuda.is_available() and answer())
-        try:
+        if own in _recording:
             yield
-        finally:
-            cuda.is_current_stream_capturing = answer
-            if outermost:
-                del _recording[own]
+            return
+        answer = cuda.is_current_stream_capturing
+        with interrupts.undoing(_end_recording):
+            _recording[own] = answer
+            cuda.is_current_stream_capturing = lambda: (
+                threading.get_ident() == own or (cuda.is_available() and answer())
+            )
+            yield
 
 
 class _HostAccess(TorchFunctionMode):

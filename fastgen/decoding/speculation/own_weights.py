@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastgen import caches
 from fastgen.decoding import layers
 from fastgen.decoding.seen_weight import is_plain
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.ops import grouped_linear, largest_output, quantized_linear
 from fastgen.ops.linear import as_rows
 
@@ -45,7 +45,7 @@ class OwnWeights:
         ValueError: there is no weight to copy, or too little memory.
     """
 
-    _lock = ForkableLock()
+    _lock = forkable_lock()
     _of: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], OwnWeights]] = weakref.WeakKeyDictionary()
 
     def __init__(

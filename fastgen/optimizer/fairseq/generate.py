@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import counters, patching
+from fastgen import counters, interrupts, patching
 from fastgen.decoding import host_memory
 from fastgen.decoding.beams import Beams
 from fastgen.decoding.layers import FastLayers
@@ -28,6 +28,7 @@ from fastgen.optimizer.fairseq.support import attentions_of, unsupported
 _MAX_FIRST_CAPACITY = 64
 
 
+@interrupts.guarded
 def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `SequenceGenerator._generate(sample, prefix_tokens, constraints, bos_token)`."""
 
@@ -58,13 +59,14 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
         except (counters.FallbackError, torch.OutOfMemoryError):
             raise  # the original code needs more memory, not less
         except Exception as error:
+            interrupts.pass_on(error)
             failure = error
         random_state.restore()
         if isinstance(failure, Unsupported):
             counters.count_fallback(ENTRY_POINT, str(failure))
             return original()
         result = original()  # what it raises is the call's own fault, and not reported
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=3)
+        counters.count_failure(ENTRY_POINT, failure)
         return result
 
 

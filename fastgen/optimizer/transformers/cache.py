@@ -97,7 +97,7 @@ class StepLayer(StoredLayer):
     is_sliding = False
     is_initialized = True
 
-    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor]) -> None:
+    def __init__(self, kv: StaticKV, seen: torch.Tensor | int | Callable[[], torch.Tensor | int]) -> None:
         super().__init__(kv)
         self._seen = seen
 
@@ -308,7 +308,11 @@ def cache_of(
     """
     cache = StepCache([StepLayer(kv, seen if of_rows is None else of_rows) for kv in own])
     if cross:
-        cache = EncoderDecoderCache(cache, StepCache([StepLayer(kv, kv.prefix_capacity) for kv in cross]))
+        cache = EncoderDecoderCache(cache, StepCache([StepLayer(kv, partial(_prefix_capacity, kv)) for kv in cross]))
     if of_rows is not None:
         setattr(cache, releases.QUERY_OFFSET, lambda layer_idx=0: seen)
     return cache
+
+
+def _prefix_capacity(kv: StaticKV) -> int:
+    return kv.prefix_capacity

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from fastgen import counters, releases
 from fastgen.decoding.captured.recording import is_capturing
 from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.interrupts import undoing
 from fastgen.ops import elementwise
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.compaction import BatchCompaction
@@ -124,15 +125,20 @@ class Call:
         return call if call is not None and model in (None, call.model) else None
 
     def __enter__(self) -> Call:
+        self._leaving = undoing(partial(self._leave, Call._active.get()))
+        self._leaving.__enter__()
         with self.decides():
-            self._packed.enter_context(self.layers)
-        self._token = Call._active.set(self)
+            self._packed.callback(self.layers.enter().leaving.close)
+        Call._active.set(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._leaving.close()
+
+    def _leave(self, before: Call | None) -> None:
+        Call._active.set(before)
         self._packed.close()
         self.users_errors.forget()
-        Call._active.reset(self._token)
 
     @property
     def returns_cache(self) -> bool:
@@ -156,7 +162,7 @@ class Call:
         """The call is done: the cache gets the library's own layers back."""
         if self.store is None:
             if not self.declined:
-                counters.count_fallback(ENTRY_POINT, "the decoding loop did not go through _prefill")
+                fall_back(self.model, "the decoding loop did not go through _prefill")
             return
         if self.returns_cache or self.cache_is_the_users:
             self.store.hand_over()

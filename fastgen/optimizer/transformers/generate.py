@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastgen import caches, counters, patching, releases
+from fastgen import caches, counters, interrupts, patching, releases
 from fastgen.counters import FallbackError
 from fastgen.decoding import host_memory
 from fastgen.decoding.randomness import RandomState
@@ -18,6 +18,7 @@ from fastgen.optimizer.transformers.speculation import assisted
 from fastgen.releases import Usual
 
 
+@interrupts.guarded
 def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `GenerationMixin.generate`."""
     original = wrapped
@@ -36,9 +37,10 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     except FallbackError:
         raise
     except Exception as failure:  # nothing has been changed yet
+        interrupts.pass_on(failure)
         with patching.suspended():
             result = wrapped(*args, **kwargs)
-        _report(model, failure, stacklevel=3)
+        _report(model, failure)
         return result
     if attempt is None:
         with patching.suspended():  # an assistant's own calls are part of this one
@@ -59,11 +61,11 @@ def _decide(model: Any, arguments: dict[str, Any]) -> _Attempt | None:
     return _Attempt(call, arguments)
 
 
-def _report(model: Any, failure: Exception, stacklevel: int) -> None:
+def _report(model: Any, failure: Exception) -> None:
     """An accelerated call has failed, and was repeated with the original code. Raises FallbackError in strict mode."""
     reason = releases.note_failure(model, failure)
     if reason is None:
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=stacklevel + 1)
+        counters.count_failure(ENTRY_POINT, failure)
     else:
         counters.count_fallback(ENTRY_POINT, reason)
 
@@ -81,6 +83,10 @@ def _accelerated(wrapped: Any, attempt: _Attempt) -> Any:
             if not (isinstance(error, Exception) and attempt.may_be_ours(error)):
                 call.break_off()
                 raise
+            interrupt = interrupts.behind(error)
+            if interrupt is not None:
+                call.break_off()
+                raise interrupt from None
             call.abandon()
             failure = error
     return attempt.repeat(wrapped, failure)
@@ -159,5 +165,5 @@ class _Attempt:
         if isinstance(failure, torch.OutOfMemoryError):
             counters.count_fallback(ENTRY_POINT, "out of memory: captured steps were kept")
         else:
-            _report(self.call.model, failure, stacklevel=5)
+            _report(self.call.model, failure)
         return result

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import counters, patching, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import CannotBeCaptured
+from fastgen.interrupts import undoing
 from fastgen.ops import quantized_linear
 from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import speculation, user_code
@@ -42,6 +45,12 @@ MIN_STEPS = 8
 _ROWS_ON_CPU, _FEW_ROWS_ON_CPU, _MAX_WORK_ON_CPU = 64, 16, 2**24
 # What is not kept of every step.
 _NOT_KEPT = ("output_attentions", "output_hidden_states")
+
+
+@contextlib.contextmanager
+def _without_gradients() -> Iterator[None]:
+    with undoing(partial(torch._C._set_grad_enabled, torch.is_grad_enabled())), torch.no_grad():
+        yield
 
 
 def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,10 +81,11 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if not call.accelerated:
             return wrapped(**arguments, **model_kwargs)
         # Buffers outlive the call: those made in inference mode could not be written to in a call without it.
-        # The library's loop samples, and searches without beams, with the experts of a model as they are best for that.
-        experts = model._optimize_model_for_decode() if config.num_beams == 1 else contextlib.nullcontext()
+        # The library's loop without beams has the experts of a model as they are best for steps. The others wait for
+        # the device in float32, so that a step with beams could not be captured.
+        experts = model._optimize_model_for_decode()
         ready = contextlib.nullcontext() if draft is None else draft.ready()
-        with ready, graph.taken(model.device), experts, torch.inference_mode(False), torch.no_grad():
+        with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
             result = _run(call, arguments, model_kwargs, draft)
     except CannotBeCaptured as reason:
         counters.count_not_used(ENTRY_POINT, str(reason))

@@ -12,7 +12,7 @@ from torch.nn.modules import module as any_module
 from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen import releases
+from fastgen import patching, releases
 from fastgen.decoding import library_code
 from fastgen.decoding.model_state import Same
 from fastgen.decoding.modules import modules_of
@@ -42,12 +42,6 @@ _CAPTURABLE = frozenset(
     )
 )
 
-# Classes that hand on more of their outputs than the K/V cache to the next step, and the tensors that they do so with:
-# rows of an input are next to each other in them.
-_HANDED_ON = {
-    "transformers.models.idefics.modeling_idefics.IdeficsForVisionText2Text": (("image_outputs", "last_hidden_state"),),
-}
-
 
 def unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
@@ -57,9 +51,11 @@ def unsupported(model: Any) -> str | None:
     failed = releases.failed_before(kind)
     if failed is not None:
         return failed
+    if not patching.stands_for("GenerationMixin._prefill"):
+        return "FastGen cannot hook the first pass of this release of Transformers (_prefill)"
     if _is_sharded(model):
         return Usual("a model sharded over processes")
-    for method in ("_sample", "_beam_search"):
+    for method in ("_prefill", "_sample", "_beam_search"):
         # Looked up without binding: a patched method is another object each time that it is bound.
         own = inspect.getattr_static(kind, method, None)
         if own is None or own is not vars(GenerationMixin).get(method) or method in vars(model):
@@ -172,20 +168,29 @@ def has_captured_steps(model: Any) -> bool:
     """
     kind = type(model)
     return (
-        getattr(model, "_can_compile_fullgraph", False)
+        counts_on_the_host(model)
         or hasattr(kind, "step_positions")
         or f"{kind.__module__}.{kind.__qualname__}" in _CAPTURABLE
     )
 
 
-def handed_on(model: Any) -> tuple[tuple[str, str], ...] | None:
-    """What the model hands on from its outputs to the next step besides the K/V cache: an output and a field of it,
-    which has one row or more for each input; None where that is not known.
+def counts_on_the_host(model: Any) -> bool:
+    """Whether its forward pass gives the same for a static cache whose length is a number as for one whose length is on
+    the device.
+
+    Those that the library does not run so may take the capacity for the length then.
+    """
+    return getattr(model, "_can_compile_fullgraph", False)
+
+
+def handed_on(model: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Where the outputs hold what the model hands on to the next step besides the K/V cache (`releases.HANDED_ON`);
+    None where that is not known.
     """
     kind, method = type(model), "_update_model_kwargs_for_generation"
     if inspect.getattr_static(kind, method, None) is vars(GenerationMixin).get(method):
         return ()
-    return _HANDED_ON.get(f"{kind.__module__}.{kind.__qualname__}")
+    return releases.HANDED_ON.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def positions_of_step(model: Any) -> int:

@@ -143,7 +143,12 @@ class _Torch:
             monkeypatch.setattr(owner, name, value)
         monkeypatch.setattr(graph, "_shared", {})
 
+    def private_pool(self) -> int:
+        return min((0, *self.users)) - 1
+
     def begin(self, pool: int) -> None:
+        if self.users.get(pool, 1) == 0:  # its blocks are in use still, so it is not gone
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         self.users[pool] = self.users.get(pool, 0) + 1
         if pool in self.recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -163,8 +168,8 @@ class _CUDAGraph:
     def __init__(self, owner: _Torch) -> None:
         self._owner, self._pool, self._has_ended, self._is_invalid = owner, 0, False, False
 
-    def capture_begin(self, pool: int = -1, capture_error_mode: str = "global") -> None:
-        self._pool = pool
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        self._pool = pool = self._owner.private_pool() if pool is None else pool
         self._owner.generator_is_capturing = True
         self._owner.begin(pool)
 
@@ -180,6 +185,8 @@ class _CUDAGraph:
         if self._has_ended:
             self._owner.release(self._pool)
         self._has_ended = False
+
+    __del__ = reset
 
 
 def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch):
@@ -204,6 +211,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(monkeypatch):
     graph.Graph(device).capture(lambda: None)
     assert owner.recording == set() and not owner.generator_is_capturing
     assert owner.users[1] == 1, "the pool of the first graph is still its own, and nobody else's"
+    assert first is not None
     assert gc.isenabled()
 
 
@@ -223,7 +231,7 @@ def test_a_capture_ends_badly_by_itself(monkeypatch):
 def test_captures_share_a_pool_and_a_stream(monkeypatch):
     """Workspaces of cuBLAS are one for each stream; memory that is cached could not go to the pool later."""
     owner = _Torch(monkeypatch)
-    for _ in range(3):
+    for _ in range(3):  # each of them gone before the next
         graph.Graph(torch.device("cuda")).capture(lambda: None)
     assert (owner.pools, owner.streams, owner.emptied) == (1, 1, 3)
 

@@ -25,7 +25,7 @@ from fastgen.optimizer.transformers.prefill import certain_steps
         ({"eos_token_id": 2, "min_new_tokens": 5, "stop_strings": ["."]}, 0),
     ],
 )
-def testcertain_steps(options: dict[str, Any], expected: int) -> None:
+def test_certain_steps(options: dict[str, Any], expected: int) -> None:
     """A prompt of 10 tokens, and a capacity of 20."""
     call: Any = SimpleNamespace(runs_user_code=False)
     assert certain_steps(call, GenerationConfig(**options), 10, 20) == expected

@@ -338,7 +338,9 @@ void attend_suffix_of(const AttentionProblem& problem, int64_t input, int64_t kv
     const int64_t position = problem.prefix_length + start;
     if (!is_visible(problem, input, kv_head, first_row, state.rows, position, block.length)) continue;
     for (int64_t j = 0; j < block.length; ++j) {
-      const int64_t owner = problem.ancestry.data == nullptr ? stored : *at<int32_t>(problem.ancestry, row, start + j);
+      const int64_t owner = problem.ancestry.data == nullptr
+                                ? stored
+                                : problem.named_row(*at<int32_t>(problem.ancestry, row, start + j), stored);
       block.keys[j] = at<scalar_t>(problem.suffix_keys, owner, kv_head, start + j);
       block.values[j] = at<scalar_t>(problem.suffix_values, owner, kv_head, start + j);
     }

@@ -35,6 +35,7 @@ struct AttentionProblem {
   // its own. With owners, each row counts as an input, and `starts` and `ends` are those of the inputs of the store.
   const int64_t* owners;
   int64_t copies;
+  int64_t stored;  // rows of the store
   // The queries of a row belong to its last positions, one to each: none of them sees the positions behind its own.
   bool causal;
   void* output;  // [rows, heads, queries, value_dim], contiguous
@@ -46,6 +47,9 @@ struct AttentionProblem {
   bool fused;
   float* states;
 
+  // The row of the store that has a position of the suffix of `row`: its own one, where the table, which has been checked,
+  // has been changed since by another thread.
+  int64_t named_row(int32_t named, int64_t row) const { return named >= 0 && named < stored ? named : row; }
   int64_t suffix_of(int64_t row) const { return owners == nullptr ? row : owners[row]; }
   int64_t prefix_of(int64_t input) const { return owners == nullptr ? input : owners[input] / copies; }
   int64_t length_of(int64_t row) const { return lengths == nullptr ? suffix_length : lengths[row]; }

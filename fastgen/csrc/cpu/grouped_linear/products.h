@@ -1,5 +1,6 @@
 // Products of grouped_linear.cpp as its operators get them: checked, with where everything lies.
 #pragma once
+#include "../checks.h"
 #include "../linear/depth.h"
 #include "lines.h"
 #include "rounded_rows.h"
@@ -70,13 +71,15 @@ struct Packed {
                         group_size % set_inputs(bits) == 0,
                     "grouped_linear: 4, 5, 6 or 8 bits, and groups of 8 to ", kMaxGroup,
                     " inputs: in eights, of 5 bits in 32s and of 6 bits in 16s");
-    const int64_t groups = (inputs + group_size - 1) / group_size, panels = (outputs + kPanel - 1) / kPanel;
+    const int64_t groups = quotient(inputs, group_size), panels = quotient(outputs, kPanel);
+    const int64_t factors_count = product_of("grouped_linear", panels, groups, kPanel);
+    product_of("grouped_linear", factors_count, group_size);  // of which a packed weight has at most as many bytes
     const int64_t panel_bytes = groups * group_size * kPanel * bits / 8;
     const ScalarType type = scales.scalar_type();
     const bool are_multiples = type == ScalarType::Byte;
     const BlockLayout block = are_multiples && scales.dim() == 3 ? block_of(scales.size(2)) : BlockLayout{1, false};
     const auto fits = [&](const Tensor& factors, ScalarType wanted) {
-      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == panels * groups * kPanel;
+      return factors.scalar_type() == wanted && factors.is_contiguous() && factors.numel() == factors_count;
     };
     const bool fit = are_multiples ? block.groups > 1 && groups % block.groups == 0 && scales.is_contiguous() && !zeros &&
                                          !minimums && scales.numel() == panels * groups / block.groups * block.bytes()
@@ -160,6 +163,7 @@ struct Products {
            const std::vector<std::optional<Tensor>>& biases, int64_t bits, int64_t group_size, bool rotated,
            bool floats)
       : group_size(group_size), rotated(rotated), floats(floats) {
+    Arguments("grouped_linear").writes(results).reads(x, numbers, scales, zeros, minimums, order, biases);
     const size_t count = results.size();
     STD_TORCH_CHECK(numbers.size() == count && scales.size() == count && zeros.size() == count &&
                         minimums.size() == count && biases.size() == count,

@@ -52,7 +52,12 @@ inline void read_line(const void* from, int64_t at, int64_t count, int64_t strid
                       float* to) {
   const auto copy = [&](const auto* numbers, const auto& widen) {
     if (order != nullptr) {
-      for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + order[i] * stride]);
+      for (int64_t i = 0; i < count; ++i) {
+        // The order has been checked. If another thread has written to it since, no other memory is read for that.
+        const int64_t input = order[i];
+        const bool is_there = static_cast<uint64_t>(input) < static_cast<uint64_t>(count);
+        to[i] = is_there ? widen(numbers[at + input * stride]) : 0.0f;
+      }
     } else if (stride == 1) {
       for (int64_t i = 0; i < count; ++i) to[i] = widen(numbers[at + i]);
     } else {

@@ -22,11 +22,11 @@ from typing import Any
 import numpy
 import torch
 
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.optimizer.fairseq.compat.literals import RefusedValue
 
 # The list of allowed types is one for the process: who reads a checkpoint meanwhile waits.
-_lock = ForkableLock()
+_lock = forkable_lock()
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 _BUILTINS = (bool, bytes, complex, dict, float, int, list, set, str, tuple)
 

@@ -21,7 +21,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fastgen import memory, releases, settings
+from fastgen import interrupts, memory, releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.search import BeamSearch
 from fastgen.decoding.randomness import RandomState
@@ -111,6 +111,7 @@ class Decoding:
         except Exception as error:
             if error is self._raised or self._has_released:
                 raise
+            interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
                 self._calls.rewind(self._config.do_sample and not graph.is_recorded(self._model.device))
@@ -158,8 +159,7 @@ class Decoding:
     @property
     def _rows_may_idle(self) -> bool:
         """Whether a step for more inputs does the same: those that are left over draw nothing, and nobody sees them."""
-        key = self._key
-        is_seen = key.samples or key.processors is None or key.has_criteria or bool(key.kept)
+        is_seen = self._key.samples or self._key.waits_for_host or self._call.rows_depend_on_each_other
         return not is_seen and settings.current().linear_products != "fixed"
 
     @property
@@ -234,7 +234,7 @@ class Decoding:
         options = {"length_penalty": config.length_penalty} if config.num_beams > 1 else {}
         step.begin(prompt, self._fill(), **options)
         step.choose_first(prompt.logits, self._host)
-        done, begun = 1, None
+        done, replays, begun = 1, 0, None
         while not step.is_over() and done < prompt.new_tokens:
             if done >= step.sizes.new:
                 step = self._larger(step)
@@ -243,34 +243,43 @@ class Decoding:
             start = time.perf_counter()
             self._start(step, partial(step.start, self._model, done, self._host, captures))
             if begun is None:
-                begun = self._first_steps(step, was_kept, time.perf_counter() - start, done)
+                begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
+            else:
+                replays += 1
             if step.is_captured and not self._has_released and prompt.new_tokens <= step.sizes.new:
                 self._release()  # the step has it all, and will not be exchanged for a larger one
             done += 1
-        replayed = 0 if begun is None else done - 1 - begun[0]
-        if begun is not None and replayed >= _ENOUGH_STEPS:
-            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / replayed)
+        if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
+            step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
             self._ledger.replayed[step.key.rows] = min(step.seconds_of_calls)
-        self._note(done, done - 1 - replayed)
+        self._note(done, done - 1 - replays)
         return step
 
-    def _first_steps(self, step: CapturedStep, was_kept: bool, seconds: float, done: int) -> tuple[int, float] | None:
-        """Takes what one of the first steps took; if all that follow are replays, its number, and the time."""
+    def _first_steps(
+        self, step: CapturedStep, was_kept: bool, seconds: float, replays: int
+    ) -> tuple[int, float] | None:
+        """Takes what one of the first steps took; if all that follow are replays, those before, and the time.
+
+        What the host does in a step, such as the user's code, says nothing of the next call's.
+        """
+        is_measured = not self._key.waits_for_host
         if not step.is_captured:
-            self._ledger.note_eager(step.key.rows, seconds)
+            if is_measured:
+                self._ledger.note_eager(step.key.rows, seconds)
             return None
         if not (step.key.sizes.new or step.follows):
             graph_cache.bind(self._model, step)
-        if not was_kept:
+        if not was_kept and is_measured:
             self._ledger.recording = seconds
-        return done, time.perf_counter()
+        return replays, time.perf_counter()
 
     def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
             return run()
         except Exception as error:
-            if error is not self._raised and not step.is_complete and not memory.is_out(error):
+            is_ours = error is not self._raised and interrupts.behind(error) is None
+            if is_ours and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 
@@ -298,6 +307,8 @@ class Decoding:
         step = graph_cache.take(self._model, self._key, self._new_step)
         pairs = zip(step.processors or (), self._processors, strict=False)
         if not all(processors.refresh(made, given, self._lengths) for made, given in pairs):
+            if step.is_captured:
+                graph_cache.give_back(self._model, step)  # for the calls that it fits
             step = self._new_step()
         step.make_room(self._sizes())
         return step
@@ -310,7 +321,9 @@ class Decoding:
 
     def _rounded_sizes(self, at_once: bool = False) -> Sizes:
         on_gpu = not graph.is_recorded(self._model.device)
-        return sizes.rounded(self._needed, self._may_pad, on_gpu, at_once)
+        found = sizes.rounded(self._needed, self._may_pad, on_gpu, at_once)
+        # A source in front of the prompt is as long as what is stored says.
+        return found if self._prompt.cross else found._replace(source=self._needed.source)
 
     def _new_step(self) -> CapturedStep:
         made = None
@@ -394,7 +407,7 @@ class Decoding:
         return found
 
     def _batch(self, inputs: int) -> int:
-        """Inputs that the step is made for. On the CPU rows that fill it up would take as long as others."""
+        """Inputs that the step is made for. On the CPU a row that idles is not free (`Ledger.with_more_rows`)."""
         if graph.is_recorded(self._model.device):
             return inputs
         return next((n for n in BATCHES if n >= inputs), processors.round_up(inputs, 16))

@@ -13,7 +13,7 @@ import torch
 from fastgen import caches
 from fastgen.decoding.model_state import State, States
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from fastgen.optimizer.transformers.captured.step import CapturedStep, Key
@@ -40,7 +40,7 @@ class _OfModel:
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
 # One thread at a time changes them, or goes through them: `disable` may free steps at any time, and the CPU and a GPU
 # may have a call each.
-_lock = ForkableLock()
+_lock = forkable_lock()
 
 
 def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep:
@@ -120,7 +120,7 @@ def others(model: Any, key: Key) -> list[Key]:
     """The keys of steps for other numbers of inputs."""
     cached = _models.get(model)
     kept = () if cached is None else tuple(cached.steps)
-    return [other for other in kept if replace(other, batch=key.batch) == key]
+    return [other for other in kept if _of_any_batch(other) == _of_any_batch(key)]
 
 
 def forget(model: Any, is_old: Callable[[Key], bool]) -> None:

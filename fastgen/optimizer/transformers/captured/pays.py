@@ -21,6 +21,8 @@ from fastgen.optimizer.transformers.captured.step import Key
 
 # So many steps repay a recording, as long as nothing has been measured, and at the least.
 STEPS, LEAST_STEPS = 24, 6
+# At the most: a measurement may have been disturbed, and another recording brings another one.
+MOST_STEPS = 16 * STEPS
 # A call that may end at any token is expected to go on once it has so many of them.
 TOKENS_SEEN = 16
 # Short calls have been many when their steps would have repaid so many recordings.
@@ -135,4 +137,4 @@ class Ledger:
             return STEPS
         nearest = min(known, key=lambda other: abs(other - rows))
         saved = self.eager[nearest] - self.replayed[nearest]
-        return max(self.recording / saved, LEAST_STEPS) if saved > 0 else float("inf")
+        return min(max(self.recording / saved, LEAST_STEPS), MOST_STEPS) if saved > 0 else MOST_STEPS

@@ -53,7 +53,7 @@ class CapturedProcessor:
         raise NotImplementedError
 
     def refresh(self, *data: Any) -> bool:
-        """Takes over the data of a call's processor of this signature, as `processors.data_of` has them.
+        """Takes over the data of a call's processor of this signature, as `processors.refresh` gives them.
 
         False if they do not fit into the buffers that are there; then nothing has been changed.
         """

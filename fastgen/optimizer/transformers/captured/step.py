@@ -30,6 +30,7 @@ from fastgen.ops import search_step
 from fastgen.optimizer.transformers.cache import cache_of
 from fastgen.optimizer.transformers.captured.rewritten_processors import CapturedProcessor, StepTokens
 from fastgen.optimizer.transformers.captured.sizes import Sizes
+from fastgen.optimizer.transformers.models import counts_on_the_host
 
 # Steps that run before one is captured: kernels are compiled, and libraries prepare what they need.
 _WARM_UPS = 2
@@ -90,6 +91,11 @@ class Key:
     def rows(self) -> int:
         return self.batch * self.per_input
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the host does a part of each step: processors, criteria, or keeping what the call returns."""
+        return self.processors is None or self.has_criteria or bool(self.kept)
+
 
 @dataclass
 class Prompt:
@@ -142,7 +148,9 @@ class CapturedStep:
         )
         self._stored = torch.full((), sizes.stored, dtype=torch.int64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
-        self._bounds = SymbolicLength.of(self._seen, sizes.stored, sizes.stored + sizes.new)
+        # Of the call that asks for most so far: a model's table of positions may be shorter than the buffers.
+        self._most_new = 1
+        self._bounds = SymbolicLength.of(self._seen, sizes.stored, sizes.stored + 1)
         self._cache = cache_of(self._own, self._cross, self._bounds)
         self._inputs = {name: self._buffer(name, prompt.tensors[name]) for name in key.tensors}
         # K and V of the encoder's output are stored. A model that reads it nevertheless gets NaN, which is seen.
@@ -154,8 +162,7 @@ class CapturedStep:
         self._kept = {name: torch.zeros(sizes_of_kept, dtype=torch.float32, device=device) for name in key.kept}
         self._proposal: tuple[Tensor, ...] = ()
         self._stops: Tensor | None = None
-        waits = processors is None or key.has_criteria or key.kept
-        self._flag = graph.LateFlag(device, 0 if waits else _LATE)
+        self._flag = graph.LateFlag(device, 0 if key.waits_for_host else _LATE)
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
@@ -231,8 +238,14 @@ class CapturedStep:
                 larger = buffer.new_zeros(len(buffer), width)
                 larger[:, : buffer.shape[1]] = buffer
                 self._growing.exchange(buffer, larger)
-        if not (self._bounds.move(sizes.stored, sizes.stored + sizes.new) and self.follows):
-            self._graphs = []  # the model has been told what is no longer so
+        self._move_bounds()
+        if not self.follows:
+            self._graphs = []
+
+    def _move_bounds(self) -> None:
+        """Says how long the cache can be now. Drops what was captured when the model was told what is no longer so."""
+        if not self._bounds.move(self.sizes.stored, self.sizes.stored + min(self._most_new, self.sizes.new)):
+            self._graphs = []
 
     def _lengths_in_positions(self) -> frozenset[int]:
         """What a program must have in nothing but the buffers that grow."""
@@ -272,6 +285,8 @@ class CapturedStep:
         self._state.begin(inputs)
         self._measure()
         self._flag.reset()
+        self._most_new = max(self._most_new, prompt.new_tokens)
+        self._move_bounds()
 
     def _fill(self, name: str, buffer: Tensor, given: Tensor) -> None:
         given = given.repeat_interleave(self.key.per_input, dim=0)
@@ -424,6 +439,8 @@ class CapturedStep:
             buffer[:, : old.shape[1]] = old
             if self._grows(name):
                 self._extend(buffer)
+        self._most_new = max(self._most_new, other._most_new)
+        self._move_bounds()
         self.search.take_over(other.search, inputs)
         if not self._proposal and other._proposal:
             self._make_proposal(other._proposal)
@@ -462,25 +479,24 @@ class CapturedStep:
         inputs = model.prepare_inputs_for_generation(
             self.search.tokens.unsqueeze(1),
             next_sequence_length=1,
-            **releases.with_cache(self._cache_of_step()),
+            **releases.with_cache(self._cache_of_step(model)),
             **self._inputs,
             **self._constants(),
         )
         # What is captured is made of torch's own products, for which others stand later.
         products = contextlib.nullcontext() if _is_eager.get() else layers.as_they_are()
-        ranges = contextlib.nullcontext() if self._is_known else Ranges()
+        ranges = contextlib.nullcontext() if self._is_known(model) else Ranges()
         with ranges, fused(), products:
             self._logits_seen = model(**inputs, return_dict=True).logits[:, -1]
         return self._logits_seen
 
-    @property
-    def _is_known(self) -> bool:
+    def _is_known(self, model: Any) -> bool:
         """Whether the host may ask how long the cache is, in a step that nobody looks at."""
-        return _is_eager.get() and self._eager_steps > 0
+        return _is_eager.get() and self._eager_steps > 0 and counts_on_the_host(model)
 
-    def _cache_of_step(self) -> Any:
+    def _cache_of_step(self, model: Any) -> Any:
         """The KV cache as the model is told of it: an int of positions takes no time, as a `SymbolicLength` does."""
-        if not self._is_known:
+        if not self._is_known(model):
             return self._cache
         return cache_of(self._own, self._cross, int(self._seen))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import counters, patching, releases, settings
+from fastgen import counters, interrupts, patching, releases, settings
 from fastgen.decoding import host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
@@ -71,6 +71,7 @@ class _Model:
         return self._stack()
 
 
+@interrupts.guarded
 def call(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of the call of a `PreTrainedModel`."""
     if is_left_alone():
@@ -172,8 +173,9 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
                     plan.known.reading[plan.key] = str(declined)
             return result
         except Exception as failure:
+            interrupts.pass_on(failure)
             result = forward()  # raises where the call itself is at fault
-            counters.count_failure(ENTRY_POINT, failure, stacklevel=4)
+            counters.count_failure(ENTRY_POINT, failure)
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
         return result

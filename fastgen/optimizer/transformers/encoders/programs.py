@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import caches, counters, settings
+from fastgen import caches, counters, interrupts, settings
 from fastgen.decoding import narrow_weights
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
@@ -23,7 +23,7 @@ from fastgen.decoding.captured.recording import tensors_in
 from fastgen.decoding.model_state import State, States
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
-from fastgen.locks import ForkableLock
+from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers import models
 
 ENTRY_POINT = "transformers.encoder, recorded"
@@ -107,7 +107,7 @@ class _OfModel:
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
-_lock = ForkableLock()  # one thread at a time adds to them, or goes through them
+_lock = forkable_lock()  # one thread at a time adds to them, or goes through them
 
 
 def _drop_all() -> bool:
@@ -193,6 +193,7 @@ def _run(
         if not _are_close(found, expected):
             raise RuntimeError("the recorded pass gives another result")
     except Exception as reason:
+        interrupts.pass_on(reason)
         of.refused.add(key)
         counters.count_not_used(ENTRY_POINT, f"{type(reason).__name__}: {reason}"[:200])
         return expected

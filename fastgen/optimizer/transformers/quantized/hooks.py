@@ -60,7 +60,7 @@ def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     if patching.is_active() and not _declined.get():
         try:
             if given.get("gguf_file") is None:
-                found = _decided(given, asked)
+                found = counters.decided(ENTRY_POINT, _for_checkpoint, given, asked, foreseen=(NotServed,))
                 if found is not None:
                     return found
             elif asked is not None or settings.current().keep_bits:
@@ -104,21 +104,6 @@ def _decline(reason: NotServed, asked: KeepBits | None) -> None:
     if asked is not None or settings.current().keep_bits:
         message = f"FastGen does not keep the bits of this checkpoint, which Transformers loads as it does: {reason}"
         warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def _decided(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:
-    """`_for_checkpoint`; None, counted, where it fails in a way that was not foreseen.
-
-    Raises:
-        NotServed: as foreseen.
-    """
-    try:
-        return _for_checkpoint(given, asked)
-    except (NotServed, counters.FallbackError):
-        raise
-    except Exception as failure:
-        counters.count_failure(ENTRY_POINT, failure, stacklevel=3)
-        return None
 
 
 def _for_checkpoint(given: dict[str, Any], asked: KeepBits | None) -> tuple[Any, Any, Any] | None:

@@ -37,6 +37,8 @@ ENTRY_POINT = counters.DRAFTS
 PAYS_FROM = settings.RECORDING_PAYS_FROM
 # Of a step, that are recorded at first: a draft, and a check of it. A check without one takes a step of the plain call.
 _PARTS = 2
+# Where another model drafts, buffers are for all tokens that may come. Who asks for more has the library's loop.
+_MOST_AT_ONCE = 2**16
 
 _pauses: weakref.WeakKeyDictionary[Any, dict[tuple[type[Draft], int], Pauses]] = weakref.WeakKeyDictionary()
 
@@ -153,6 +155,8 @@ class SpeculativeDecoding(Decoding):
         self._plain_key = key = super()._make_key()
         draft = DraftKey(self._draft.kind, key.samples and self._draft.is_model, False, any(self._records()))
         # What another model drafts with is made for the buffers of the step, which is not exchanged for a larger one.
+        if self._draft.has_buffers and self._needed.new > _MOST_AT_ONCE:
+            raise CannotBeCaptured(f"another model drafts, for more than {_MOST_AT_ONCE} tokens")
         sizes = self._rounded_sizes(at_once=self._draft.has_buffers)
         # Criteria are looked at between the rounds, and scores are kept there.
         key = replace(key, width=LENGTHS[-1] + 1, draft=draft, sizes=sizes, has_criteria=False, kept=())

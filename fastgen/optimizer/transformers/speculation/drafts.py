@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.decoding.speculation.draft_length import Schedule
 from fastgen.decoding.speculation.own_weights import OtherLogits, OwnWeights, versions
 from fastgen.decoding.speculation.prompt_lookup import BOUNDARY, PromptLookup
+from fastgen.interrupts import undoing
 from fastgen.optimizer.transformers.call import LINEAR_LAYERS, Call, fast_layers
 from fastgen.optimizer.transformers.captured import graph_cache
 from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
@@ -160,11 +162,9 @@ class EarlyExitDraft(Draft):
     @contextlib.contextmanager
     def _with_few_layers(self) -> Iterator[None]:
         config = self._base.config
-        layers, config.num_hidden_layers = config.num_hidden_layers, self._count
-        try:
+        with undoing(partial(setattr, config, "num_hidden_layers", config.num_hidden_layers)):
+            config.num_hidden_layers = self._count
             yield
-        finally:
-            config.num_hidden_layers = layers
 
 
 class LookupDraft(Draft):

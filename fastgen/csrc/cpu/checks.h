@@ -1,0 +1,212 @@
+// What every operator checks before it follows a pointer, whoever calls it and with what: that each tensor is in the memory
+// of the CPU, that its storage reaches as far as its sizes and strides say, that its numbers are aligned, and that nothing
+// is written where something else is read or written. Shapes and types are the operator's own matter.
+//
+// Indices that a tensor holds are checked where they are used, because another thread may have changed them meanwhile.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+namespace fastgen {
+
+using torch::stable::Tensor;
+
+// a / b rounded up, for sizes: b is above zero.
+inline int64_t quotient(int64_t a, int64_t b) { return a / b + (a % b > 0); }
+
+// The product of sizes; an error where it is beyond int64.
+template <class... Sizes>
+int64_t product_of(const char* name, Sizes... sizes) {
+  int64_t product = 1;
+  bool overflows = false;
+  for (const int64_t size : {static_cast<int64_t>(sizes)...}) {
+#ifdef __GNUC__
+    overflows = __builtin_mul_overflow(product, size, &product) || overflows;
+#else
+    overflows = overflows || (size > 0 && product > INT64_MAX / size);
+    product = overflows ? 0 : product * size;
+#endif
+  }
+  STD_TORCH_CHECK(!overflows, name, ": sizes whose product is beyond int64");
+  return product;
+}
+
+// a + b and a - b; the largest or the smallest int64 where they are beyond it.
+inline int64_t sum_of(int64_t a, int64_t b) {
+  if (b > 0 && a > INT64_MAX - b) return INT64_MAX;
+  if (b < 0 && a < INT64_MIN - b) return INT64_MIN;
+  return a + b;
+}
+inline int64_t difference_of(int64_t a, int64_t b) {
+  if (b < 0 && a > INT64_MAX + b) return INT64_MAX;
+  if (b > 0 && a < INT64_MIN + b) return INT64_MIN;
+  return a - b;
+}
+
+// The bytes from a tensor's first number up to its last one.
+struct Extent {
+  uintptr_t begin, end;
+  // Of a tensor with gaps: its numbers are runs of so many bytes, a multiple of `period` apart. Without gaps, 0 both.
+  uintptr_t run, period;
+
+  bool meets(const Extent& other) const {
+    return begin < other.end && other.begin < end && !(period != 0 && other.period != 0 && is_between(other));
+  }
+
+ private:
+  // Whether the runs of two tensors lie between each other's, as those of K and V in one buffer do.
+  bool is_between(const Extent& other) const {
+    const uintptr_t common = std::gcd(period, other.period);
+    const uintptr_t behind = (other.begin % common + common - begin % common) % common;
+    return behind >= run && behind + other.run <= common;
+  }
+};
+
+// The memory of the arguments of one call: first those that are written, then those that are read.
+class Arguments {
+ public:
+  explicit Arguments(const char* name) : name_(name) {}
+
+  template <class... Tensors>
+  Arguments& writes(const Tensors&... tensors) {
+    (each(tensors, [this](const Tensor& x) { add(x, true); }), ...);
+    return *this;
+  }
+
+  // Of a tensor whose numbers the operator itself knows not to share memory.
+  Arguments& writes_distinct(const Tensor& x) {
+    add(x, false);
+    return *this;
+  }
+
+  template <class... Tensors>
+  Arguments& reads(const Tensors&... tensors) {
+    (each(tensors, [this](const Tensor& x) { check(extent_of(x)); }), ...);
+    return *this;
+  }
+
+  // What may be written in place: a tensor that begins where a written one does, and is as long.
+  Arguments& reads_in_place(const Tensor& x) {
+    const Extent extent = extent_of(x);
+    if (extent.period != 0 || !any_written([&](const Extent& other) {
+          return extent.begin == other.begin && extent.end == other.end;
+        })) {
+      check(extent);
+    }
+    return *this;
+  }
+
+  // From the first number of a tensor up to the last one. Nothing, if it has none.
+  Extent extent_of(const Tensor& x) const {
+    // A plan of a step has hundreds of operators: each of these calls counts.
+    static const int32_t cpu = aoti_torch_device_type_cpu();
+    int32_t device = 0, type = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
+    STD_TORCH_CHECK(device == cpu, name_, ": all tensors must be on the CPU");
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &type));
+    const int64_t itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(type)), numbers = x.numel();
+    if (numbers == 0) return {0, 0, 0, 0};
+    const Places places = x.is_contiguous() ? Places{numbers - 1, numbers, 0} : places_of(x);
+    const int64_t last = places.last;
+    int64_t stored = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &stored));
+    STD_TORCH_CHECK(last < stored / itemsize - x.storage_offset(), name_,
+                    ": a tensor whose storage is smaller than its sizes say");
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+    STD_TORCH_CHECK(begin % (itemsize < 8 ? itemsize : 8) == 0, name_, ": a tensor whose numbers are not aligned");
+    const auto bytes = [itemsize](int64_t numbers) { return static_cast<uintptr_t>(numbers * itemsize); };
+    const bool has_gaps = places.run <= last && places.period != 0;
+    return {begin, begin + bytes(last + 1), has_gaps ? bytes(places.run) : 0, has_gaps ? bytes(places.period) : 0};
+  }
+
+ private:
+  template <class Use>
+  static void each(const Tensor& x, const Use& use) {
+    use(x);
+  }
+  template <class Use>
+  static void each(const std::optional<Tensor>& x, const Use& use) {
+    if (x) use(*x);
+  }
+  template <class One, class Use>
+  static void each(const std::vector<One>& tensors, const Use& use) {
+    for (const One& x : tensors) each(x, use);
+  }
+
+  void add(const Tensor& x, bool must_be_distinct) {
+    const Extent extent = extent_of(x);
+    STD_TORCH_CHECK(!must_be_distinct || extent.begin == extent.end || is_distinct(x), name_,
+                    ": numbers of a tensor that is written share memory (an expanded tensor?); pass a copy");
+    check(extent);
+    if (count_ < kFew) few_[count_] = extent;
+    else more_.push_back(extent);
+    ++count_;
+  }
+
+  void check(const Extent& extent) const {
+    STD_TORCH_CHECK(!any_written([&](const Extent& other) { return extent.meets(other); }), name_,
+                    ": what is written shares memory with another argument; pass a copy");
+  }
+
+  template <class Is>
+  bool any_written(const Is& is) const {
+    for (size_t i = 0; i < count_; ++i) {
+      if (is(i < kFew ? few_[i] : more_[i - kFew])) return true;
+    }
+    return false;
+  }
+
+  // In numbers: where the last one is, how many lie next to each other, and what the others are a multiple of apart.
+  struct Places {
+    int64_t last, run, period;
+  };
+
+  // Torch has made sure that the last place is no more than an int64.
+  static Places places_of(const Tensor& x) {
+    const int64_t *sizes = x.sizes().data(), *strides = x.strides().data();
+    Places found{0, 1, 0};
+    for (int64_t dim = x.dim() - 1; dim >= 0; --dim) {
+      if (sizes[dim] == 1) continue;
+      found.last += (sizes[dim] - 1) * strides[dim];
+      if (strides[dim] == found.run) found.run *= sizes[dim];
+      else found.period = std::gcd(found.period, strides[dim]);
+    }
+    return found;
+  }
+
+  // Whether each number has a place of its own: by their strides, each dimension goes beyond the ones before it.
+  static bool is_distinct(const Tensor& x) {
+    if (x.is_contiguous()) return true;
+    const int64_t dims = x.dim(), *sizes = x.sizes().data(), *strides = x.strides().data();
+    int64_t last = 0;  // number of the dimensions so far
+    const auto comes_before = [&](int64_t a, int64_t b) {
+      return strides[a] != strides[b] ? strides[a] < strides[b] : a < b;
+    };
+    for (int64_t before = -1, found = 0;; before = found) {
+      found = -1;
+      for (int64_t dim = 0; dim < dims; ++dim) {
+        if (sizes[dim] == 1 || (before >= 0 && !comes_before(before, dim))) continue;
+        if (found < 0 || comes_before(dim, found)) found = dim;
+      }
+      if (found < 0) return true;
+      if (strides[found] <= last) return false;
+      last += (sizes[found] - 1) * strides[found];
+    }
+  }
+
+  // Without asking for memory: few operators write more.
+  static constexpr size_t kFew = 16;
+  const char* name_;
+  size_t count_ = 0;
+  Extent few_[kFew];
+  std::vector<Extent> more_;
+};
+
+}  // namespace fastgen

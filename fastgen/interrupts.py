@@ -1,0 +1,105 @@
+"""An interrupt (Ctrl-C) leaves nothing taken and is never swallowed, wherever it comes.
+
+Python raises a KeyboardInterrupt between two of its instructions: after a lock is got and before the `with` block that
+would give it back, or at the first instruction of an `__exit__`, which then does nothing. So what FastGen takes or
+changes for a while is noted first, with what undoes it (`undoing`). A call of the toolkit's that FastGen serves is
+`guarded`: at its end, everything is undone that has not been.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class _OfThread(threading.local):
+    """What this thread has taken in its innermost guarded call, and the exception that was handled when it began."""
+
+    def __init__(self) -> None:
+        self.taken: list[undoing] = []
+        self.handled: BaseException | None = None
+
+
+_here = _OfThread()
+
+
+class undoing:
+    """A context at whose end `undo()` has been called to its end, and not again later.
+
+    What it undoes is done inside of the context. An interrupt may stop `undo` at any point, and then it is called once
+    more, from its beginning.
+    """
+
+    __slots__ = ("_taken", "_undo")
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo, self._taken = undo, _here.taken
+
+    def __enter__(self) -> None:
+        self._taken.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self in self._taken:
+            self._undo()
+            self._taken.remove(self)
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which leaves nothing taken, whatever it raises."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outer, handled, taken = _here.taken, _here.handled, list[undoing]()
+        try:
+            _here.taken, _here.handled = taken, sys.exc_info()[1]
+            return function(*args, **kwargs)
+        finally:
+            _here.taken, _here.handled = outer, handled
+            raised: BaseException | None = None
+            while taken:  # only where an interrupt has come
+                try:
+                    last = taken[-1]
+                    last.close()
+                except KeyboardInterrupt as interrupt:
+                    raised = interrupt
+                except Exception as error:
+                    raised = raised or error
+                    taken.remove(last)
+            if raised is not None:
+                raise raised
+
+    return run
+
+
+def pass_on(error: BaseException, handled: BaseException | None = None) -> None:
+    """Raises what is `behind` an error, if there is something."""
+    interrupt = behind(error, handled)
+    if interrupt is not None:
+        raise interrupt
+
+
+def behind(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
+    """What ends a program or a thread, such as an interrupt, that `error` came of; None if it did not.
+
+    It was on its way when other code raised something else, which could not do what it had to then.
+
+    Args:
+        handled: what was handled already when the code began. Of a guarded call it is known.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        found = left.pop()
+        if found is None or found is handled or found is _here.handled or id(found) in seen:
+            continue
+        if not isinstance(found, Exception):
+            return found
+        seen.add(id(found))
+        left += [found.__cause__, found.__context__]
+    return None

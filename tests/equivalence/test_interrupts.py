@@ -1,0 +1,183 @@
+"""Interrupts at every instruction of what takes something, and at random moments beside another thread."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.encoders import programs
+from tests import interrupted
+from tests.equivalence.encoder_models import build
+from tests.equivalence.models import BY_NAME
+
+# Signals of the random test, and instructions of each case; None for all.
+SIGNALS = [150, pytest.param(20_000, marks=pytest.mark.long)]
+POINTS = [60, pytest.param(None, marks=pytest.mark.long)]
+# What takes something for a call, or for a step.
+TAKING = (
+    "interrupts.py", "locks.py", "counters.py:_count", "patching.py:held", "settings.py:changed",
+    "decoding/captured/graph.py:taken", "decoding/captured/graph.py:stepped_aside", "decoding/captured/graph.py:_take",
+    "decoding/captured/graph.py:_give_back", "decoding/captured/program.py:capture",
+    "decoding/captured/program.py:replay", "decoding/captured/recording.py:record",
+    "decoding/captured/recording.py:_modes_put_back", "decoding/captured/recording.py:_put_back",
+    "decoding/captured/recording.py:_captures", "decoding/host_memory.py:kept", "decoding/host_memory.py:_let_go",
+    "decoding/layers.py:__enter__", "decoding/layers.py:__exit__", "decoding/layers.py:_install",
+    "decoding/layers.py:_leave", "decoding/layers.py:_remove", "decoding/layers.py:of",
+    "decoding/weight_copies.py:call", "decoding/weight_copies.py:leave", "decoding/narrow_weights.py:left_out",
+    "ops/_plan.py:_plan",
+    "ops/_plan.py:_close", "ops/_team.py:for_replay", "optimizer/transformers/call.py:__enter__",
+    "optimizer/transformers/call.py:__exit__", "optimizer/transformers/call.py:_leave",
+    "optimizer/transformers/captured/graph_cache.py:take", "optimizer/transformers/captured/graph_cache.py:give_back",
+    "optimizer/transformers/encoders/call.py:call", "optimizer/transformers/encoders/call.py:run",
+    "optimizer/transformers/encoders/call.py:_planned", "optimizer/transformers/encoders/programs.py:run",
+    "optimizer/transformers/generate.py", "optimizer/transformers/loop.py:_without_gradients",
+    "optimizer/transformers/captured/decoding.py:_users",
+)  # fmt: skip
+
+
+class Plain(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores
+
+
+def generating(model: Any, inputs: dict[str, Any], **options: Any) -> Callable[[], Any]:
+    return lambda: model.generate(**inputs, max_new_tokens=12, **options)
+
+
+def encoding(model: Any) -> Callable[[], Any]:
+    inputs = {"input_ids": torch.arange(4, 36).view(2, 16), "attention_mask": torch.ones(2, 16, dtype=torch.int64)}
+    inputs["attention_mask"][0, 9:] = 0
+
+    def call() -> Any:
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"])  # which is recorded
+            return model(**inputs).last_hidden_state[1]
+
+    return call
+
+
+def cases() -> dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]]:
+    llama = BY_NAME["llama"]
+    model, inputs = llama.build(), llama.make_inputs()
+    bart = BY_NAME["bart"]
+    seq2seq, source = bart.build(), bart.make_inputs()
+    bert = build("Bert")
+    always = {"captured_step": "always"}
+    processor = LogitsProcessorList([Plain()])
+    return {
+        "captured": (model, generating(model, inputs, do_sample=False), always),
+        "captured, a processor": (
+            model,
+            generating(model, inputs, do_sample=False, logits_processor=processor),
+            always,
+        ),
+        "captured, beams": (seq2seq, generating(seq2seq, source, num_beams=3), always),
+        "hooks, beams": (model, generating(model, inputs, num_beams=3), {"captured_step": "never"}),
+        "an encoder": (bert, encoding(bert), {"padding": "zero"}),
+    }
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("name", ["captured", "captured, a processor", "captured, beams", "hooks, beams", "an encoder"])
+def test_an_interrupt_at_every_instruction_leaves_nothing_taken(
+    name: str, points: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, call, settings = cases()[name]
+    monkeypatch.setattr(programs, "PAYS_FROM", 1)
+    is_chosen = interrupted.in_files(*TAKING)
+    fastgen.enable(**settings)
+    expected = call()
+    came = 0
+    for number, point in enumerate(interrupted.points(call, is_chosen, points)):
+        if number % 2:  # as in a first call, which records
+            graph_cache.drop_all()
+        interrupter = interrupted.Interrupter(is_chosen, point)
+        result = interrupter.run(call)
+        if interrupter.error is None:
+            assert not interrupter.has_come, f"swallowed at {interrupter.place}"
+            assert torch.equal(result, expected)
+        else:
+            came += 1
+            found = interrupted.what_is_taken(model)
+            assert not found, (found, interrupter.place)
+        if number % 4 == 0:
+            assert torch.equal(call(), expected), interrupter.place
+    assert came > 10
+    assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("signals", SIGNALS)
+def test_signals_at_random_moments_beside_another_thread(signals: int) -> None:
+    made = cases()
+    fastgen.enable(captured_step="always")
+    calls = [call for _, call, _ in made.values()]
+    expected = [call() for call in calls]
+    draw, started = random.Random(1), time.perf_counter()
+    for call in calls:
+        call()
+    seconds = (time.perf_counter() - started) / len(calls)
+    armed, raised, inside = False, 0, 0
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal armed, raised, inside
+        if armed:
+            armed = False
+            raised += 1
+            while frame is not None and not frame.f_code.co_filename.startswith(str(interrupted.PACKAGE)):
+                frame = frame.f_back
+            inside += frame is not None
+            raise KeyboardInterrupt
+
+    done, beside, wrong = threading.Event(), 0, []
+
+    def other() -> None:
+        nonlocal beside
+        mine = cases()["captured"][1]
+        first = mine()
+        while not done.is_set():
+            if not torch.equal(mine(), first):
+                wrong.append(beside)
+            beside += 1
+
+    in_destructors: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, in_destructors.append
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    caught = 0
+    try:
+        with interrupted.signals(handler):
+            for number in range(signals):
+                which = number % len(calls)
+                killer = threading.Timer(draw.random() * 1.2 * seconds, os.kill, (os.getpid(), signal.SIGINT))
+                killer.start()
+                try:
+                    armed = True
+                    result = calls[which]()
+                    armed = False
+                    assert torch.equal(result, expected[which])
+                except KeyboardInterrupt:
+                    caught += 1
+                killer.join()
+                if number % 10 == 0:
+                    assert not (found := interrupted.what_is_taken()), found
+                    assert torch.equal(calls[which](), expected[which])
+    finally:
+        sys.unraisablehook = hook
+        done.set()
+        thread.join(timeout=120)
+    assert not thread.is_alive() and beside > 0 and not wrong
+    assert caught + len(in_destructors) >= raised
+    assert inside > signals / 10

@@ -1,0 +1,78 @@
+"""What all generators of arguments that fit share. Each makes those of its operator, and says what must come out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Check = Callable[[list[Any], Any], None]
+
+
+class Case(NamedTuple):
+    """Arguments in the order of the schema, and a check of what they and the result are afterwards."""
+
+    args: list[Any]
+    check: Check
+    refused: bool = False  # this processor cannot
+
+
+Make = Callable[[random.Random], Case]
+CASES: dict[str, Make] = {}
+
+
+def of(*names: str) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
+    """Registers a generator for operators ("name" or "name.overload"); of several, it is given which one."""
+
+    def register(make: Callable[..., Case]) -> Callable[..., Case]:
+        for name in names:
+            CASES[name] = make if len(names) == 1 else lambda rng, name=name: make(rng, name)
+        return make
+
+    return register
+
+
+def size(rng: random.Random, most: int = 40, least: int = 1) -> int:
+    """Small ones more often; now and then what fills blocks of kernels."""
+    return rng.choice((least, rng.randint(least, 8), rng.randint(least, most), rng.randint(least, most)))
+
+
+def rows_apart(x: Tensor, rng: random.Random) -> Tensor:
+    """The same matrix, maybe with gaps between its rows."""
+    gap = rng.choice((0, 0, 1, 5))
+    return torch.nn.functional.pad(x, (0, gap))[..., : x.shape[-1]] if gap else x
+
+
+def maybe(rng: random.Random, value: Any, chance: float = 0.5) -> Any:
+    return value if rng.random() < chance else None
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-4, least: float = 1e-6) -> None:
+    """Equal up to a part of the largest number, which counts as `least` where it is less."""
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    if not found.numel():
+        return
+    size = max(wanted.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item(), least)
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=tolerance * size, equal_nan=True)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def writes(*wanted: tuple[int, Tensor], tolerance: float = 0.0) -> Check:
+    """A check that arguments, by number, have become these."""
+
+    def check(args: list[Any], result: Any) -> None:
+        for number, tensor in wanted:
+            near(args[number], tensor, tolerance) if tolerance else same(args[number], tensor)
+
+    return check
+
+
+def untouched(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a result: numbers that nobody wants."""
+    return torch.full(shape, 113, dtype=dtype) if dtype is not torch.bool else torch.zeros(shape, dtype=dtype)

@@ -1,0 +1,235 @@
+"""Elementwise operators, norms, fingerprints, the largest output, plans and the team of threads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.ops import elementwise, largest_output, rms_norm
+from fastgen.ops.best_two import MASKED
+from tests.ops.fuzz.cases import Case, maybe, near, of, rows_apart, same, size, untouched
+
+_ops = torch.ops.fastgen
+_aten = torch.ops.aten
+_FLOATING = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@of("rms_norm_out")
+def norm(rng: random.Random) -> Case:
+    dtype, shape = rng.choice(_FLOATING), (*[size(rng, 8, 0) for _ in range(rng.randrange(3))], size(rng, 300))
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    offset, rounds = rng.choice((0.0, 1.0)), rng.random() < 0.5
+    wanted = rms_norm.reference(x, weight, 1e-6, offset, rounds)
+    out = x if rng.random() < 0.2 else untouched(shape, dtype)  # in place
+    return Case([out, x, weight, 1e-6, offset, rounds], lambda args, _: near(args[0], wanted, _TOLERANCE[dtype]))
+
+
+_MASK = 2**64 - 1
+
+
+def _added(total: int, word: int) -> int:
+    mixed = total ^ word
+    return ((mixed << 31 | mixed >> 33) & _MASK) * 0x9E3779B97F4A7C15 & _MASK
+
+
+def _fingerprint(data: bytes) -> int:
+    """As csrc/cpu/fingerprint.cpp says, for one part of a tensor."""
+    lanes, whole = list(range(1, 9)), len(data) // 64 * 64
+    for begin in range(0, whole + 64, 64):
+        block = (data[begin : begin + 64]).ljust(64, b"\0")
+        words = [int.from_bytes(block[at : at + 8], "little") for at in range(0, 64, 8)]
+        lanes = [_added(lane, word) for lane, word in zip(lanes, words, strict=True)]
+    total = len(data)
+    for lane in lanes:
+        total = _added(total, lane)
+    return total
+
+
+@of("fingerprint")
+def fingerprint(rng: random.Random) -> Case:
+    x = torch.randint(0, 100, (size(rng, 8, 0), size(rng, 40, 0))).to(rng.choice((*_FLOATING, torch.int64, torch.bool)))
+    data = bytes(x.reshape(-1).view(torch.uint8).tolist()) if x.numel() else b""
+    wanted = _added(0, _fingerprint(data)) if data else 0
+    wanted -= 2**64 if wanted >= 2**63 else 0
+
+    def check(args: list[Any], found: int) -> None:
+        assert found == wanted
+
+    return Case([x], check)
+
+
+def _executed(rng: random.Random) -> tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]:
+    """A function of torch with arguments, and a tensor for its result, maybe with gaps."""
+    dtype = rng.choice(_FLOATING)
+    shape = tuple(size(rng, 12) for _ in range(rng.randint(1, 4)))
+
+    def tensor() -> Tensor:
+        x = torch.randn(shape).to(dtype)
+        change = rng.randrange(4)
+        if change == 0:
+            return rows_apart(x, rng)
+        if change == 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        return x[..., :1].expand(shape) if change == 2 and rng.random() < 0.5 else x
+
+    out = rows_apart(untouched(shape, dtype), rng)
+    kind = rng.choice(("function", "function", "two", "two", "copy", "layer norm", "gelu", "cat"))
+    if kind == "function":
+        names = (_aten.neg.default, _aten.relu.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default)
+        return rng.choice(names), (tensor(),), {}, out
+    if kind == "two":
+        other = 0.5 if rng.random() < 0.3 else tensor()
+        return rng.choice((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor)), (tensor(), other), {}, out
+    if kind == "layer norm":
+        weights = [maybe(rng, torch.randn(shape[-1]).to(dtype)) for _ in range(2)]
+        return _aten.native_layer_norm.default, (tensor(), [shape[-1]], *weights, 1e-5), {}, out
+    if kind == "gelu":
+        return _aten.gelu.default, (tensor(),), {"approximate": rng.choice(("none", "tanh"))}, out
+    if kind == "cat":
+        return _aten.cat.default, ([tensor(), tensor()], -1), {}, untouched((*shape[:-1], 2 * shape[-1]), dtype)
+    if rng.random() < 0.5:
+        other = rng.choice((torch.int64, torch.bool, torch.int32))
+        return _aten.clone.default, (torch.randint(0, 9, shape).to(other),), {}, untouched(shape, other)
+    return _aten._to_copy.default, (tensor(),), {"dtype": dtype}, out
+
+
+@of("elementwise")
+def elementwise_(rng: random.Random) -> Case:
+    calls = [_executed(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
+    found: list[Any] = []
+    for function, args, options, out in calls:
+        results = [out, None, None] if function is _aten.native_layer_norm.default else [out]
+        made = elementwise.instructions(function, args, options, results)
+        assert made is not None, function
+        found += made
+    storages: dict[int, Tensor] = {}
+    memory, code = elementwise.bound(found).args
+    memory = [each.clone() for each in memory]  # as it was
+    for number, each in enumerate(elementwise.bound(found).args[0]):
+        storages[each.untyped_storage().data_ptr()] = torch.tensor(number)
+    wanted = []
+    for function, args, options, out in calls:
+        result = function(*args, **options)
+        number = int(storages[out.untyped_storage().data_ptr()])
+        wanted.append((number, out, result[0] if isinstance(result, tuple) else result))
+
+    def check(args: list[Any], _: Any) -> None:
+        for number, out, expected in wanted:
+            there = args[0][number].view(out.dtype).as_strided(out.shape, out.stride(), out.storage_offset())
+            if out.dtype in _TOLERANCE:
+                near(there, expected, 10 * _TOLERANCE[out.dtype], least=1.0)
+            else:
+                same(there, expected)
+
+    return Case([memory, code], check)
+
+
+@of("largest_output_out")
+def largest(rng: random.Random) -> Case:
+    rows, inputs, outputs = size(rng, 6), size(rng, 100), rng.choice((size(rng, 100), 600))
+    x, weight = rows_apart(torch.randn(rows, inputs), rng), torch.randn(outputs, inputs)
+    bias = maybe(rng, torch.randn(outputs))
+    copy = largest_output.copy_of(weight)
+    assert copy is not None
+    estimates = torch.empty(rows, outputs)
+    largest_output.estimate_out(estimates, x, bias, copy)
+    wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    banned = torch.rand(rows, outputs) < rng.choice((0.0, 0.0, 0.9))
+    estimates.masked_fill_(banned, -torch.inf)
+    best = wanted.masked_fill(banned, -torch.inf)
+
+    def check(args: list[Any], count: int) -> None:
+        assert 0 <= count <= rows * outputs
+        chosen = args[0].unsqueeze(1)
+        assert ((chosen >= 0) & (chosen < outputs)).all()
+        there = ~banned.all(dim=1)
+        near(best.gather(1, chosen)[there], best.amax(dim=1, keepdim=True)[there], 1e-5)
+
+    given = [
+        untouched((rows,), torch.int64), maybe(rng, untouched((rows,), torch.bool)), estimates, x, weight, bias,
+        copy.sizes, copy.numbers.group_size, 4 * 2.0**-24, MASKED, rng.choice((0.0, 1e-3)),
+    ]  # fmt: skip
+    return Case(given, check)
+
+
+# ---- plans and the team: the state of the process
+
+
+def _planned() -> tuple[Tensor, Tensor]:
+    """What a plan that is open writes to, and what it will hold."""
+    out, x, weight = torch.zeros(1, 4), torch.randn(1, 4), torch.ones(4)
+    _ops.rms_norm_out(out, x, weight, 1e-6, 0.0, False)
+    return out, rms_norm.reference(x, weight, 1e-6)
+
+
+@of("open_plan")
+def open_plan(rng: random.Random) -> Case:
+    def check(args: list[Any], _: Any) -> None:
+        out, wanted = _planned()
+        assert not out.any()
+        number = _ops.close_plan(1)
+        _ops.run_plan(number)
+        _ops.drop_plan(number)
+        near(out, wanted, 1e-5)
+
+    return Case([], check)
+
+
+@of("close_plan")
+def close_plan(rng: random.Random) -> Case:
+    _ops.open_plan()
+    count = rng.randrange(4)
+    for _ in range(count):
+        _planned()
+    expected = rng.choice((count, count, -1, count + 1))
+
+    def check(args: list[Any], number: int) -> None:
+        assert (number >= 0) == (expected == count)
+        if number >= 0:
+            _ops.run_plan(number)
+            _ops.drop_plan(number)
+
+    return Case([expected], check)
+
+
+@of("run_plan", "drop_plan")
+def run_plan(rng: random.Random, name: str) -> Case:
+    _ops.open_plan()
+    out, wanted = _planned()
+    number = _ops.close_plan(1)
+
+    def check(args: list[Any], _: Any) -> None:
+        if name == "run_plan":
+            near(out, wanted, 1e-5)
+        else:
+            assert not out.any()
+        _ops.drop_plan(number)
+
+    return Case([number], check)
+
+
+@of("take_team", "give_team_back")
+def team(rng: random.Random, name: str) -> Case:
+    _ops.give_team_back()
+    threads = rng.choice((0, 1, 2, 3, 4))
+
+    def check(args: list[Any], has_team: Any) -> None:
+        if name == "take_team":
+            assert has_team == (threads > 1)
+            scores = torch.randn(64, 2000)
+            tokens, is_near = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
+            _ops.best_two_out(tokens, is_near, scores, MASKED, 0.0)
+            same(tokens, scores.argmax(dim=1))
+            _ops.give_team_back()
+        else:
+            assert _ops.take_team(2)
+            _ops.give_team_back()
+
+    if name == "give_team_back" and threads > 1:
+        assert _ops.take_team(threads)
+    return Case([threads] if name == "take_team" else [], check)

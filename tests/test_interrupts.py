@@ -1,0 +1,123 @@
+"""What is taken for a while is given back wherever an interrupt comes, and no interrupt is swallowed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fastgen import interrupts
+from fastgen.interrupts import guarded, undoing
+from fastgen.locks import forkable_lock
+from tests.interrupted import Interrupter, in_files, points
+
+
+def test_what_is_taken_is_given_back_at_every_instruction() -> None:
+    lock, taken, undone = forkable_lock(), [], []
+
+    def undo() -> None:
+        taken.clear()
+        undone.append(True)
+
+    @guarded
+    def call() -> None:
+        with undoing(undo):
+            taken.append(1)
+            with lock:
+                taken.append(2)
+            inner()
+
+    @guarded
+    def inner() -> None:
+        with undoing(undo):
+            taken.append(3)
+
+    def is_chosen(code: object) -> bool:
+        return code in {call.__wrapped__.__code__, inner.__wrapped__.__code__, undo.__code__} or own(code)
+
+    own = in_files("interrupts.py")
+    came = 0
+    for point in points(call, is_chosen, None):
+        interrupter = Interrupter(is_chosen, point)
+        interrupter.run(call)
+        if interrupter.error is None:
+            assert not interrupter.has_come, interrupter.place
+            continue
+        came += 1
+        found: list[bool] = []  # whether another thread may take the lock
+        thread = threading.Thread(target=lambda found=found: found.append(lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        assert found == [True] and not taken and not interrupts._here.taken, interrupter.place
+        lock._at_fork_reinit()  # the thread is gone
+    assert came > 50 and undone
+
+
+def test_an_undo_that_is_interrupted_is_done_again() -> None:
+    calls = []
+
+    def undo() -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            raise KeyboardInterrupt(len(calls))
+
+    @guarded
+    def call() -> None:
+        with undoing(undo):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert len(calls) == 3
+
+
+def test_an_undo_that_fails_stops_no_other() -> None:
+    calls = []
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    @guarded
+    def call() -> None:
+        undoing(lambda: calls.append(1)).__enter__()
+        undoing(fail).__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match="mine"):
+        call()
+    assert calls == [1]
+
+
+def test_what_is_behind_an_error() -> None:
+    assert interrupts.behind(ValueError()) is None
+    interrupt = KeyboardInterrupt()
+    assert interrupts.behind(interrupt) is interrupt
+    for is_cause in (True, False):
+        try:
+            try:
+                try:
+                    raise interrupt
+                except KeyboardInterrupt as first:
+                    if is_cause:
+                        raise ValueError from first
+                    raise ValueError  # noqa: B904
+            except ValueError:
+                raise RuntimeError("cannot release") from None
+        except RuntimeError as error:
+            assert interrupts.behind(error) is interrupt
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.pass_on(error)
+
+
+def test_what_was_handled_before_is_not_behind_it() -> None:
+    @guarded
+    def call() -> BaseException | None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            return interrupts.behind(error)
+
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert call() is None
