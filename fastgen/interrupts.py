@@ -26,6 +26,10 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
+def _nothing() -> None:
+    """What is left to do."""
+
+
 class undoing:
     """A context at whose end `undo()` has been called to its end, and not again later.
 
@@ -48,6 +52,7 @@ class undoing:
         if self in self._taken:
             self._undo()
             self._taken.remove(self)
+            self._undo = _nothing  # it belongs to what holds this
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "buckets:_is_all": (_generated("bart"), GENERATE),
     "prefill:_one_row_each": (_generated("llama", **BEAM), GENERATE),
     "prefill:_undo_repeat": (_generated("t5", **BEAM), GENERATE),
-    "call:FastLayers.__enter__": (_generated("llama"), GENERATE),
+    "call:FastLayers.enter": (_generated("llama"), GENERATE),
     "logits:_ngrams": (lambda: _processed(NoRepeatNGramLogitsProcessor(2)), "transformers.no_repeat_ngram"),
     "logits:_unsupported": (lambda: _processed(NoRepeatNGramLogitsProcessor(2)), "transformers.no_repeat_ngram"),
     "logits:_banned": (_generated("llama", min_length=20), "transformers.min_length"),
