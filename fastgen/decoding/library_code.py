@@ -130,7 +130,16 @@ def _module_of(value: Any) -> str:
 @functools.cache
 def _is_of_package(module: str) -> bool:
     root = module.partition(".")[0]
-    return root in _PACKAGES or root in sys.stdlib_module_names
+    return root in _PACKAGES or (root in sys.stdlib_module_names and root != "unittest")  # a mock is the user's
+
+
+def is_of_library(value: Any) -> bool:
+    """Whether what runs beside a forward pass, or in its place, is a library's: not even Python's own will do."""
+    inner = value
+    while isinstance(inner, (functools.partial, MethodType)):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    place = _place_of(inner) if isinstance(inner, FunctionType) else _module_of(inner)
+    return (place or "").partition(".")[0] in LIBRARIES and is_own(value)
 
 
 def is_own_class(kind: type) -> bool:
@@ -334,12 +343,12 @@ def foreign(model: nn.Module) -> str | None:
 
 def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
     own, kind = vars(module), type(module).__name__
-    if "forward" in own and not is_own(own["forward"]):
+    if "forward" in own and not is_of_library(own["forward"]):
         return f"forward has been replaced ({kind})"
     if module._compiled_call_impl is not None:
         return f"a part of the model is compiled ({kind})"
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not is_own(hook):
+        if not is_of_library(hook):
             return f"forward hooks are registered on the model ({kind})"
     for name, value in own.items():
         if type(value) in _ATOMS or name in _OF_TORCH or name not in names:

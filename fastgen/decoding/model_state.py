@@ -70,7 +70,12 @@ def state_of(model: Any, names: Container[str] = _EVERYTHING) -> ModelState:
         names: those of attributes that count.
     """
     found, look = modules_of(model), _Look(model.config)
-    modules = tuple([(id(module), type(module), _forward(module), _settings(module, look, names)) for module in found])
+    modules = tuple(
+        [
+            (id(module), type(module), module.training, _forward(module), _settings(module, look, names))
+            for module in found
+        ]
+    )
     held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
     tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
     code = _code_of(_classes_of(map(type, found)))

@@ -138,6 +138,7 @@ def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monke
     assert "ZeroDivisionError" in reason
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not stored with K and V; the NaN in its place are seen in the first step."""
     model, inputs = build(BY_NAME["bart"], device)

@@ -114,7 +114,7 @@ def modules_unsupported(model: Any) -> str | None:
         if not module._forward_hooks and not module._forward_pre_hooks:
             continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not library_code.is_own(hook):
+            if not library_code.is_of_library(hook):
                 return _HOOKED
     return None
 
