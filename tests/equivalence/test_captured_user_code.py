@@ -210,3 +210,24 @@ def test_user_code_runs_in_the_mode_of_the_call(device: torch.device) -> None:
     with torch.inference_mode():
         check(model, inputs, lambda: {**GREEDY, "min_new_tokens": 24, "logits_processor": LogitsProcessorList([Own()])})
     assert captures() == 1, reasons()
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_what_the_users_code_raises_comes_of_nothing_of_ours(options: dict[str, Any], at: int) -> None:
+    """Also where a captured step has been tried before, which the scores of the processor end."""
+
+    class Raises(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > at:
+                raise ZeroDivisionError("planted")
+            return scores.double() if at == 1 else scores
+
+    model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
+    for context in (fastgen.disabled(), contextlib.nullcontext()):
+        with context, pytest.raises(ZeroDivisionError) as raised:
+            run(model, inputs, {**options, "min_new_tokens": 12, "logits_processor": [Raises()]})
+        assert raised.value.__context__ is None and raised.value.__cause__ is None
