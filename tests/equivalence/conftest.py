@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fastgen
-from fastgen.decoding import kv, layers, library_code, products
+from fastgen.decoding import kv, layers, products
 from fastgen.decoding.captured import graph
 from fastgen.decoding.shared import SharedKV
 from fastgen.ops import dot_linear, linear, packed_attention, split_linear, widened_linear
@@ -148,13 +147,3 @@ def _asked_by() -> str:
     while frame is not None and "/transformers/" not in frame.f_code.co_filename:
         frame = frame.f_back
     return "nobody" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-@pytest.fixture
-def tests_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code of the tests is taken for the library's own, so that it is captured."""
-    place, is_of_package = library_code._place, library_code._is_of_package
-    here = str(Path(__file__).parents[1])
-    monkeypatch.setattr(library_code, "_place", lambda path: "transformers" if path.startswith(here) else place(path))
-    monkeypatch.setattr(library_code, "_is_of_package", lambda name: name.startswith("tests.") or is_of_package(name))
-    monkeypatch.setattr(library_code.Reached, "_of", {})

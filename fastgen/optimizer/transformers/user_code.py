@@ -17,10 +17,11 @@ import copy
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
+from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 # Arguments of `generate` that are code of the user's.
@@ -93,14 +94,26 @@ def _is_the_librarys(part: Any) -> bool:
     return module is not None and getattr(module, kind.__name__, None) is kind
 
 
+def kind_of(part: Any) -> type:
+    """The class of a processor or criterion, whatever FastGen has put around it."""
+    return type(part.__wrapped__ if isinstance(part, _UserCode) else part)
+
+
+class _Given(NamedTuple):
+    """What an object of the user's has given in a call, and made of the tokens if it has written there."""
+
+    result: Any
+    written: Tensor | None
+
+
 class _UserCode(wrapt.ObjectProxy):
     """An object of the user's, which looks like itself. What its code raises is noted."""
 
     def __init__(self, wrapped: Any, errors: Errors) -> None:
         super().__init__(wrapped)
         self._self_errors = errors
-        self._self_given: list[Any] | None = None  # what it has given since `Calls` began
-        self._self_again: deque[Any] = deque()  # what it has given for the calls that come
+        self._self_given: list[_Given] | None = None  # what it has given since `Calls` began
+        self._self_again: deque[_Given] = deque()  # what it has given for the calls that come
 
     @property
     def __call__(self) -> Any:  # a property, because the library looks at the signature of the object's own
@@ -108,11 +121,16 @@ class _UserCode(wrapt.ObjectProxy):
 
     def _self_run(self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._self_again:
-            return self._self_again.popleft()
+            given = self._self_again.popleft()
+            if given.written is not None:
+                args[0].copy_(given.written)
+            return given.result
+        before = args[0].clone() if self._self_given is not None and args and isinstance(args[0], Tensor) else None
         with self._self_errors.noted():
             result = function(*args, **kwargs)
         if self._self_given is not None:
-            self._self_given.append(result)
+            has_written = before is not None and not torch.equal(before, args[0])
+            self._self_given.append(_Given(result, args[0].clone() if has_written else None))
         return result
 
     def __getattr__(self, name: str) -> Any:  # it may be a property of the user's class

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,15 @@ _OUTPUTS = {
 }
 
 
+# Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
+_writers: weakref.WeakSet[type] = weakref.WeakSet()
+_WRITES = "a criterion writes into the tokens of beams"
+
+
+class _Written(CannotBeCaptured):
+    """A criterion has written there, in this call."""
+
+
 class Decoding:
     """One call with a captured step, after its first pass."""
 
@@ -100,6 +110,8 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
+        if self._may_begin_again and any(user_code.kind_of(each) in _writers for each in self._criteria):
+            raise CannotBeCaptured(_WRITES)
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self._model.device)
         self._calls = user_code.Calls((*self._processors, *self._criteria))
@@ -197,8 +209,12 @@ class Decoding:
             self._kept[name].append(tensor)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        # The first step of the library's loop has the prompt itself, into which somebody may write.
+        is_prompt = tokens.shape == self._input_ids.shape and self._config.num_beams == 1
         with self._users():
-            processed = self._processors(tokens, scores)
+            processed = self._processors(self._input_ids if is_prompt else tokens, scores)
+        if is_prompt:
+            tokens.copy_(self._input_ids)
         # The library draws and compares in that type. Scores of beams are added to others in float32 first.
         is_drawn = self._config.do_sample and self._config.num_beams == 1
         dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
@@ -210,9 +226,13 @@ class Decoding:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         if scores is None and "scores" in self._kept:
             scores = tuple(self._kept["scores"])
-        with self._users():
-            for criterion in self._criteria:
+        for criterion in self._criteria:
+            before = tokens.clone()
+            with self._users():
                 done = done | criterion(tokens, scores)
+            if self._config.num_beams > 1 and not torch.equal(tokens, before):
+                _writers.add(user_code.kind_of(criterion))
+                raise _Written(_WRITES)
         return done
 
     @contextlib.contextmanager
@@ -246,8 +266,8 @@ class Decoding:
                 begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
             else:
                 replays += 1
-            if step.is_captured and not self._has_released and prompt.new_tokens <= step.sizes.new:
-                self._release()  # the step has it all, and will not be exchanged for a larger one
+            if self._may_release(step):
+                self._release()
             done += 1
         if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
@@ -273,15 +293,25 @@ class Decoding:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
 
+    @property
+    def _may_begin_again(self) -> bool:
+        """Whether the library's loop may have to take over late: a criterion may write into the tokens of beams."""
+        return self._config.num_beams > 1 and bool(self._criteria)
+
     def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
             return run()
         except Exception as error:
-            is_ours = error is not self._raised and interrupts.behind(error) is None
+            is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
             if is_ours and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
+
+    def _may_release(self, step: CapturedStep) -> bool:
+        """Whether the step has all that is needed, and will not be exchanged for a larger one."""
+        is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
+        return is_whole and not self._has_released and not self._may_begin_again
 
     def _release(self) -> None:
         """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
