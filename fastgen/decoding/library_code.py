@@ -63,7 +63,7 @@ _trusted: set[CodeType] = set()
 
 
 def trust(function: FunctionType) -> FunctionType:
-    """The function, which stands for one of a library's and only looks on, as a measurement does: it may be left out."""
+    """The function, which stands for one of a library's and only looks on, as a measurement does."""
     _trusted.add(function.__code__)
     return function
 
