@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import fastgen
+from fastgen import releases, settings
 from fastgen.optimizer.transformers.captured import decoding
 from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
 from tests.equivalence.check import run
@@ -89,3 +90,28 @@ def test_tokens_that_the_users_code_writes(
     assert found[0] == found[1]
     begins_again = where != "processor" and options is BEAMS
     assert captures() == int(not begins_again), reasons()
+
+
+@pytest.mark.parametrize("captured", ["always", "never"])
+def test_a_cache_of_the_users_that_its_code_writes_to(captured: str) -> None:
+    class Scales(LogitsProcessor):
+        def __init__(self, cache: Any) -> None:
+            self.cache, self.seen = cache, []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            layer = self.cache.layers[0]
+            self.seen.append((tuple(layer.keys.shape), self.cache.get_seq_length()))
+            if len(self.seen) in (2, 5):
+                layer.keys, layer.values = layer.keys * -3.0, layer.values.flip(1)
+            return scores
+
+    model, inputs = build(BY_NAME["llama"], CPU)
+    found = []
+    for context in (fastgen.disabled(), settings.changed(captured_step=captured)):
+        cache = DynamicCache(config=model.config)
+        given = releases.with_cache(cache)
+        processor = Scales(cache)
+        with context:
+            result = model.generate(**inputs, **GREEDY | {"max_new_tokens": 12}, logits_processor=[processor], **given)
+        found.append((result.tolist(), processor.seen, cache.layers[1].keys.shape))
+    assert found[0] == found[1]

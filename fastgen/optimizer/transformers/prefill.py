@@ -105,6 +105,8 @@ def _one_row_each(
     """
     if call.runs_user_code is None:
         raise NotAccelerated("the decoding loop is not hooked")
+    if call.cache_is_the_users and call.runs_user_code:
+        raise NotAccelerated(Usual("code of the user's beside a cache of the user's, which it may look into or change"))
     mode = config.get_generation_mode()
     if mode.value not in _MODES:
         raise NotAccelerated(Usual(f"generation mode {mode.value}"))
