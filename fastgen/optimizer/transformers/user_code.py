@@ -166,6 +166,11 @@ class Calls:
                 part._self_again = deque(part._self_given or ())
         self.end()
 
+    def nbytes(self) -> int:
+        """Of the tensors among what has been given."""
+        given = [each.result for part in self._users for each in part._self_given or ()]
+        return sum(each.nbytes for each in given if isinstance(each, Tensor))
+
     def end(self) -> None:
         """No other loop will begin again."""
         for part in self._users:

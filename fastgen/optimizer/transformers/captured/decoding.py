@@ -61,6 +61,8 @@ _OUTPUTS = {
 
 # Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
 _writers: weakref.WeakSet[type] = weakref.WeakSet()
+# Bytes of what the user's code has given in a call, up to which another loop can begin again with it.
+_MOST_GIVEN = 2**28
 _WRITES = "a criterion writes into the tokens of beams"
 
 
@@ -110,7 +112,7 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
-        if self._may_begin_again and any(user_code.kind_of(each) in _writers for each in self._criteria):
+        if self._config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self._criteria):
             raise CannotBeCaptured(_WRITES)
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self._model.device)
@@ -293,11 +295,6 @@ class Decoding:
             self._ledger.recording = seconds
         return replays, time.perf_counter()
 
-    @property
-    def _may_begin_again(self) -> bool:
-        """Whether the library's loop may have to take over late: a criterion may write into the tokens of beams."""
-        return self._config.num_beams > 1 and bool(self._criteria)
-
     def _start(self, step: CapturedStep, run: Callable[[], Any]) -> Any:
         """Runs the next step. What keeps it from being captured now will do so in the next call, too."""
         try:
@@ -311,7 +308,9 @@ class Decoding:
     def _may_release(self, step: CapturedStep) -> bool:
         """Whether the step has all that is needed, and will not be exchanged for a larger one."""
         is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
-        return is_whole and not self._has_released and not self._may_begin_again
+        # The user's code may yet do what a captured step cannot.
+        begins_again = self._call.runs_user_code and self._calls.nbytes() <= _MOST_GIVEN
+        return is_whole and not self._has_released and not begins_again
 
     def _release(self) -> None:
         """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
