@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -170,4 +171,4 @@ def tests_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     here = str(Path(__file__).parent)
     monkeypatch.setattr(library_code, "_place", lambda path: "transformers" if path.startswith(here) else place(path))
     monkeypatch.setattr(library_code, "_is_of_package", lambda name: name.startswith("tests.") or is_of_package(name))
-    monkeypatch.setattr(library_code.Reached, "_of", {})
+    monkeypatch.setattr(library_code.Reached, "_of", OrderedDict())

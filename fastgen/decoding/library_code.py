@@ -9,15 +9,20 @@ of a function, runs as it would without FastGen.
 from __future__ import annotations
 
 import functools
+import operator
 import os
+import re
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import wrapt
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 from torch.overrides import _get_current_function_mode_stack
 
 from fastgen import patching
@@ -38,9 +43,11 @@ _HARMLESS = frozenset(
 )
 # What torch calls of a module.
 _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
-_METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 _ATOMS = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
+# Kinds of models of which is kept what they reach.
+_MODELS = 64
 
 
 # ---- where code comes from
@@ -81,18 +88,28 @@ def _place_of(function: FunctionType) -> str | None:
 
 
 def is_own(value: Any) -> bool:
-    """Whether something that is called, or a type, is the libraries' own, with what it keeps to call."""
-    return _is_own(value, set())
+    """Whether something that is called, or a type, is the libraries' own, with what it keeps to call.
+
+    By its type, as a proxy says that it is of any class.
+    """
+    try:
+        return _is_own(value, set())
+    except Exception:  # an object that answers everything in its own way is none of the libraries'
+        return False
 
 
 def _is_own(value: Any, seen: set[int]) -> bool:
     if id(value) in seen:
         return True
     seen.add(id(value))
-    if isinstance(value, FunctionType):
+    kind = type(value)
+    if kind is FunctionType:
         return _place_of(value) is not None and all(_is_own(part, seen) for part in _kept(value))
-    if isinstance(value, type):
+    if issubclass(kind, type):
         return _is_of_package(value.__module__)
+    if issubclass(kind, wrapt.ObjectProxy):
+        parts = [getattr(value, "_self_wrapper", None) or kind, value.__wrapped__]
+        return _is_of_package(kind.__module__) and all(_is_own(part, seen) for part in parts)
     parts = list(_parts(value))
     return (bool(parts) or _is_of_package(_module_of(value))) and all(_is_own(part, seen) for part in parts)
 
@@ -119,9 +136,11 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (each for each in (value.fget, value.fset, value.fdel) if each is not None)
     elif isinstance(value, functools.cached_property):
         yield value.func
-    elif isinstance(value, functools.partial):
+    elif isinstance(value, (functools.partial, functools.partialmethod)):
         yield value.func
         yield from (each for each in (*value.args, *value.keywords.values()) if callable(each))
+    elif isinstance(value, CustomOpDef):
+        yield value._init_fn
     elif not isinstance(value, nn.Module):
         own = getattr(value, "__dict__", {})
         yield from (own[name] for name in ("__wrapped__", "_torchdynamo_inline") if name in own)
@@ -164,33 +183,43 @@ def is_own_class(kind: type) -> bool:
 # ---- what FastGen's operators and tensors stand for
 
 
+# Functions of torch.nn.functional that a step may run: losses are replaced by libraries for training.
+_OF_STEPS = sorted(name for name in vars(F) if not name.startswith("_") and not re.search("loss|entropy", name))
+
+
+def _are_the_same(now: list[Any], before: list[Any]) -> bool:
+    """Not whether they are equal: a proxy says that it equals what it stands for."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 class _Torch:
     """The functions of torch that FastGen has operators and rules for. Those of a user's are not held."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
-        self._functions: dict[str, Any] = {}
-        self._others: list[list[Any]] = []
+        self._seen: list[Any] = []
 
     def watch(self, functions: Iterable[Any]) -> None:
         """Looks at what has the names of these in torch and its tensors, too."""
         self._names |= {getattr(each, "__name__", "") for each in functions} - {"", "__get__"}
-        self._functions = {}
+        self._seen = []
 
     def replaced(self) -> str | None:
         """The name of one that is not torch's own any more."""
-        if vars(F) == self._functions and self._now() == self._others:
+        now = self._now()
+        if _are_the_same(now, self._seen):
             return None
-        for owner, names in ((F, vars(F)), (torch, self._names), (Tensor, self._names), (nn.Linear, ("forward",))):
+        for owner, names in ((F, _OF_STEPS), (torch, self._names), (Tensor, self._names), (nn.Linear, ("forward",))):
             for name in names:
                 value = vars(owner).get(name)
                 if callable(value) and not is_own(value):
                     return f"{owner.__module__ if isinstance(owner, type) else owner.__name__}.{name}"
-        self._functions, self._others = dict(vars(F)), self._now()
+        self._seen = now
         return None
 
-    def _now(self) -> list[list[Any]]:
-        return [list(map(vars(owner).get, self._names)) for owner in (torch, Tensor)] + [[nn.Linear.forward]]
+    def _now(self) -> list[Any]:
+        of_torch = [value for owner in (torch, Tensor) for value in map(vars(owner).get, self._names)]
+        return [*map(vars(F).get, _OF_STEPS), *of_torch, nn.Linear.forward]
 
 
 _torch = _Torch()
@@ -227,7 +256,7 @@ class Reached:
         functions: all of them, to be compared with those of another time.
     """
 
-    _of: dict[frozenset[type], Reached] = {}
+    _of: OrderedDict[frozenset[type], Reached] = OrderedDict()
 
     def __init__(self, kinds: Iterable[type]) -> None:
         self.names: set[str] = set(_ENTRIES)
@@ -254,15 +283,20 @@ class Reached:
             found = cls(kinds)
             if found.foreign is None and all(map(is_own_class, kinds)):
                 cls._of[kinds] = found
+                while len(cls._of) > _MODELS:
+                    cls._of.popitem(last=False)
         return found
 
     def is_still(self) -> bool:
         """Whether nobody has exchanged one since."""
         try:
-            return all(vars(kind) == before for kind, before in self._kinds) and all(
-                list(map(namespace.get, names)) == before for namespace, names, before in self._spaces
+            return all(
+                vars(kind).keys() == before.keys() and _are_the_same(list(vars(kind).values()), list(before.values()))
+                for kind, before in self._kinds
+            ) and all(
+                _are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
             )
-        except Exception:  # what stands for one now does not like to be compared
+        except RuntimeError:  # another thread has changed one meanwhile
             return False
 
     def _add_class(self, kind: type) -> None:
@@ -329,7 +363,8 @@ class Reached:
 
 
 def _is_foreign(value: Any) -> bool:
-    return (callable(value) or isinstance(value, _METHODS)) and not is_own(value)
+    kind = type(value)
+    return (callable(value) or kind in _METHODS or hasattr(kind, "__get__")) and not is_own(value)
 
 
 @functools.cache
@@ -354,7 +389,8 @@ def foreign(model: nn.Module) -> str | None:
 
 def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
     own, kind = vars(module), type(module).__name__
-    if "forward" in own and not is_of_library(own["forward"]):
+    replaced = [own[name] for name in ("forward", "_old_forward") if name in own]
+    if not all(map(is_of_library, replaced)) or not _is_hook_own(own.get("_hf_hook")):
         return f"forward has been replaced ({kind})"
     if module._compiled_call_impl is not None:
         return f"a part of the model is compiled ({kind})"
@@ -368,6 +404,12 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
             if not isinstance(each, (nn.Module, type)) and callable(each) and not is_own(each):
                 return f"{kind}.{name} is none of the libraries'"
     return None
+
+
+def _is_hook_own(hook: Any) -> bool:
+    """Whether a hook of accelerate's, which it calls around a forward pass, is one of its own; or there is none."""
+    inside = getattr(hook, "hooks", ())
+    return hook is None or (type(hook).__module__.startswith("accelerate.") and all(map(_is_hook_own, inside)))
 
 
 def _inside(value: Any) -> Iterable[Any]:

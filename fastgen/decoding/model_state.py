@@ -235,12 +235,7 @@ class Seen:
         self._types = list(map(type, everything))
         self._classes = _classes_of(self._types)
         self._code = _code_of(self._classes)
-        inside = [
-            (name, value, model.config)
-            for each in everything[1:]
-            for name, value in vars(each).items()
-            if _counts(name, names)
-        ]
+        inside = [(name, value, model.config) for each in everything[1:] for name, value in vars(each).items()]
         self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
         if not self._is_comparable:
             return
@@ -386,6 +381,8 @@ class _Alike:
 
 # A model that has changed before so many looks is left alone for a while, for so many calls at the most.
 _PATIENCE, _LONGEST_PAUSE = 4, 64
+# One that has been found to be more than the libraries' own code may be so for a while only.
+_PAUSE_OF_FOREIGN = 2
 # States that a model may go back to: adapters that are used in turn.
 _KEPT = 4
 
@@ -432,7 +429,7 @@ class States:
         reason = library_code.foreign(model)
         if reason is not None:
             self._known.clear()
-            self._leave_alone(reason)
+            self._leave_alone(reason, _PAUSE_OF_FOREIGN)
             raise CannotBeCaptured(reason)
         reached = Reached.of(model)
         state = State(state_of(model, reached.names), reached.functions)
@@ -447,7 +444,7 @@ class States:
             self._leave_alone("the model changes from call to call")
         return state
 
-    def _leave_alone(self, reason: str) -> None:
+    def _leave_alone(self, reason: str, longest: int = _LONGEST_PAUSE) -> None:
         """The next calls do without a look, which takes longer the more is new: first none, then twice as many."""
         self._reason, self._pause = reason, self._length
-        self._length = min(max(2 * self._length, 1), _LONGEST_PAUSE)
+        self._length = min(max(2 * self._length, 1), longest)

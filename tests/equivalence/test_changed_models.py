@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import wrapt
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,3 +344,57 @@ def test_without_capture_hooks_run_each_time() -> None:
     hook.remove()
     check(model, inputs, BEAMS)
     assert accelerated()
+
+
+def test_functions_that_others_have_wrapped(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy says that it is what it wraps; a mock with a specification does, too."""
+    model, inputs = llama
+    before = run(model, inputs, OPTIONS)
+    for made in (
+        wrapt.FunctionWrapper(F.silu, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs) * -2.0),
+        mock.Mock(spec=F.silu, side_effect=lambda x, **kwargs: torch.sigmoid(x) * x * -2.0),
+        functools.partial(lambda x, inplace=False: torch.sigmoid(x) * x * -2.0),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "silu", made)
+            _changes(model, inputs, before)
+    assert run(model, inputs, OPTIONS).tolist() == before.tolist()
+
+
+def test_a_loss_that_is_replaced_changes_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries for training do: no step computes one."""
+    model, inputs = llama
+    monkeypatch.setattr(F, "cross_entropy", _scaled(F.cross_entropy, 2.0))
+    check(model, inputs, OPTIONS)
+    assert captures() == 2, reasons()
+
+
+def test_hooks_of_accelerate(llama: Any) -> None:
+    """One of the user's, which accelerate calls round a forward pass."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = llama
+
+    class Steering(hooks.ModelHook):
+        by = 2.0
+
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output.flip(-1) * self.by
+
+    before, hook, mlp = run(model, inputs, OPTIONS), Steering(), model.model.layers[0].mlp
+    hooks.add_hook_to_module(mlp, hook)
+    before = _changes(model, inputs, before)
+    hook.by = -7.0
+    before = _changes(model, inputs, before)
+    hooks.remove_hook_from_module(mlp)
+    _changes(model, inputs, before)
+
+
+def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:
+    model, inputs = build(BY_NAME["llama"], CPU)
+    model.model.layers[0].owner_of_mine = [model]
+    check(model, inputs, OPTIONS)
+    gone = weakref.ref(model)
+    graph_cache.drop_all()
+    del model
+    gc.collect()
+    assert gone() is None

@@ -105,6 +105,12 @@ class Criterion(StoppingCriteria):
     def some(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[:, -1] % 11 == self.at
 
+    def kept(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A tensor of its own, which it goes on to write into."""
+        self.done = torch.zeros(len(tokens), dtype=torch.bool) if self.calls == 1 else self.done
+        self.done |= tokens[:, -1] % 7 == self.at
+        return self.done
+
     def writes(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.calls == self.at:
             tokens[:, -1] = 13
@@ -147,7 +153,7 @@ def autocast() -> Any:
 
 
 _PROCESSORS = ("state", "in_place", "own_tensor", "double", "strided", "tokens", "writes", "raises")
-_CRITERIA = ("all_at", "some", "writes", "raises")
+_CRITERIA = ("all_at", "some", "kept", "writes", "raises")
 _MODES: list[Callable[[], Any]] = [
     contextlib.nullcontext, contextlib.nullcontext, torch.no_grad, torch.inference_mode, torch.inference_mode,
     autocast,

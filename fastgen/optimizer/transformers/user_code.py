@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ _LISTS = ("logits_processor", "stopping_criteria")
 # An object with more than so many parts, or larger tensors, is not saved: copying it would cost more than it is worth.
 _MAX_PARTS = 10_000
 _MAX_TENSOR_BYTES = 2**24
+# Bytes and calls of what the user's code has given, up to which another loop can begin again with it.
+_MOST_GIVEN, _MOST_CALLS = 2**28, 2**12
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
 
@@ -94,9 +98,10 @@ def _is_the_librarys(part: Any) -> bool:
     return module is not None and getattr(module, kind.__name__, None) is kind
 
 
-def kind_of(part: Any) -> type:
-    """The class of a processor or criterion, whatever FastGen has put around it."""
-    return type(part.__wrapped__ if isinstance(part, _UserCode) else part)
+def kind_of(part: Any) -> Any:
+    """The class of a processor or criterion, whatever FastGen has put around it; of a function, itself."""
+    own = part.__wrapped__ if type(part) is _UserCode else part
+    return own if type(own) in (FunctionType, functools.partial) else type(own)
 
 
 class _Given(NamedTuple):
@@ -104,6 +109,11 @@ class _Given(NamedTuple):
 
     result: Any
     written: Tensor | None
+
+
+def _copied(result: Any) -> Any:
+    """What has been given, for another time: the user's code may go on to write into a tensor."""
+    return result.clone() if isinstance(result, Tensor) else result
 
 
 class _UserCode(wrapt.ObjectProxy):
@@ -124,13 +134,13 @@ class _UserCode(wrapt.ObjectProxy):
             given = self._self_again.popleft()
             if given.written is not None:
                 args[0].copy_(given.written)
-            return given.result
+            return _copied(given.result)
         before = args[0].clone() if self._self_given is not None and args and isinstance(args[0], Tensor) else None
         with self._self_errors.noted():
             result = function(*args, **kwargs)
         if self._self_given is not None:
             has_written = before is not None and not torch.equal(before, args[0])
-            self._self_given.append(_Given(result, args[0].clone() if has_written else None))
+            self._self_given.append(_Given(_copied(result), args[0].clone() if has_written else None))
         return result
 
     def __getattr__(self, name: str) -> Any:  # it may be a property of the user's class
@@ -166,10 +176,14 @@ class Calls:
                 part._self_again = deque(part._self_given or ())
         self.end()
 
-    def nbytes(self) -> int:
-        """Of the tensors among what has been given."""
-        given = [each.result for part in self._users for each in part._self_given or ()]
-        return sum(each.nbytes for each in given if isinstance(each, Tensor))
+    def is_much(self) -> bool:
+        """Whether what has been given is too much to be kept: by its last, all are as large."""
+        nbytes = 0
+        for part in self._users:
+            given = part._self_given or ()
+            if given and isinstance(given[-1].result, Tensor):
+                nbytes += len(given) * given[-1].result.nbytes
+        return nbytes > _MOST_GIVEN or any(len(part._self_given or ()) > _MOST_CALLS for part in self._users)
 
     def end(self) -> None:
         """No other loop will begin again."""

@@ -60,9 +60,7 @@ _OUTPUTS = {
 
 
 # Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
-_writers: weakref.WeakSet[type] = weakref.WeakSet()
-# Bytes of what the user's code has given in a call, up to which another loop can begin again with it.
-_MOST_GIVEN = 2**28
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
 _WRITES = "a criterion writes into the tokens of beams"
 
 
@@ -136,6 +134,7 @@ class Decoding:
             raise kind(_describe(error)) from error
         finally:
             self._calls.end()
+            self._raised = None  # its frames hold this object
             # It refers to this object, which holds what the call returns of every step.
             del self._host
         if step.is_captured:
@@ -309,7 +308,7 @@ class Decoding:
         """Whether the step has all that is needed, and will not be exchanged for a larger one."""
         is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
         # The user's code may yet do what a captured step cannot.
-        begins_again = self._call.runs_user_code and self._calls.nbytes() <= _MOST_GIVEN
+        begins_again = self._call.runs_user_code and not self._calls.is_much()
         return is_whole and not self._has_released and not begins_again
 
     def _release(self) -> None:

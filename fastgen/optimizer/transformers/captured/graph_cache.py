@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastgen import caches
+from fastgen.decoding.captured import graph
 from fastgen.decoding.model_state import State, States
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
@@ -143,6 +144,7 @@ def drop_all() -> bool:
     with _lock:
         found = any(cached.steps for cached in _all())
         _models.clear()
+    graph.let_pools_go()
     return found
 
 
