@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks.backends import BASELINE, Job, Task, make
 from benchmarks.machine import ROOT
 from fastgen import releases
+from fastgen.decoding import library_code
 
 # ---- keys and values
 
@@ -105,7 +106,7 @@ class KeyValueMeter:
             self.steps += 1
             return original(model, outputs, *args, **kwargs)
 
-        setattr(self._kind, self._METHOD, look)
+        setattr(self._kind, self._METHOD, library_code.trust(look))
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -89,7 +89,8 @@ def installations() -> str:
     header, *rows = installation_rows()
     return f"""## What was installed
 
-Transformers {" to ".join(releases.TESTED)} are tested. This was run on Linux, on an x86-64 machine without a GPU.
+Transformers {" to ".join(releases.TESTED)} are tested. This was run on Linux, on x86-64 machines.
+Only one row had a GPU.
 `make test-versions`, `make test-newest` and `make check-wheel` run it again.
 
 {table(header, rows)}

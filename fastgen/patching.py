@@ -170,6 +170,16 @@ def _is_traced() -> bool:
         return False
 
 
+def bound(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
+    """The arguments of a call by name; None where they do not fit. The target itself is to say so then: called where an
+    exception is handled, what it raises would show that one.
+    """
+    try:
+        return inspect.signature(target).bind(*args, **kwargs)
+    except TypeError:
+        return None
+
+
 _PACKAGE = __file__.rpartition("patching")[0]
 # On one line: it is the caller's, below.
 _call = lambda function, /, *args, **kwargs: function(*args, **kwargs)  # noqa: E731

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -159,3 +160,15 @@ def programs() -> Iterator[Path]:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tests_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of the tests is taken for the library's own, so that it is captured."""
+    from fastgen.decoding import library_code
+
+    place, is_of_package = library_code._place, library_code._is_of_package
+    here = str(Path(__file__).parent)
+    monkeypatch.setattr(library_code, "_place", lambda path: "transformers" if path.startswith(here) else place(path))
+    monkeypatch.setattr(library_code, "_is_of_package", lambda name: name.startswith("tests.") or is_of_package(name))
+    monkeypatch.setattr(library_code.Reached, "_of", OrderedDict())

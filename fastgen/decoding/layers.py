@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import caches, counters, interrupts, patching, settings
-from fastgen.decoding import host_memory, norms
+from fastgen.decoding import host_memory, library_code, norms
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.products import HALF, FixedProducts, Gain, HalfProducts, MeasuredProducts, precision_on
 from fastgen.decoding.seen_weight import SeenWeight, is_plain
@@ -451,6 +451,8 @@ class FastLayers:
             if type(own) is _Linear and settings.current().packed_weights != "keep":
                 own.forget()  # of another model that shares this layer, and generates at the moment
             return None  # somebody else's, an adapter's or a hook's
+        if not library_code.is_own(type(module).forward):
+            return None
         function = self._functions.get(type(module))
         if function is not None:
             return _Function(module, function)

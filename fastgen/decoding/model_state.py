@@ -1,26 +1,32 @@
 """What a recording has frozen of a model: whether it is still so, before the recording is repeated.
 
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
-register hooks, exchange forward passes. What is written into the memory of a parameter needs no look: a recording reads
-it there. docs/captured-step.md says what is not seen.
+register hooks, exchange forward passes and functions. What is written into the memory of a parameter needs no look: a
+recording reads it there. An attribute that no code of the model's names changes nothing. What is more than the
+libraries' own code has no recording at all (`fastgen.decoding.library_code`). docs/captured-step.md says what is not
+seen.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastgen import settings
+from fastgen.decoding import library_code
 from fastgen.decoding.layers import Replacement
+from fastgen.decoding.library_code import Reached
 from fastgen.decoding.modules import modules_of
+from fastgen.decoding.shared import CannotBeCaptured
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 # What torch keeps in modules, but for the hooks; and what needs no copy.
@@ -30,14 +36,50 @@ _ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device
 _HELD = frozenset({"_modules", "_parameters", "_buffers"})
 
 
-def state_of(model: Any) -> Hashable:
-    """What a recording has frozen: modules, their settings and code, and where parameters and buffers are."""
+class _Everything:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_EVERYTHING: Container[str] = _Everything()
+
+
+class ModelState(NamedTuple):
+    """What a recording has frozen of a model itself."""
+
+    modules: Hashable
+    tensors: Hashable  # where parameters and buffers are
+    code: Hashable
+    config: Hashable
+    chosen: Hashable
+
+
+class State(NamedTuple):
+    """What a recording has frozen."""
+
+    model: ModelState
+    functions: Hashable
+
+
+def state_of(model: Any, names: Container[str] = _EVERYTHING) -> ModelState:
+    """What a recording has frozen: modules, their settings and code, and where parameters and buffers are.
+
+    Args:
+        names: those of attributes that count.
+    """
     found, look = modules_of(model), _Look(model.config)
-    modules = tuple([(id(module), type(module), _forward(module), _settings(module, look)) for module in found])
+    modules = tuple(
+        [
+            (id(module), type(module), module.training, _forward(module), _settings(module, look, names))
+            for module in found
+        ]
+    )
     held = [tensor for module in found for kept in (module._parameters, module._buffers) for tensor in kept.values()]
     tensors = tuple([_memory(tensor) for tensor in held if tensor is not None])
     code = _code_of(_classes_of(map(type, found)))
-    return modules, tensors, code, _settings(model.config, look), _chosen()
+    return ModelState(modules, tensors, code, _settings(model.config, look, names), _chosen())
 
 
 def _classes_of(types: Iterable[type]) -> list[Any]:
@@ -61,7 +103,7 @@ def _memory(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _settings(owner: Any, look: _Look) -> Hashable:
+def _settings(owner: Any, look: _Look, names: Container[str]) -> Hashable:
     """What a forward pass reads of an object besides modules, parameters and buffers, by name.
 
     Adapters are switched on and off in this way, scales are set, and implementations chosen.
@@ -70,7 +112,7 @@ def _settings(owner: Any, look: _Look) -> Hashable:
         [
             (name, value if type(value) in _ATOMS else look.frozen(value))
             for name, value in vars(owner).items()
-            if name not in _OF_TORCH
+            if name not in _OF_TORCH and name in names
         ]
     )
 
@@ -183,20 +225,23 @@ class Seen:
     among its attributes is never taken for unchanged, nor is one whose modules might know it: modules are held, and
     their model must go when its user lets go of it.
 
+    Args:
+        names: those of attributes that count.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, names: Container[str] = _EVERYTHING) -> None:
         everything = modules_of(model)
+        self._names = names
         self._types = list(map(type, everything))
         self._classes = _classes_of(self._types)
         self._code = _code_of(self._classes)
-        inside = [(*attribute, model.config) for each in everything[1:] for attribute in vars(each).items()]
+        inside = [(name, value, model.config) for each in everything[1:] for name, value in vars(each).items()]
         self._is_comparable = all(_is_harmless(*attribute) for attribute in inside)
         if not self._is_comparable:
             return
         self._others = everything[1:]
         self._orders = _orders(everything)
-        self._own, *self._attributes = [_copy_of_module(each, model.config) for each in everything]
+        self._own, *self._attributes = [_copy_of_module(each, model.config, names) for each in everything]
         held = [
             (n, kind, name, tensor)
             for n, module in enumerate(everything)
@@ -221,18 +266,29 @@ class Seen:
         everything = [model, *self._others]
         try:
             return bool(
-                vars(model) == self._own
-                and list(map(vars, self._others)) == self._attributes
+                self._are_alike(vars(model), self._own)
+                and self._have_attributes()
                 and list(map(type, everything)) == self._types
                 and _orders(everything) == self._orders
                 and _code_of(self._classes) == self._code
                 and all(getattr(everything[n], kind).get(name) is tensor for n, kind, name, tensor in self._single)
                 and _memory_of_all(self._tensors) == self._memory
-                and vars(model.config) == self._config
+                and self._are_alike(vars(model.config), self._config)
                 and _chosen() == self._chosen
             )
         except Exception:  # another tensor, say, whose numbers have been compared
             return False
+
+    def _have_attributes(self) -> bool:
+        now = list(map(vars, self._others))
+        return self._attributes == now or all(map(self._are_alike, now, self._attributes))
+
+    def _are_alike(self, now: dict[str, Any], before: dict[str, Any]) -> bool:
+        """Whether attributes that count are as they were, in an object that may have got others."""
+        if before == now:  # in this order: what stands for a value is asked first
+            return True
+        counting = [name for name in {*now, *before} if _counts(name, self._names)]
+        return all(name in now and name in before and before[name] == now[name] for name in counting)
 
 
 def _orders(modules: Sequence[nn.Module]) -> list[list[str]]:
@@ -248,9 +304,20 @@ def _memory_of_all(tensors: Sequence[Tensor]) -> list[list[Any]]:
     return [list(map(read, tensors)) for read in _READ]
 
 
-def _copy_of_module(module: nn.Module, config: Any) -> dict[str, Any]:
-    """The attributes of a module, to be compared with what they are later; without hooks."""
-    return {name: _copy_of_attribute(name, value, config) for name, value in vars(module).items()}
+def _copy_of_module(module: nn.Module, config: Any, names: Container[str]) -> dict[str, Any]:
+    """The attributes of a module, to be compared with what they are later; without hooks. Of those that do not count,
+    none is looked into that may lead to the model.
+    """
+    return {
+        name: _copy_of_attribute(name, value, config)
+        if _counts(name, names) or _is_harmless(name, value, config)
+        else None
+        for name, value in vars(module).items()
+    }
+
+
+def _counts(name: str, names: Container[str]) -> bool:
+    return name in names or name in _HOOKS or name in _OF_TORCH
 
 
 def _copy_of_attribute(name: str, value: Any, config: Any) -> Any:
@@ -310,3 +377,74 @@ class _Alike:
 
     def __eq__(self, other: object) -> bool:
         return _Look().about(other) == self._about
+
+
+# A model that has changed before so many looks is left alone for a while, for so many calls at the most.
+_PATIENCE, _LONGEST_PAUSE = 4, 64
+# One that has been found to be more than the libraries' own code may be so for a while only.
+_PAUSE_OF_FOREIGN = 2
+# States that a model may go back to: adapters that are used in turn.
+_KEPT = 4
+
+
+class States:
+    """What one model is from call to call: the one place that says whether there may be recordings of it, and which.
+
+    A look at a model that has not changed takes a fraction of the time of one that has. Where each look finds another
+    model, the next calls do without.
+    """
+
+    _of: weakref.WeakKeyDictionary[Any, States] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[State, tuple[Seen, Reached]] = OrderedDict()
+        self._changes = 0  # looks one after the other that have found a model that was not known
+        self._reason = ""  # why there is no recording in the next calls
+        self._pause = self._length = 0
+
+    @classmethod
+    def of(cls, model: Any) -> States:
+        return cls._of.setdefault(model, cls())
+
+    def look(self, model: Any) -> State:
+        """What a recording has frozen of the model, as it is now.
+
+        Raises:
+            CannotBeCaptured: there can be no recording of it.
+        """
+        unusual = library_code.unusual()
+        if unusual is not None:
+            raise CannotBeCaptured(unusual)
+        for state, (seen, reached) in reversed(self._known.items()):
+            if seen.is_still(model) and reached.is_still():
+                self._known.move_to_end(state)
+                self._changes = self._length = 0
+                return state
+        return self._looked_into(model)
+
+    def _looked_into(self, model: Any) -> State:
+        if self._pause:
+            self._pause -= 1
+            raise CannotBeCaptured(self._reason)
+        reason = library_code.foreign(model)
+        if reason is not None:
+            self._known.clear()
+            self._leave_alone(reason, _PAUSE_OF_FOREIGN)
+            raise CannotBeCaptured(reason)
+        reached = Reached.of(model)
+        state = State(state_of(model, reached.names), reached.functions)
+        is_new = bool(self._known) and state not in self._known
+        if state not in self._known:
+            self._known[state] = Seen(model, reached.names), reached
+        self._known.move_to_end(state)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        self._changes = self._changes + 1 if is_new else 0
+        if self._changes >= _PATIENCE:
+            self._leave_alone("the model changes from call to call")
+        return state
+
+    def _leave_alone(self, reason: str, longest: int = _LONGEST_PAUSE) -> None:
+        """The next calls do without a look, which takes longer the more is new: first none, then twice as many."""
+        self._reason, self._pause = reason, self._length
+        self._length = min(max(2 * self._length, 1), longest)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fastgen.decoding import library_code
 from fastgen.ops.attention import (
     gather_suffix,
     shared_prefix_attention,
@@ -355,3 +356,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     F.scaled_dot_product_attention: _attention,
 }
+library_code.watch(_RULES)

@@ -158,7 +158,7 @@ class MemoryModel:
         a GPU the mask as numbers. For every pair of tokens there is a byte of a mask, and for every head what attention
         adds or makes: a bias, or scores before and after the softmax.
         """
-        inner = 3 if self.gated else _IN_PARTS.get(self.activation, 2) if self.on_gpu else 2
+        inner = max(3 if self.gated else 2, _IN_PARTS.get(self.activation, 0) if self.on_gpu else 0)
         attention = 7 * self.hidden + (width if self.on_gpu else 0)
         layer = self.element * max(5 * self.hidden + inner * self.inner, attention)
         pairs = 1 + self.heads * (self.element if self.biased else 0)

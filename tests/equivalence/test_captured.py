@@ -233,6 +233,7 @@ def test_capacity_grows(family: Family, device: torch.device, monkeypatch: pytes
     assert sorted(key.sizes.new for key in graph_cache._of(model).steps) == [8, 16, 32]
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])
 def test_experts_are_those_for_steps(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch

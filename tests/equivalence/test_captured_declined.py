@@ -138,6 +138,7 @@ def test_sampling_goes_on_from_the_same_random_state(device: torch.device, monke
     assert "ZeroDivisionError" in reason
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_a_model_that_reads_the_encoders_output(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not stored with K and V; the NaN in its place are seen in the first step."""
     model, inputs = build(BY_NAME["bart"], device)
@@ -176,3 +177,15 @@ def test_samples_of_what_is_no_probability(device: torch.device) -> None:
     for beams in (1, 3):
         with pytest.raises(RuntimeError, match=message):
             run(model, inputs, {**NEW, "do_sample": True, "num_beams": beams})
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_positions_for_all_sequences_together(options: dict[str, Any], device: torch.device) -> None:
+    """One row of them, which the model repeats: that of a batch is none of a step's buffers."""
+    model, inputs = build(BY_NAME["llama"], device)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    positions = torch.arange(inputs["input_ids"].shape[1], device=device)[None] + 3
+    check(model, {**inputs, "position_ids": positions}, {**GREEDY, "min_new_tokens": 24})
+    assert reasons() == {"the model's input position_ids is not one row for each sequence": 1} and not captures()
+    check(model, {**inputs, "position_ids": positions.expand(len(inputs["input_ids"]), -1)}, {**GREEDY, **options})
+    assert captures() == 1, reasons()

@@ -79,6 +79,7 @@ class _Adapter(torch.nn.Module):
         return self.layer(x) + sum(self.scaling[name] * (x @ self.changes[name].T) for name in self.active)
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_other_settings_of_modules(device: torch.device) -> None:
     """A graph has frozen them: none is replayed with others."""
     model, inputs = build(BY_NAME["llama"], device)
@@ -102,6 +103,7 @@ def test_other_settings_of_modules(device: torch.device) -> None:
     assert captures() == 6 and Graph.made == made, reasons()
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_other_code(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward pass of a class, and an attention function that the library has registered."""
     model, inputs = build(BY_NAME["llama"], device)
@@ -179,6 +181,7 @@ def test_steps_that_take_much_memory_are_not_kept(device: torch.device, monkeypa
     assert not graph_cache._of(model).steps and captures() == 3
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_memory_of_kept_steps_is_the_original_codes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out because of them does not end a call."""
     model, inputs = build(BY_NAME["gpt2"], device)

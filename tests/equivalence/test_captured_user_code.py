@@ -142,3 +142,92 @@ def test_threads_that_the_users_code_waits_for(device: torch.device) -> None:
 
     check(model, inputs, lambda: {**BEAMS, "logits_processor": LogitsProcessorList([Waiting()])})
     assert threads and captures() > len(threads) // 2
+
+
+class Grammar(LogitsProcessor):
+    """Keeps what it was called with where no copy of its attributes has it."""
+
+    def __init__(self, seen: list[Any], change: Any) -> None:
+        self.advance = lambda tokens: seen.append(tokens.tolist())
+        self.change, self.length = change, lambda: len(seen)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.advance(input_ids)
+        return self.change(scores.roll(self.length(), dims=-1), self.length())
+
+
+class Noting(StoppingCriteria):
+    def __init__(self, seen: list[Any]) -> None:
+        self.note = lambda tokens: seen.append(tokens.tolist())
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.note(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+REFUSED = {
+    "float64": lambda scores, calls: scores.double(),
+    "float64 from the third call on": lambda scores, calls: scores.double() if calls > 2 else scores,
+    "half of the columns": lambda scores, calls: scores[:, : scores.shape[1] // 2],
+}
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS, {**GREEDY, "do_sample": True}], ids=["greedy", "beams", "sampled"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_scores_that_are_refused_are_asked_for_once(what: str, options: dict[str, Any], device: torch.device) -> None:
+    if what.startswith("half") and options is not GREEDY:
+        pytest.skip("the library wants all columns")
+    if "third" in what and "do_sample" in options:
+        pytest.skip("a graph draws other tokens than the library")
+    model, inputs = build(BY_NAME["gpt2"], device)
+    calls = []
+    for context in (fastgen.disabled(), contextlib.nullcontext()):
+        seen, noted = [], []
+        code = {
+            "logits_processor": LogitsProcessorList([Grammar(seen, REFUSED[what])]),
+            "stopping_criteria": StoppingCriteriaList([Noting(noted)]),
+        }
+        with context:
+            found = run(model, inputs, {**options, "min_new_tokens": 12, **code})
+        calls.append((found.tolist(), seen, noted))
+    assert calls[0] == calls[1]
+
+
+def test_user_code_runs_in_the_mode_of_the_call(device: torch.device) -> None:
+    """Its own tensors, made in inference mode, can be written to there."""
+    model, inputs = build(BY_NAME["gpt2"], device)
+
+    class Own(LogitsProcessor):
+        def __init__(self) -> None:
+            self.counts = None
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if self.counts is None:
+                self.counts = torch.zeros_like(scores)
+            self.counts.scatter_add_(1, input_ids[:, -1:], torch.ones_like(scores[:, :1]))
+            return scores - self.counts
+
+    with torch.inference_mode():
+        check(model, inputs, lambda: {**GREEDY, "min_new_tokens": 24, "logits_processor": LogitsProcessorList([Own()])})
+    assert captures() == 1, reasons()
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["rows", "beams"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_what_the_users_code_raises_comes_of_nothing_of_ours(options: dict[str, Any], at: int) -> None:
+    """Also where a captured step has been tried before, which the scores of the processor end."""
+
+    class Raises(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > at:
+                raise ZeroDivisionError("planted")
+            return scores.double() if at == 1 else scores
+
+    model, inputs = build(BY_NAME["llama"], torch.device("cpu"))
+    for context in (fastgen.disabled(), contextlib.nullcontext()):
+        with context, pytest.raises(ZeroDivisionError) as raised:
+            run(model, inputs, {**options, "min_new_tokens": 12, "logits_processor": [Raises()]})
+        assert raised.value.__context__ is None and raised.value.__cause__ is None

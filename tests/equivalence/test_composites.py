@@ -144,6 +144,7 @@ def _handing_on() -> Any:
     return HandingOn(transformers.LlamaConfig(**_TOKENS, **LLAMA))
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_models_of_which_it_is_not_known_what_they_hand_on() -> None:
     """With several sequences for an input they are left to the original code."""
     ids = torch.randint(4, VOCABULARY, (2, LONG), generator=torch.Generator().manual_seed(0))

@@ -80,7 +80,7 @@ DECISIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "encoders.programs:_serves": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_key": (_short, f"{ENCODER}, recorded"),
     "encoders.programs:_is_due": (_short, f"{ENCODER}, recorded"),
-    "encoders.programs:code_of_others": (_short, f"{ENCODER}, recorded"),
+    "encoders.programs:_has_plain_tensors": (_short, f"{ENCODER}, recorded"),
 }
 
 

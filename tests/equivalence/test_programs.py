@@ -318,6 +318,7 @@ class Unseen(torch.nn.Linear):
         return out
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_a_kernel_that_is_not_seen() -> None:
     model, inputs = build(FAMILIES[3], CPU)
     head = model.get_output_embeddings()

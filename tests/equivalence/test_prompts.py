@@ -61,6 +61,7 @@ def test_every_model(
     assert accelerated() == (not family.exceeds_window(decoding))
 
 
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_the_model_gets_no_padding_of_shorter_prompts(
     passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

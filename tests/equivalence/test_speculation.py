@@ -100,6 +100,7 @@ def test_an_identical_assistant_is_always_right(any_lengths: None) -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5", "marian"])
 @pytest.mark.parametrize("padding", ["left", "right", None])
+@pytest.mark.usefixtures("tests_are_the_librarys")
 def test_an_assistant_has_an_encoder_of_its_own(
     name: str, padding: str | None, any_lengths: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

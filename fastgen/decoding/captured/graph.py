@@ -168,11 +168,11 @@ class Graph:
                     function()
                     self._graph.capture_end()
                 except BaseException:
-                    self._break_off(index)
+                    self._break_off(index, pool)
                     raise
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _break_off(self, index: int) -> None:
+    def _break_off(self, index: int, pool: Any) -> None:
         """Ends a capture that failed, and undoes what its beginning has changed in releases of torch up to 2.12.
 
         No other graph could be captured into the pool, and nothing could be drawn with the generator of the device.
@@ -182,7 +182,7 @@ class Graph:
             return  # what failed was no matter of the device
         except RuntimeError:
             pass
-        pool, *_ = _shared.pop(index)
+        _shared.pop(index, None)
         self._graph.reset()
         _abandoned.append(self._graph)
         with contextlib.suppress(RuntimeError):  # which says that torch has done it
@@ -194,6 +194,11 @@ class Graph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def let_pools_go() -> None:
+    """The memory of graphs that are gone can be given back; the next graph has a pool of its own."""
+    _shared.clear()
 
 
 def _shared_by_graphs(index: int) -> _Shared:

@@ -83,6 +83,7 @@ class Call:
     model: Any
     scores_are_private: bool  # nobody but the decoding loop holds those that the processors get
     cache_is_the_users: bool  # it was passed in, and is looked at after the call
+    in_inference_mode: bool = field(default_factory=torch.is_inference_mode_enabled)  # what made it
     users_errors: Errors = field(default_factory=Errors)  # what processors, criteria and other code of theirs raised
     runs_user_code: bool | None = None  # None until the decoding loop has begun, where that is looked at
     accelerated: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,25 +25,25 @@ def generate(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
         wrapped = patching.on_behalf(wrapped)
     if not patching.is_active():
         return wrapped(*args, **kwargs)
-    try:
-        bound = inspect.signature(original).bind(*args, **kwargs)
-    except TypeError:
-        return wrapped(*args, **kwargs)  # which raises it
+    bound = patching.bound(original, args, kwargs)
+    if bound is None:
+        return wrapped(*args, **kwargs)
     arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     arguments.pop("kwargs", None)
+    attempt, failed = None, None
     try:
         attempt = _decide(model, arguments)
     except FallbackError:
         raise
     except Exception as failure:  # nothing has been changed yet
         interrupts.pass_on(failure)
-        with patching.suspended():
-            result = wrapped(*args, **kwargs)
-        _report(model, failure)
-        return result
+        failed = failure
     if attempt is None:
         with patching.suspended():  # an assistant's own calls are part of this one
-            return wrapped(*args, **kwargs)
+            result = wrapped(*args, **kwargs)
+        if failed is not None:
+            _report(model, failed)
+        return result
     with host_memory.kept(model.device):
         return _accelerated(wrapped, attempt)
 

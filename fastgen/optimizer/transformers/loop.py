@@ -87,17 +87,21 @@ def decode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         ready = contextlib.nullcontext() if draft is None else draft.ready()
         with ready, graph.taken(model.device), experts, torch._C._InferenceMode(False), _without_gradients():
             result = _run(call, arguments, model_kwargs, draft)
-    except CannotBeCaptured as reason:
-        counters.count_not_used(ENTRY_POINT, str(reason))
-        result = wrapped(**arguments, **model_kwargs)
-        if isinstance(reason, DoesNotPay):
-            sequences = result if isinstance(result, Tensor) else result.sequences
-            reason.note(sequences.shape[1] - arguments["input_ids"].shape[1])
-        if isinstance(reason, Unexpected) and call.accelerated:
-            releases.note(model, str(reason), what="generate has no captured steps")
+    except CannotBeCaptured as found:
+        # The library's loop is not run here: what it raises would show this, and this holds what has been tried.
+        reason, is_unexpected = str(found), isinstance(found, Unexpected)
+        note = found.note if isinstance(found, DoesNotPay) else None
+    else:
+        call.prefilled = None
+        counters.count_accelerated(ENTRY_POINT)
         return result
-    call.prefilled = None
-    counters.count_accelerated(ENTRY_POINT)
+    counters.count_not_used(ENTRY_POINT, reason)
+    result = wrapped(**arguments, **model_kwargs)
+    if note is not None:
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        note(sequences.shape[1] - arguments["input_ids"].shape[1])
+    if is_unexpected and call.accelerated:
+        releases.note(model, reason, what="generate has no captured steps")
     return result
 
 
@@ -153,6 +157,9 @@ def _check(call: Call, arguments: dict[str, Any], model_kwargs: dict[str, Any]) 
     for name, value in model_kwargs.items():
         if not _is_known(name, value):
             raise Unexpected(f"the model's input {name}")
+        given = value[0] if isinstance(value, ModelOutput) else value
+        if isinstance(given, Tensor) and given.shape[0] != arguments["input_ids"].shape[0]:
+            raise CannotBeCaptured(f"the model's input {name} is not one row for each sequence")  # the model repeats it
 
 
 def _check_without_draft(arguments: dict[str, Any]) -> None:

@@ -13,12 +13,11 @@ from transformers.generation.utils import GenerationMixin, is_deepspeed_zero3_en
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import patching, releases
+from fastgen.decoding import library_code
 from fastgen.decoding.model_state import Same
 from fastgen.decoding.modules import modules_of
 from fastgen.releases import Usual
 
-# Where models are from whose forward passes are known to treat the rows of a batch alike.
-_LIBRARIES = ("transformers.", "fastgen.models.")
 # Rotary embeddings of these kinds have frequencies that depend on the longest row of the batch.
 _ADAPTIVE_ROPE = ("dynamic", "longrope")
 _ROPE = frozenset({"rope_type", "rope_parameters", "rope_scaling"})
@@ -46,7 +45,9 @@ _CAPTURABLE = frozenset(
 
 def unsupported(model: Any) -> str | None:
     """Why calls of this model are not accelerated, as far as the model alone tells; None when they are."""
-    kind = type(model)
+    kind, unusual = type(model), library_code.unusual()
+    if unusual is not None:
+        return Usual(unusual)
     failed = releases.failed_before(kind)
     if failed is not None:
         return failed
@@ -64,7 +65,7 @@ def unsupported(model: Any) -> str | None:
     if getattr(model, "_is_stateful", False):
         return f"{kind.__name__} keeps state other than K/V"
     for method in ("forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if not getattr(kind, method).__module__.startswith(_LIBRARIES):
+        if not library_code.is_own(getattr(kind, method)):
             return f"{kind.__name__}.{method} is not the library's own"
         if method in vars(model) and not (method == "forward" and hasattr(model, "_old_forward")):  # accelerate's hook
             return Usual(f"{method} has been replaced on this model")
@@ -113,7 +114,7 @@ def modules_unsupported(model: Any) -> str | None:
         if not module._forward_hooks and not module._forward_pre_hooks:
             continue
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not (getattr(hook, "__module__", None) or "").startswith(("transformers.", "accelerate.", "torch.")):
+            if not library_code.is_of_library(hook):
                 return _HOOKED
     return None
 

@@ -58,13 +58,16 @@ def _prefill(
     model_kwargs: dict[str, Any],
     is_first_iteration: bool = True,
 ) -> Any:
+    declined = None
     try:
         with call.decides():
             per_input = max(generation_config.num_beams, generation_config.num_return_sequences)
             to_generate = max(generation_config.max_length - input_ids.shape[1], 1)
             one_row_ids, one_row_kwargs = _one_row_each(call, input_ids, generation_config, model_kwargs, to_generate)
-    except NotAccelerated as declined:
-        call.decline(declined.reason)
+    except NotAccelerated as found:
+        declined = found.reason
+    if declined is not None:
+        call.decline(declined)
         return wrapped(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     initial_capacity = min(to_generate, _MAX_FIRST_CAPACITY)
@@ -102,6 +105,8 @@ def _one_row_each(
     """
     if call.runs_user_code is None:
         raise NotAccelerated("the decoding loop is not hooked")
+    if call.cache_is_the_users and call.runs_user_code:
+        raise NotAccelerated(Usual("code of the user's beside a cache of the user's, which it may look into or change"))
     mode = config.get_generation_mode()
     if mode.value not in _MODES:
         raise NotAccelerated(Usual(f"generation mode {mode.value}"))

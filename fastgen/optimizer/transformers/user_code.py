@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
+from torch import Tensor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 # Arguments of `generate` that are code of the user's.
@@ -30,6 +33,8 @@ _LISTS = ("logits_processor", "stopping_criteria")
 # An object with more than so many parts, or larger tensors, is not saved: copying it would cost more than it is worth.
 _MAX_PARTS = 10_000
 _MAX_TENSOR_BYTES = 2**24
+# Bytes and calls of what the user's code has given, up to which another loop can begin again with it.
+_MOST_GIVEN, _MOST_CALLS = 2**28, 2**12
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
 
@@ -93,24 +98,97 @@ def _is_the_librarys(part: Any) -> bool:
     return module is not None and getattr(module, kind.__name__, None) is kind
 
 
+def kind_of(part: Any) -> Any:
+    """The class of a processor or criterion, whatever FastGen has put around it; of a function, itself."""
+    own = part.__wrapped__ if type(part) is _UserCode else part
+    return own if type(own) in (FunctionType, functools.partial) else type(own)
+
+
+class _Given(NamedTuple):
+    """What an object of the user's has given in a call, and made of the tokens if it has written there."""
+
+    result: Any
+    written: Tensor | None
+
+
+def _copied(result: Any) -> Any:
+    """What has been given, for another time: the user's code may go on to write into a tensor."""
+    return result.clone() if isinstance(result, Tensor) else result
+
+
 class _UserCode(wrapt.ObjectProxy):
     """An object of the user's, which looks like itself. What its code raises is noted."""
 
     def __init__(self, wrapped: Any, errors: Errors) -> None:
         super().__init__(wrapped)
         self._self_errors = errors
+        self._self_given: list[_Given] | None = None  # what it has given since `Calls` began
+        self._self_again: deque[_Given] = deque()  # what it has given for the calls that come
 
     @property
     def __call__(self) -> Any:  # a property, because the library looks at the signature of the object's own
         return wrapt.FunctionWrapper(self.__wrapped__.__call__, self._self_run)
 
     def _self_run(self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._self_again:
+            given = self._self_again.popleft()
+            if given.written is not None:
+                args[0].copy_(given.written)
+            return _copied(given.result)
+        before = args[0].clone() if self._self_given is not None and args and isinstance(args[0], Tensor) else None
         with self._self_errors.noted():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if self._self_given is not None:
+            has_written = before is not None and not torch.equal(before, args[0])
+            self._self_given.append(_Given(_copied(result), args[0].clone() if has_written else None))
+        return result
 
     def __getattr__(self, name: str) -> Any:  # it may be a property of the user's class
         with self._self_errors.noted():
             return getattr(self.__wrapped__, name)
+
+
+class Calls:
+    """What the user's code among processors and criteria gives from now on, for another loop to begin again.
+
+    It has been called then, and may have noted so where nobody sees it: it is not called once more, and gives the same.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        parts = list(parts)
+        self._users = [part for part in parts if isinstance(part, _UserCode)]
+        self._state = SavedState(self._users)
+        self._others = SavedState(part for part in parts if not isinstance(part, _UserCode))
+        for part in self._users:
+            part._self_given = [*part._self_again]
+
+    def rewind(self, draws_others: bool = False) -> None:
+        """The calls that come are those that came: of the library's own objects, everything is as it was.
+
+        Args:
+            draws_others: the other loop draws other tokens, so that only the first call is the same.
+        """
+        self._others.restore()
+        if draws_others and any(len(part._self_given or ()) > 1 for part in self._users):
+            self._state.restore()
+        else:
+            for part in self._users:
+                part._self_again = deque(part._self_given or ())
+        self.end()
+
+    def is_much(self) -> bool:
+        """Whether what has been given is too much to be kept: by its last, all are as large."""
+        nbytes = 0
+        for part in self._users:
+            given = part._self_given or ()
+            if given and isinstance(given[-1].result, Tensor):
+                nbytes += len(given) * given[-1].result.nbytes
+        return nbytes > _MOST_GIVEN or any(len(part._self_given or ()) > _MOST_CALLS for part in self._users)
+
+    def end(self) -> None:
+        """No other loop will begin again."""
+        for part in self._users:
+            part._self_given = None
 
 
 class Streamer(wrapt.ObjectProxy):

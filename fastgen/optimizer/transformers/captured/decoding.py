@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,15 @@ _OUTPUTS = {
 }
 
 
+# Classes of criteria that have written into the tokens of beams. A captured search has none for each candidate.
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+_WRITES = "a criterion writes into the tokens of beams"
+
+
+class _Written(CannotBeCaptured):
+    """A criterion has written there, in this call."""
+
+
 class Decoding:
     """One call with a captured step, after its first pass."""
 
@@ -100,9 +110,11 @@ class Decoding:
         Raises:
             CannotBeCaptured: it does not work, or would not pay; nothing has been changed then.
         """
+        if self._config.num_beams > 1 and any(user_code.kind_of(each) in _writers for each in self._criteria):
+            raise CannotBeCaptured(_WRITES)
         self._eager_steps = self._steps_before_capture()
         random_state = RandomState(self._model.device)
-        state = user_code.SavedState((*self._processors, *self._criteria))
+        self._calls = user_code.Calls((*self._processors, *self._criteria))
         step = None
         try:
             step = self._step()
@@ -114,13 +126,15 @@ class Decoding:
             interrupts.pass_on(error)
             if step is not None:  # before, nothing is drawn, and other threads may have drawn meanwhile
                 random_state.restore()
-                state.restore()
+                self._calls.rewind(self._config.do_sample and not graph.is_recorded(self._model.device))
             if memory.is_out(error):
                 graph_cache.drop_all()
                 raise CannotBeCaptured("out of memory") from None
             kind = CannotBeCaptured if isinstance(error, CannotBeCaptured) else Unexpected
             raise kind(_describe(error)) from error
         finally:
+            self._calls.end()
+            self._raised = None  # its frames hold this object
             # It refers to this object, which holds what the call returns of every step.
             del self._host
         if step.is_captured:
@@ -196,8 +210,12 @@ class Decoding:
             self._kept[name].append(tensor)
 
     def _process(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        # The first step of the library's loop has the prompt itself, into which somebody may write.
+        is_prompt = tokens.shape == self._input_ids.shape and self._config.num_beams == 1
         with self._users():
-            processed = self._processors(tokens, scores)
+            processed = self._processors(self._input_ids if is_prompt else tokens, scores)
+        if is_prompt:
+            tokens.copy_(self._input_ids)
         # The library draws and compares in that type. Scores of beams are added to others in float32 first.
         is_drawn = self._config.do_sample and self._config.num_beams == 1
         dtype = processed.dtype if is_drawn else torch.promote_types(processed.dtype, torch.float32)
@@ -209,16 +227,23 @@ class Decoding:
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         if scores is None and "scores" in self._kept:
             scores = tuple(self._kept["scores"])
-        with self._users():
-            for criterion in self._criteria:
+        for criterion in self._criteria:
+            before = tokens.clone()
+            with self._users():
                 done = done | criterion(tokens, scores)
+            if self._config.num_beams > 1 and not torch.equal(tokens, before):
+                _writers.add(user_code.kind_of(criterion))
+                raise _Written(_WRITES)
         return done
 
     @contextlib.contextmanager
     def _users(self) -> Iterator[None]:
-        """What the user's code raises is not the step's failure; what it waits for must not wait for this call."""
+        """What the user's code raises is not the step's failure; what it waits for must not wait for this call. It runs
+        in the mode that the call was made in: of inference, its own tensors are such as only that may write to.
+        """
+        mode = torch.inference_mode() if self._call.in_inference_mode else contextlib.nullcontext()
         try:
-            with graph.stepped_aside(self._model.device):
+            with graph.stepped_aside(self._model.device), mode:
                 yield
         except Exception as error:
             self._raised = error
@@ -242,8 +267,8 @@ class Decoding:
                 begun = self._first_steps(step, was_kept, time.perf_counter() - start, replays)
             else:
                 replays += 1
-            if step.is_captured and not self._has_released and prompt.new_tokens <= step.sizes.new:
-                self._release()  # the step has it all, and will not be exchanged for a larger one
+            if self._may_release(step):
+                self._release()
             done += 1
         if begun is not None and not self._key.waits_for_host and replays - begun[0] >= _ENOUGH_STEPS:
             step.seconds_of_calls.append((time.perf_counter() - begun[1]) / (replays - begun[0]))
@@ -274,14 +299,22 @@ class Decoding:
         try:
             return run()
         except Exception as error:
-            is_ours = error is not self._raised and interrupts.behind(error) is None
+            is_ours = error is not self._raised and interrupts.behind(error) is None and not isinstance(error, _Written)
             if is_ours and not step.is_complete and not memory.is_out(error):
                 graph_cache.refuse(self._model, self._key, _describe(error))
             raise
 
+    def _may_release(self, step: CapturedStep) -> bool:
+        """Whether the step has all that is needed, and will not be exchanged for a larger one."""
+        is_whole = step.is_captured and self._prompt.new_tokens <= step.sizes.new
+        # The user's code may yet do what a captured step cannot.
+        begins_again = self._call.runs_user_code and not self._calls.is_much()
+        return is_whole and not self._has_released and not begins_again
+
     def _release(self) -> None:
         """Frees what the first pass has stored. The library's loop cannot go on from there any more."""
         self._has_released = True
+        self._calls.end()
         self._call.store.release()
         self._prompt.own.clear()
         self._prompt.cross.clear()

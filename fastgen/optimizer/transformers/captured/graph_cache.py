@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fastgen import caches
-from fastgen.decoding.model_state import state_of
+from fastgen.decoding.captured import graph
+from fastgen.decoding.model_state import State, States
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.memory import free_host_memory
@@ -29,11 +30,12 @@ MOST_OF_MEMORY = 0.25
 class _OfModel:
     """The steps of one model, what its parameters were when they were captured, and what could not be captured."""
 
-    state: Hashable
+    state: tuple[State, Hashable]
     ledger: Ledger
     steps: OrderedDict[Key, CapturedStep] = field(default_factory=OrderedDict)
     refused: dict[Key, str] = field(default_factory=dict)
     bound: set[Key] = field(default_factory=set)  # keys of any sizes, and batch, whose recordings are of one size
+    former: _OfModel | None = None  # of the model as it was before, which it may go back to: adapters in turn
 
 
 _models: weakref.WeakKeyDictionary[Any, _OfModel] = weakref.WeakKeyDictionary()
@@ -46,7 +48,7 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
     """A step of this key, for one call at a time.
 
     Raises:
-        CannotBeCaptured: that has been tried before.
+        CannotBeCaptured: that has been tried before, or the model runs more than the libraries' own code.
     """
     with _lock:
         cached = _of(model)
@@ -68,10 +70,10 @@ def give_back(model: Any, step: CapturedStep) -> None:
             return
         cached.steps[step.key] = step
         _models[model] = _models.pop(model)  # the last one that was used
-        while (steps := [x for other in _models.values() for x in other.steps.values()]) and (
+        while (steps := [x for other in _all() for x in other.steps.values()]) and (
             len(steps) > MOST or sum(x.nbytes for x in steps) > most
         ):
-            oldest = next(other for other in _models.values() if other.steps)
+            oldest = next(other for other in _all() if other.steps)
             key, _ = oldest.steps.popitem(last=False)
             oldest.ledger.forget(key)  # or each call would record it again
 
@@ -79,7 +81,9 @@ def give_back(model: Any, step: CapturedStep) -> None:
 def refuse(model: Any, key: Key, reason: str) -> None:
     """A step of this key cannot be captured, and is not to be tried again."""
     with _lock:
-        _of(model).refused[key] = reason
+        cached = _models.get(model)
+        if cached is not None:
+            cached.refused[key] = reason
 
 
 def bind(model: Any, step: CapturedStep) -> None:
@@ -101,7 +105,10 @@ def is_refused(model: Any, key: Key) -> bool:
     """Whether a step of this key is known not to be capturable."""
     with _lock:
         cached = _models.get(model)  # what has changed in the model is looked for only where there is a reason to
-        return cached is not None and key in cached.refused and key in _of(model).refused
+        try:
+            return cached is not None and key in cached.refused and key in _of(model).refused
+        except CannotBeCaptured:
+            return True
 
 
 def kept(model: Any, key: Key) -> CapturedStep | None:
@@ -135,8 +142,9 @@ def drop(model: Any) -> None:
 def drop_all() -> bool:
     """Frees the steps that are not in use; says whether there were any."""
     with _lock:
-        found = any(cached.steps for cached in _models.values())
+        found = any(cached.steps for cached in _all())
         _models.clear()
+    graph.let_pools_go()
     return found
 
 
@@ -154,8 +162,33 @@ def _most_bytes(device: torch.device) -> float:
 
 def _of(model: Any) -> _OfModel:
     """What is kept of a model; nothing that was captured with other parameters."""
-    state = state_of(model), attention_functions()
+    state = States.of(model).look(model), attention_functions()
     cached = _models.get(model)
-    if cached is None or cached.state != state:
+    if cached is None:
         cached = _models[model] = _OfModel(state, Ledger.of(model))
+    elif cached.state != state:
+        cached = _models[model] = _changed(cached, state)
     return cached
+
+
+def _changed(before: _OfModel, state: tuple[State, Hashable]) -> _OfModel:
+    """What is kept of a model that has changed: of adapters that are used in turn, the steps of both. Steps of weights
+    that are gone are freed.
+    """
+    former, before.former = before.former, None
+    if former is not None and former.state == state:
+        former.former = before
+        return former
+    is_kept = before.state[0].model.tensors == state[0].model.tensors
+    for dropped in (former, None if is_kept else before):
+        for key in () if dropped is None else dropped.steps:
+            before.ledger.forget(key)
+    return _OfModel(state, before.ledger, former=before if is_kept else None)
+
+
+def _all() -> Iterator[_OfModel]:
+    """What is kept of all models as they are, and as they were before."""
+    for cached in _models.values():
+        if cached.former is not None:
+            yield cached.former
+        yield cached

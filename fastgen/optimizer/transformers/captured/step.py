@@ -166,6 +166,7 @@ class CapturedStep:
         self._start = 0  # where the sequences begin in their buffers
         # Of the call: its inputs, and the positions that the first pass has stored in each layer.
         self._present = 0
+        self._last: Tensor | None = None  # what a criterion has written in the place of the last tokens
         self._lengths: tuple[list[int], list[int]] = ([], [])
         self._graphs: list[tuple[graph.Graph | Program, OnHost | None]] = []
         self.seconds_of_calls: deque[float] = deque(maxlen=4)  # what a step of the last calls has taken
@@ -377,7 +378,7 @@ class CapturedStep:
         if self.key.has_criteria:
             parts += [
                 (partial(self._put_proposal, scores), CapturedStep._stop_on_host),
-                (partial(self._take, end), None),
+                (partial(self._take, end), CapturedStep._write_last),
             ]
         else:
             parts.append((partial(self._choose, scores, end), CapturedStep._keep_on_host if self._kept else None))
@@ -393,7 +394,10 @@ class CapturedStep:
         search, rows = self.search, self._present * self.key.per_input
         sequences = search.running_tokens[:rows, self._start : search.prompt_capacity + done]
         # Copies, as in the library's loop every step has tensors of its own: a processor may keep them.
-        self._scores[:rows] = host.process(sequences.clone(), self._scores[:rows].clone())
+        given = sequences.clone()
+        self._scores[:rows] = host.process(given, self._scores[:rows].clone())
+        if not torch.equal(sequences, given):  # somebody has written there, which counts in the library's loop, too
+            sequences.copy_(given)
 
     def _keep_on_host(self, host: Host, done: int) -> None:
         rows = self._present * self.key.per_input
@@ -401,9 +405,21 @@ class CapturedStep:
 
     def _stop_on_host(self, host: Host, done: int) -> None:
         self._keep_on_host(host, done)
-        end = self.search.prompt_capacity + done
-        stops = host.stops(self.search.proposed(self._proposal, self._present, self._start, end))
+        search, end = self.search, self.search.prompt_capacity + done
+        tokens = search.proposed(self._proposal, self._present, self._start, end)
+        given = tokens.clone()
+        stops = host.stops(given)
         self._stops[: stops.shape[0]] = stops
+        if not torch.equal(tokens, given):
+            search.running_tokens[: len(given), self._start : end] = given[:, :-1]
+            self._last = given[:, -1]
+
+    def _write_last(self, host: Host, done: int) -> None:
+        """The token that a criterion has written: what it was decides whether the sequence ends."""
+        if self._last is not None:
+            rows, end = len(self._last), self.search.prompt_capacity + done
+            self.search.running_tokens[:rows, end] = self.search.tokens.view(-1)[:rows] = self._last
+            self._last = None
 
     def _capture(self, part: Callable[[], None]) -> graph.Graph | Program:
         if self._growing is not None:

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from fastgen import counters, interrupts, patching, releases, settings
-from fastgen.decoding import host_memory
+from fastgen.decoding import host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
 from fastgen.ops import linear
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
-from fastgen.optimizer.transformers.encoders.others import code_of_others
 from fastgen.optimizer.transformers.encoders.passes import Declined, Passes, Unexpected
 from fastgen.optimizer.transformers.encoders.stacks import PACKED, way_of
 
@@ -99,7 +98,15 @@ def is_left_alone() -> bool:
     if _inside.get() or not patching.is_active() or Call.current() is not None:
         return True
     # What is compiled, traced or captured must not look at values.
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing() or _is_unusual()
+
+
+def _is_unusual() -> bool:
+    """Whether a mode or a function of the user's may see each operation, which is counted."""
+    unusual = library_code.unusual()
+    if unusual is not None:
+        counters.count_not_used(ENTRY_POINT, unusual)
+    return unusual is not None
 
 
 def known_of(model: Any) -> _Model:
@@ -329,8 +336,9 @@ def _foreign(model: Any, stack: Any, padding: str) -> str | None:
     In the stack it may look at other tokens than attention does. Behind it, it may look at padding without NaN in its
     result: by a comparison, say. Only with padding="zero" the user has said that it does not.
     """
-    found = code_of_others(model if padding != "zero" else stack)
-    return found and f"code that is not the library's ({found})"
+    part = model if padding != "zero" else stack
+    found = library_code.foreign(part)
+    return found and f"code that is not the library's: {found}"
 
 
 def _is_contiguous(mask: Tensor) -> bool:

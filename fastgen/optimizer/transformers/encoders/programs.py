@@ -20,20 +20,19 @@ from fastgen.decoding import narrow_weights
 from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.captured.recording import tensors_in
-from fastgen.decoding.model_state import Seen, state_of
+from fastgen.decoding.model_state import State, States
 from fastgen.decoding.modules import modules_of
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.locks import forkable_lock
 from fastgen.optimizer.transformers import models
-from fastgen.optimizer.transformers.encoders.others import code_of_others
 
 ENTRY_POINT = "transformers.encoder, recorded"
 # Tokens of a batch: with more, the products take nearly all of the time.
 MOST_TOKENS = 256
 # Recording takes as long as tens of passes, so that a shape must have come so often.
 PAYS_FROM = 64
-# Of a model.
-MOST = 32
+# Of a model, as it is in each of so many states: adapters are used in turn.
+MOST, MOST_STATES = 32, 4
 _INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 _FLAGS = (bool, type(None))
 _CPU = torch.device("cpu")
@@ -74,26 +73,36 @@ class _OfModel:
     """The recorded passes of one model, and what it was when they were recorded."""
 
     def __init__(self) -> None:
-        self._state: Hashable = None
-        self._functions: Hashable = None
-        self._seen: Seen | None = None
+        self._states: OrderedDict[tuple[State, Hashable], OrderedDict[Hashable, _Pass]] = OrderedDict()
+        self._has_state = False
         self.passes: OrderedDict[Hashable, _Pass] = OrderedDict()
         self.wanted: Counter[Hashable] = Counter()
         self.refused: set[Hashable] = set()
 
     def may_run(self, model: Any) -> bool:
-        """Whether the model may have recorded passes. Those of the model as it was before are dropped."""
-        functions = models.attention_functions()
-        is_still = self._seen is not None and self._seen.is_still(model) and functions == self._functions
-        if is_still and not models.has_global_hooks():
-            return True
-        self._seen = None
-        if models.modules_unsupported(model) is not None or not (_is_served(model) and _has_plain_tensors(model)):
+        """Whether the model may have recorded passes; `passes` are those of the model as it is. Those of other weights
+        are dropped.
+
+        Raises:
+            CannotBeCaptured: it runs more than the libraries' own code.
+        """
+        if models.has_global_hooks():
             return False
-        seen, state = Seen(model), (state_of(model), functions)
-        if state != self._state:
-            self.passes.clear()
-        self._seen, self._state, self._functions = seen, state, functions
+        state = States.of(model).look(model)
+        known = state, models.attention_functions()
+        if known in self._states:
+            self._states.move_to_end(known)
+        elif models.modules_unsupported(model) is None and _is_served(model) and _has_plain_tensors(model):
+            if self._has_state:  # a shape has to come as often once more, or each change would make a recording
+                self.wanted.clear()
+            for former in [each for each in self._states if each[0].model.tensors != state.model.tensors]:
+                del self._states[former]
+            self._states[known], self._has_state = OrderedDict(), True
+            while len(self._states) > MOST_STATES:
+                self._states.popitem(last=False)
+        else:
+            return False
+        self.passes = self._states[known]
         return True
 
 
@@ -148,10 +157,11 @@ def _wanted(model: Any, given: dict[str, Any]) -> tuple[_OfModel, Hashable, dict
 
 
 def _may_run(of: _OfModel, key: Hashable, model: Any) -> bool:
-    if not of.may_run(model):
+    try:
+        return of.may_run(model) and (key in of.passes or of.wanted[key] >= PAYS_FROM)
+    except CannotBeCaptured as reason:
+        counters.count_not_used(ENTRY_POINT, str(reason))
         return False
-    # A recording would leave out what code of others does besides computing.
-    return key in of.passes or code_of_others(model) is None
 
 
 def _is_due(of: _OfModel, key: Hashable, model: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -22,10 +21,9 @@ _states_are_masked: ContextVar[bool] = ContextVar("fastgen_masked_states", defau
 
 def encode(wrapped: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrapper of `SentenceTransformer.encode`."""
-    try:
-        bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    except TypeError:
-        return wrapped(*args, **kwargs)  # which raises it
+    bound = patching.bound(wrapped, args, kwargs)
+    if bound is None:
+        return wrapped(*args, **kwargs)
     bound.apply_defaults()
     shown = bound.arguments["output_value"]
     found = None if call.is_left_alone() else counters.decided(call.ENTRY_POINT, _encoder, model, shown)

@@ -47,10 +47,9 @@ def get_hf_quantizer(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
 
     `KeepBits` is taken out of the call: the library compares the class of what it is given with that of the file.
     """
-    try:
-        bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    except TypeError:
-        return wrapped(*args, **kwargs)  # which raises it
+    bound = patching.bound(wrapped, args, kwargs)
+    if bound is None:
+        return wrapped(*args, **kwargs)
     given = bound.arguments
     asked = _asked(given.get("quantization_config"))
     if asked is not None:

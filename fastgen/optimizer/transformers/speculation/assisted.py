@@ -40,6 +40,8 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
         return value if value is not None or config is None else getattr(config, name, None)
 
     asked = [name for name in OPTIONS if option(name) is not None]
+    if arguments.get("logits_processor") or arguments.get("prefix_allowed_tokens_fn"):
+        return None, arguments  # the user's, which may count how often the library's drafts call it
     if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)

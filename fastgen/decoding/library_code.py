@@ -1,0 +1,418 @@
+"""Whether what a model runs is the libraries' own code, and still the same functions.
+
+FastGen stands for code that it knows: it captures a step, replaces an operator and leaves out an encoder's padding only
+where all that this code runs is in the libraries' own files. A whitelist decides, by the file that a function was
+written in: a name or a `__module__` can be given to any function. What else a user puts into a model, or in the place
+of a function, runs as it would without FastGen.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import wrapt
+from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
+from torch.overrides import _get_current_function_mode_stack
+
+from fastgen import patching
+from fastgen.decoding.modules import modules_of
+
+# The libraries; and what they call that computes nothing of a model.
+LIBRARIES = ("torch", "transformers", "fairseq", "sentence_transformers", "peft", "accelerate", "fastgen")
+_HELPERS = ("numpy", "huggingface_hub", "packaging", "tqdm", "typing_extensions", "wrapt")
+_PACKAGES = (*LIBRARIES, *_HELPERS)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+# Files whose functions are followed: what they call is watched, too. Of torch, the modules and their functions.
+_FOLLOWED = ("transformers", "fairseq", "sentence_transformers", "peft", "torch.nn", "fastgen.models")
+
+# What a subclass of a library's may have without changing what its forward pass does.
+_HARMLESS = frozenset(
+    "__module__ __doc__ __qualname__ __init__ __annotations__ __annotate_func__ __annotations_cache__ __firstlineno__ "
+    "__static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl config_class".split()
+)
+# What torch calls of a module.
+_ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
+_METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
+_ATOMS = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Kinds of models of which is kept what they reach.
+_MODELS = 64
+
+
+# ---- where code comes from
+
+
+@functools.cache
+def _place(path: str) -> str | None:
+    """The package that a file belongs to, as `torch.nn`; None for a file that is none of the libraries'."""
+    for package in _PACKAGES:
+        file = getattr(sys.modules.get(package), "__file__", None)
+        folder = os.path.dirname(file) + os.sep if file else None
+        if folder and path.startswith(folder):
+            inside, _, below = path[len(folder) :].partition(os.sep)
+            return f"{package}.{inside}" if below else package
+    is_standard = path.startswith(_STANDARD) and "site-packages" not in path and "dist-packages" not in path
+    return "standard" if is_standard or path.startswith("<frozen ") else None
+
+
+_trusted: set[CodeType] = set()
+
+
+def trust(function: FunctionType) -> FunctionType:
+    """The function, which stands for one of a library's and only looks on, as a measurement does."""
+    _trusted.add(function.__code__)
+    return function
+
+
+def _place_of(function: FunctionType) -> str | None:
+    if function.__code__ in _trusted:
+        return "fastgen"
+    path = function.__code__.co_filename
+    if not path.startswith("<") or path.startswith("<frozen "):
+        return _place(path)
+    # Made from a string, as the methods of dataclasses are: by the file of the module that it has its names from.
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    is_of_module = module is not None and vars(module) is function.__globals__
+    return _place(getattr(module, "__file__", None) or "") if is_of_module else None
+
+
+def is_own(value: Any) -> bool:
+    """Whether something that is called, or a type, is the libraries' own, with what it keeps to call.
+
+    By its type, as a proxy says that it is of any class.
+    """
+    try:
+        return _is_own(value, set())
+    except Exception:  # an object that answers everything in its own way is none of the libraries'
+        return False
+
+
+def _is_own(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
+    kind = type(value)
+    if kind is FunctionType:
+        return _place_of(value) is not None and all(_is_own(part, seen) for part in _kept(value))
+    if issubclass(kind, type):
+        return _is_of_package(value.__module__)
+    if issubclass(kind, wrapt.ObjectProxy):
+        parts = [getattr(value, "_self_wrapper", None) or kind, value.__wrapped__]
+        return _is_of_package(kind.__module__) and all(_is_own(part, seen) for part in parts)
+    parts = list(_parts(value))
+    return (bool(parts) or _is_of_package(_module_of(value))) and all(_is_own(part, seen) for part in parts)
+
+
+def _kept(function: FunctionType) -> Iterator[Any]:
+    """What a function keeps to call: variables of its closure, what it decorates, what FastGen's stands for."""
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a variable without a value
+            continue
+        if callable(value):
+            yield value
+    for value in (vars(function).get("__wrapped__"), patching.original_of(function)):
+        if value is not None:
+            yield value
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The functions that something else than a function or a type is made of."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield from (each for each in (value.fget, value.fset, value.fdel) if each is not None)
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(value, (functools.partial, functools.partialmethod)):
+        yield value.func
+        yield from (each for each in (*value.args, *value.keywords.values()) if callable(each))
+    elif isinstance(value, CustomOpDef):
+        yield value._init_fn
+    elif not isinstance(value, nn.Module):
+        own = getattr(value, "__dict__", {})
+        yield from (own[name] for name in ("__wrapped__", "_torchdynamo_inline") if name in own)
+
+
+def _module_of(value: Any) -> str:
+    """The module of what is written in C; of an object, that of its type."""
+    name = None if hasattr(value, "__dict__") else getattr(value, "__module__", None)
+    if isinstance(name, str):
+        return name
+    owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    return (owner if isinstance(owner, type) else type(value if owner is None else owner)).__module__
+
+
+@functools.cache
+def _is_of_package(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in _PACKAGES or (root in sys.stdlib_module_names and root != "unittest")  # a mock is the user's
+
+
+def is_of_library(value: Any) -> bool:
+    """Whether what runs beside a forward pass, or in its place, is a library's: not even Python's own will do."""
+    inner = value
+    while isinstance(inner, (functools.partial, MethodType)):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    place = _place_of(inner) if isinstance(inner, FunctionType) else _module_of(inner)
+    return (place or "").partition(".")[0] in LIBRARIES and is_own(value)
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether the forward pass of a class is a library's own: it is one of theirs, or adds nothing to one.
+
+    Its functions are looked at elsewhere (`Reached`): somebody may exchange them.
+    """
+    return all(is_own(base) or _HARMLESS.issuperset(vars(base)) for base in kind.__mro__)
+
+
+# ---- what FastGen's operators and tensors stand for
+
+
+# Functions of torch.nn.functional that a step may run: losses are replaced by libraries for training.
+_OF_STEPS = sorted(name for name in vars(F) if not name.startswith("_") and not re.search("loss|entropy", name))
+
+
+def _are_the_same(now: list[Any], before: list[Any]) -> bool:
+    """Not whether they are equal: a proxy says that it equals what it stands for."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class _Torch:
+    """The functions of torch that FastGen has operators and rules for. Those of a user's are not held."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._seen: list[Any] = []
+
+    def watch(self, functions: Iterable[Any]) -> None:
+        """Looks at what has the names of these in torch and its tensors, too."""
+        self._names |= {getattr(each, "__name__", "") for each in functions} - {"", "__get__"}
+        self._seen = []
+
+    def replaced(self) -> str | None:
+        """The name of one that is not torch's own any more."""
+        now = self._now()
+        if _are_the_same(now, self._seen):
+            return None
+        for owner, names in ((F, _OF_STEPS), (torch, self._names), (Tensor, self._names), (nn.Linear, ("forward",))):
+            for name in names:
+                value = vars(owner).get(name)
+                if callable(value) and not is_own(value):
+                    return f"{owner.__module__ if isinstance(owner, type) else owner.__name__}.{name}"
+        self._seen = now
+        return None
+
+    def _now(self) -> list[Any]:
+        of_torch = [value for owner in (torch, Tensor) for value in map(vars(owner).get, self._names)]
+        return [*map(vars(F).get, _OF_STEPS), *of_torch, nn.Linear.forward]
+
+
+_torch = _Torch()
+watch = _torch.watch
+
+
+def unusual() -> str | None:
+    """Why FastGen must not stand for functions of torch here and now; None where it may.
+
+    A mode of the user's sees each operation. A default device is torch's own mode.
+    """
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():
+            if not type(mode).__module__.startswith(("torch.utils._device", "fastgen.")):
+                return f"a TorchFunctionMode is active ({type(mode).__name__})"
+    for n in range(torch._C._len_torch_dispatch_stack()):
+        kind = type(torch._C._get_dispatch_stack_at(n))
+        if not kind.__module__.startswith("fastgen."):
+            return f"a TorchDispatchMode is active ({kind.__name__})"
+    replaced = _torch.replaced()
+    return None if replaced is None else f"a function of torch has been replaced ({replaced})"
+
+
+# ---- what the forward passes of a model run
+
+
+class Reached:
+    """The functions that the forward passes of some classes go through: their methods, the functions of their modules,
+    those of torch. Which method of which class is called is told by its name.
+
+    Attributes:
+        names: all that their code names: an attribute of another name changes nothing.
+        foreign: one that is none of the libraries'; None where there is none.
+        functions: all of them, to be compared with those of another time.
+    """
+
+    _of: OrderedDict[frozenset[type], Reached] = OrderedDict()
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self.names: set[str] = set(_ENTRIES)
+        self._classes: dict[type, None] = {}
+        self._modules: dict[int, ModuleType] = {id(each): each for each in (torch, F)}
+        self._globals: dict[int, dict[str, Any]] = {}
+        self._visited: dict[FunctionType, None] = {}
+        for kind in kinds:
+            self._add_class(kind)
+        self._follow()
+        for kind in kinds:  # what a constructor sets counts, whoever reads it
+            for base in kind.__mro__:
+                constructor = vars(base).get("__init__")
+                if isinstance(constructor, FunctionType) and self._is_followed(constructor):
+                    self.names |= _named(constructor.__code__)
+        self._settle()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Reached:
+        """Those of a model as they are now. Classes of the libraries' own are there for good."""
+        kinds = frozenset(map(type, modules_of(model)))
+        found = cls._of.get(kinds)
+        if found is None or not found.is_still():
+            found = cls(kinds)
+            if found.foreign is None and all(map(is_own_class, kinds)):
+                cls._of[kinds] = found
+                while len(cls._of) > _MODELS:
+                    cls._of.popitem(last=False)
+        return found
+
+    def is_still(self) -> bool:
+        """Whether nobody has exchanged one since."""
+        try:
+            return all(
+                vars(kind).keys() == before.keys() and _are_the_same(list(vars(kind).values()), list(before.values()))
+                for kind, before in self._kinds
+            ) and all(
+                _are_the_same(list(map(namespace.get, names)), before) for namespace, names, before in self._spaces
+            )
+        except RuntimeError:  # another thread has changed one meanwhile
+            return False
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base is not object and _is_of_package(base.__module__):
+                self._classes[base] = None
+
+    def _is_followed(self, function: FunctionType) -> bool:
+        place = _place_of(function)
+        return place is not None and (place in _FOLLOWED or place.partition(".")[0] in _FOLLOWED)
+
+    def _follow(self) -> None:
+        """Goes on until no name is new: each may be that of another method."""
+        known = -1
+        while known != (known := len(self.names) + len(self._classes) + len(self._visited)):
+            for kind in list(self._classes):
+                own = vars(kind)
+                for name in self.names.intersection(own):
+                    self._visit(own[name])
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, (*_METHODS, MethodType, functools.partial)):
+            for part in _parts(value):
+                self._visit(part)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        if function in self._visited:
+            return
+        self._visited[function] = None
+        if self._is_followed(function):
+            names, scope = _named(function.__code__), function.__globals__
+            self.names |= names
+            self._globals[id(scope)] = scope
+            for name in names.intersection(scope):
+                self._reach(scope[name])
+        for part in _kept(function):
+            self._visit(part)
+
+    def _reach(self, value: Any) -> None:
+        if isinstance(value, FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, ModuleType):
+            if value.__name__.partition(".")[0] in LIBRARIES:
+                self._modules[id(value)] = value
+        elif isinstance(value, type) and value.__module__.startswith(("transformers.cache_utils", "fairseq.")):
+            self._add_class(value)
+
+    def _settle(self) -> None:
+        """Notes what is there now, and looks for what is not the libraries' own."""
+        self._kinds = [(kind, dict(vars(kind))) for kind in self._classes]
+        scopes: list[Mapping[str, Any]] = [vars(module) for module in self._modules.values()]
+        scopes += [scope for scope in self._globals.values() if not any(scope is each for each in scopes)]
+        watched = [(scope, sorted(self.names.intersection(scope))) for scope in scopes]
+        watched.append((vars(Tensor), sorted(self.names)))  # one that is inherited may be covered later
+        self._spaces = [(scope, names, list(map(scope.get, names))) for scope, names in watched]
+        found = [(kind.__name__, name, each) for kind, own in self._kinds for name, each in own.items()]
+        found = [each for each in found if isinstance(each[2], _METHODS) or each[1] in self.names]
+        for scope, names, values in self._spaces:
+            found += [(scope.get("__name__", "Tensor"), *each) for each in zip(names, values, strict=True)]
+        self.foreign = next((f"{where}.{name}" for where, name, each in found if _is_foreign(each)), None)
+        self.functions = tuple([each if isinstance(each, _ATOMS) else id(each) for *_, each in found])
+
+
+def _is_foreign(value: Any) -> bool:
+    kind = type(value)
+    return (callable(value) or kind in _METHODS or hasattr(kind, "__get__")) and not is_own(value)
+
+
+@functools.cache
+def _named(code: CodeType) -> frozenset[str]:
+    """What code names: globals and attributes, also those that it asks for by a word."""
+    words = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    inside = [_named(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(words, *inside)
+
+
+def foreign(model: nn.Module) -> str | None:
+    """Why the forward pass of a model is more than the libraries' own code; None where it is that alone."""
+    modules = modules_of(model)
+    for kind in dict.fromkeys(map(type, modules)):  # first: what such a class reaches is of no interest
+        if not is_own_class(kind):
+            return f"a class that is none of the libraries' ({kind.__name__})"
+    reached = Reached.of(model)
+    if reached.foreign is not None:
+        return f"a function has been replaced ({reached.foreign})"
+    return next(filter(None, (_foreign_part(module, reached.names) for module in modules)), None)
+
+
+def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
+    own, kind = vars(module), type(module).__name__
+    replaced = [own[name] for name in ("forward", "_old_forward") if name in own]
+    if not all(map(is_of_library, replaced)) or not _is_hook_own(own.get("_hf_hook")):
+        return f"forward has been replaced ({kind})"
+    if module._compiled_call_impl is not None:
+        return f"a part of the model is compiled ({kind})"
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not is_of_library(hook):
+            return f"forward hooks are registered on the model ({kind})"
+    for name, value in own.items():
+        if type(value) in _ATOMS or name in _OF_TORCH or name not in names:
+            continue
+        for each in _inside(value):
+            if not isinstance(each, (nn.Module, type)) and callable(each) and not is_own(each):
+                return f"{kind}.{name} is none of the libraries'"
+    return None
+
+
+def _is_hook_own(hook: Any) -> bool:
+    """Whether a hook of accelerate's, which it calls around a forward pass, is one of its own; or there is none."""
+    inside = getattr(hook, "hooks", ())
+    return hook is None or (type(hook).__module__.startswith("accelerate.") and all(map(_is_hook_own, inside)))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)

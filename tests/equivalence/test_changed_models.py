@@ -1,0 +1,400 @@
+"""A model that somebody has changed, and functions that somebody has replaced: never what was so before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import wrapt
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import GELUActivation
+from transformers.models.llama import modeling_llama
+
+import fastgen
+from fastgen.decoding.captured.graph import unavailable
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.encoders import programs as encoder_programs
+from tests.equivalence import encoder_models
+from tests.equivalence.captured import BEAMS, GREEDY, build, captures, reasons
+from tests.equivalence.check import accelerated, check, fallbacks, run
+from tests.equivalence.models import BY_NAME
+from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
+
+CPU = torch.device("cpu")
+OPTIONS = {**GREEDY, "min_new_tokens": 24}
+
+
+@pytest.fixture
+def llama() -> Any:
+    """A model whose step is captured, and inputs."""
+    model, inputs = build(BY_NAME["llama"], CPU)
+    check(model, inputs, OPTIONS)
+    assert captures() == 1, reasons()
+    return model, inputs
+
+
+def _changes(model: Any, inputs: Any, before: Any) -> Any:
+    """Both ways the same, and another result than before."""
+    found = check(model, inputs, OPTIONS)
+    assert found.tolist() != before.tolist()
+    return found
+
+
+class Control(nn.Module):
+    """As libraries for steering vectors put around a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.by = layer, 1.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs).flip(-1) * self.by
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+def test_a_module_of_the_users_around_a_layer(llama: Any) -> None:
+    model, inputs = llama
+    before = run(model, inputs, OPTIONS)
+    model.model.layers[1] = Control(model.model.layers[1]).eval()
+    for by in (1.0, -9.0, 1.0):
+        model.model.layers[1].by = by
+        before = _changes(model, inputs, before)
+    model.model.layers[1] = model.model.layers[1].layer
+    _changes(model, inputs, before)
+    assert "a class that is none of the libraries' (Control)" in reasons()
+
+
+def test_a_closure_in_the_place_of_a_forward_pass(llama: Any) -> None:
+    model, inputs = llama
+    mlp, switch = model.model.layers[0].mlp, {"on": True}
+    forward, before = mlp.forward, run(model, inputs, OPTIONS)
+    mlp.forward = lambda x: forward(x).flip(-1) * (3.0 if switch["on"] else -3.0)
+    before = _changes(model, inputs, before)
+    switch["on"] = False
+    before = _changes(model, inputs, before)
+    del mlp.forward
+    _changes(model, inputs, before)  # without a look: the calls before have found a model that cannot be captured
+    check(model, inputs, OPTIONS)
+    assert captures() == 3, reasons()
+
+
+class Negating(TorchFunctionMode):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what, self.calls = what, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += func is self.what
+        return -result if func is self.what else result
+
+
+class NegatingOperators(TorchDispatchMode):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what, self.calls = what, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += func is self.what
+        return -result if func is self.what else result
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: Negating(F.silu), lambda: Negating(F.linear), lambda: NegatingOperators(torch.ops.aten.silu.default)],
+)
+def test_modes_of_the_users(llama: Any, mode: Callable[[], Any]) -> None:
+    model, inputs = llama
+    before = run(model, inputs, OPTIONS)
+    calls = []
+    for _ in range(2):
+        with mode() as active, fastgen.disabled() if not calls else contextlib.nullcontext():
+            found = run(model, inputs, OPTIONS)
+        calls.append((active.calls, found.tolist()))
+    assert calls[0] == calls[1] and calls[0][1] != before.tolist()
+    assert any("Mode is active" in reason for reason in fallbacks())
+    assert run(model, inputs, OPTIONS).tolist() == before.tolist() and captures() >= 3
+
+
+def test_a_default_device_is_no_mode_of_the_users(llama: Any) -> None:
+    model, inputs = llama
+    with torch.device("cpu"):
+        check(model, inputs, OPTIONS)
+    assert captures() == 2, reasons()
+
+
+def _scaled(function: Any, by: float) -> Any:
+    """As a user would replace it, with the name and the module of what it replaces."""
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if isinstance(result, tuple):
+            return (result[0] * by, *result[1:])
+        return result * by if isinstance(result, Tensor) else result
+
+    return replaced
+
+
+REPLACED: dict[str, tuple[Any, str, float]] = {
+    "F.scaled_dot_product_attention": (F, "scaled_dot_product_attention", -3.0),
+    "F.linear": (F, "linear", -1.0),
+    "F.silu": (F, "silu", -2.0),
+    "torch.matmul": (torch, "matmul", -2.0),
+    "Tensor.transpose": (Tensor, "transpose", -1.0),
+    "nn.Linear.forward": (nn.Linear, "forward", -1.0),
+    "an activation's forward": (type(build(BY_NAME["llama"], CPU)[0].model.layers[0].mlp.act_fn), "forward", -2.0),
+    "LlamaRMSNorm.forward": (modeling_llama.LlamaRMSNorm, "forward", -2.0),
+    "LlamaMLP.forward": (modeling_llama.LlamaMLP, "forward", -2.0),
+    "apply_rotary_pos_emb": (modeling_llama, "apply_rotary_pos_emb", -3.0),
+    "rotate_half": (modeling_llama, "rotate_half", -3.0),
+    "nn.Module.__call__": (nn.Module, "__call__", 1.01),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_replaced_functions(what: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything ran, and once a step is captured; and put back again."""
+    owner, name, by = REPLACED[what]
+    model, inputs = build(BY_NAME["llama"], CPU)
+    with fastgen.disabled():
+        before = run(model, inputs, OPTIONS)
+    if when == "after":
+        check(model, inputs, OPTIONS)
+        assert captures() == 1, reasons()
+    made = captures()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, _scaled(getattr(owner, name), by))
+        found = check(model, inputs, OPTIONS)
+    assert captures() == made
+    assert what in ("rotate_half", "torch.matmul", "Tensor.transpose") or found.tolist() != before.tolist()
+    assert any("has been replaced" in reason or "own" in reason for reason in (*reasons(), *fallbacks())), reasons()
+    assert run(model, inputs, OPTIONS).tolist() == before.tolist() and captures() == made + 1, reasons()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replaced_function_of_eager_attention(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["llama"], CPU)
+    model.set_attn_implementation("eager")
+    before = run(model, inputs, OPTIONS) if when == "after" else None
+    scaled = _scaled(modeling_llama.eager_attention_forward, -3.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_llama, "eager_attention_forward", scaled)
+        found = check(model, inputs, OPTIONS)
+    assert before is None or found.tolist() != before.tolist()
+    assert check(model, inputs, OPTIONS).tolist() != found.tolist() and captures() == 1 + (when == "after"), reasons()
+
+
+def test_a_wrapped_function_runs_once_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(BY_NAME["llama"], CPU)
+    model.set_attn_implementation("eager")
+    softmax, calls = F.softmax, [0, 0]
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        calls[-1] += 1
+        return softmax(*args, **kwargs)
+
+    monkeypatch.setattr(F, "softmax", counting)
+    for options in (GREEDY, BEAMS):
+        found = []
+        for context in (fastgen.disabled(), contextlib.nullcontext()):
+            calls.append(0)
+            with context:
+                found.append(run(model, inputs, {**options, "min_new_tokens": 12}).tolist())
+        assert found[0] == found[1] and calls[-1] == calls[-2] > 0
+
+
+def test_attributes_that_no_code_names_change_nothing(llama: Any) -> None:
+    """A user counts calls, or notes what they like."""
+    model, inputs = llama
+    for number in range(3):
+        model.calls_of_mine = number
+        model.model.layers[0].mlp.notes_of_mine = [number]
+        model.config.calls_of_mine = number
+        check(model, inputs, OPTIONS)
+    assert captures() == 4, reasons()
+    assert len(graph_cache._models[model].steps) == 1 and graph_cache._models[model].former is None
+
+
+def test_states_that_a_model_goes_back_to(llama: Any) -> None:
+    """As adapters that are used in turn: the steps of both are kept."""
+    model, inputs = llama
+    norm, found, steps = model.model.norm, [], []
+    for number in range(4):
+        norm.variance_epsilon = (3.0, 1e-6)[number % 2]
+        found.append(check(model, inputs, OPTIONS).tolist())
+        steps.append(next(iter(graph_cache._models[model].steps.values())))
+    assert steps[0] is steps[2] and steps[1] is steps[3] and steps[0] is not steps[1]
+
+
+# ---- encoders
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if unavailable(CPU) is not None:
+        pytest.skip("programs need the compiled operators")
+    monkeypatch.setattr(encoder_programs, "PAYS_FROM", 2)
+    encoder_programs._drop_all()
+
+    return copy.deepcopy(encoder_models.build("Bert", "SequenceClassification"))
+
+
+def _encode(model: Any, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Of the library, and with FastGen."""
+    given = encoder_models.inputs(lengths)
+    with torch.inference_mode():
+        with fastgen.disabled():
+            expected = model(**given).logits
+        return expected, model(**given).logits
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 40]], ids=["recorded", "packed"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        (F, "scaled_dot_product_attention"),
+        (F, "linear"),
+        (GELUActivation, "forward"),
+        (nn.LayerNorm, "forward"),
+        (nn.Linear, "forward"),
+    ],
+    ids=lambda what: what[1] + what[0].__name__,
+)
+def test_replaced_functions_of_an_encoder(
+    encoder: Any, what: Any, lengths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = what
+    for _ in range(4):
+        before, found = _encode(encoder, lengths)
+        torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-5)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, _scaled(getattr(owner, name), -1.5))
+        for _ in range(3):
+            expected, found = _encode(encoder, lengths)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected, before)
+    before, found = _encode(encoder, lengths)
+    torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 40]], ids=["recorded", "packed"])
+def test_modes_round_an_encoder(encoder: Any, lengths: Any) -> None:
+    for _ in range(4):
+        before, _ = _encode(encoder, lengths)
+    for mode in (Negating(F.linear), NegatingOperators(torch.ops.aten.gelu.default)):
+        with mode:
+            expected, found = _encode(encoder, lengths)
+        assert torch.equal(expected, found) and not torch.allclose(expected, before)
+
+
+def test_an_attribute_that_changes_with_each_call_makes_no_recordings(encoder: Any) -> None:
+    """One that code names: the model may be another one each time, so it runs as it is."""
+    layer = encoder.bert.encoder.layer[0].attention.self
+    for number in range(24):
+        layer.scaling = 0.1 + number / 100
+        expected, found = _encode(encoder, [9])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    of = encoder_programs._models[encoder]
+    assert not any(of._states.values())
+    assert "the model changes from call to call" in fastgen.stats()[encoder_programs.ENTRY_POINT]["not used"]
+
+
+def test_two_states_in_turn_have_recordings_of_both(encoder: Any) -> None:
+    layer = encoder.bert.encoder.layer[0].attention.self
+    for number in range(24):
+        layer.scaling = (0.3, 3.0)[number % 2]
+        expected, found = _encode(encoder, [9])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert sum(map(bool, encoder_programs._models[encoder]._states.values())) == 2
+
+
+def test_an_attribute_that_counts_calls_keeps_the_recordings(encoder: Any) -> None:
+    for number in range(8):
+        encoder.calls_of_mine = encoder.bert.calls_of_mine = number
+        _encode(encoder, [9])
+    assert fastgen.stats()[encoder_programs.ENTRY_POINT]["accelerated"] >= 5
+
+
+def test_without_capture_hooks_run_each_time() -> None:
+    """A hook goes to the original code; accelerated again without."""
+    model, inputs = build(BY_NAME["bart"], CPU)
+    seen: list[int] = []
+    hook = model.model.decoder.layers[0].register_forward_hook(lambda *given: seen.append(1))
+    check(model, inputs, BEAMS)
+    assert seen and not accelerated()
+    hook.remove()
+    check(model, inputs, BEAMS)
+    assert accelerated()
+
+
+def test_functions_that_others_have_wrapped(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy says that it is what it wraps; a mock with a specification does, too."""
+    model, inputs = llama
+    before = run(model, inputs, OPTIONS)
+    for made in (
+        wrapt.FunctionWrapper(F.silu, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs) * -2.0),
+        mock.Mock(spec=F.silu, side_effect=lambda x, **kwargs: torch.sigmoid(x) * x * -2.0),
+        functools.partial(lambda x, inplace=False: torch.sigmoid(x) * x * -2.0),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(F, "silu", made)
+            _changes(model, inputs, before)
+    assert run(model, inputs, OPTIONS).tolist() == before.tolist()
+
+
+def test_a_loss_that_is_replaced_changes_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries for training do: no step computes one."""
+    model, inputs = llama
+    monkeypatch.setattr(F, "cross_entropy", _scaled(F.cross_entropy, 2.0))
+    check(model, inputs, OPTIONS)
+    assert captures() == 2, reasons()
+
+
+def test_hooks_of_accelerate(llama: Any) -> None:
+    """One of the user's, which accelerate calls round a forward pass."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = llama
+
+    class Steering(hooks.ModelHook):
+        by = 2.0
+
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output.flip(-1) * self.by
+
+    before, hook, mlp = run(model, inputs, OPTIONS), Steering(), model.model.layers[0].mlp
+    hooks.add_hook_to_module(mlp, hook)
+    before = _changes(model, inputs, before)
+    hook.by = -7.0
+    before = _changes(model, inputs, before)
+    hooks.remove_hook_from_module(mlp)
+    _changes(model, inputs, before)
+
+
+def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:
+    model, inputs = build(BY_NAME["llama"], CPU)
+    model.model.layers[0].owner_of_mine = [model]
+    check(model, inputs, OPTIONS)
+    gone = weakref.ref(model)
+    graph_cache.drop_all()
+    del model
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,449 @@
+"""Random sequences of changes to a model, or to functions that it calls, and of calls: the answer is the library's.
+
+`make test-long` runs 2,000 sequences, `make test` a sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
+
+import fastgen
+from fastgen import settings
+from fastgen.decoding.captured.graph import unavailable
+from fastgen.optimizer.transformers.captured import graph_cache
+from fastgen.optimizer.transformers.encoders import programs as encoder_programs
+from tests.equivalence import encoder_models
+from tests.equivalence.captured import GREEDY, build, captures
+from tests.equivalence.check import check
+from tests.equivalence.models import BY_NAME
+from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
+
+CPU = torch.device("cpu")
+# Sequences of one test: a failure names its seed. One test of each kind is the sample.
+_AT_ONCE = 8
+SEEDS = [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(_AT_ONCE, 1000, _AT_ONCE))]
+OPTIONS = {**GREEDY, "min_new_tokens": 16, "max_new_tokens": 16}
+
+
+class Around(nn.Module):
+    """A module of the user's around one of the library's."""
+
+    def __init__(self, layer: nn.Module, by: float) -> None:
+        super().__init__()
+        self.layer, self.by = layer, by
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _times(self.layer(*args, **kwargs), self.by)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class Adapter(nn.Module):
+    """Two low-rank adapters of a linear layer, of which one is on, or merged into its weight."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.active, self.merged = base, 0, False
+        self.deltas = [torch.randn_like(base.weight) * 0.3 for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y if self.merged else y + x @ self.deltas[self.active].t()
+
+    def merge(self) -> None:
+        if not self.merged:
+            self.base.weight.data += self.deltas[self.active]
+        self.merged = True
+
+
+class Scaled(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.by
+
+
+def _times(result: Any, by: float) -> Any:
+    if isinstance(result, tuple):
+        return (_times(result[0], by), *result[1:])
+    return result.flip(-1) * by if isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _times(result, 1.7) if func is F.linear else result
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return _times(result, 1.7) if func in (torch.ops.aten.silu.default, torch.ops.aten.gelu.default) else result
+
+
+class World:
+    """A model, what has been changed of it, and how it is called."""
+
+    def __init__(self, model: Any, rng: random.Random) -> None:
+        self.model, self.rng = model, rng
+        self.around = contextlib.ExitStack()  # functions that are replaced, and modes
+        self.switches: list[dict[str, float]] = []  # of forward passes that are closures
+        self.replaced = 0
+        self.during: list[Callable[[], Any]] = []  # contexts that the next call is in
+
+    def layer(self) -> Any:
+        layers = self.layers()
+        return layers[self.rng.randrange(len(layers))]
+
+    def layers(self) -> Any:
+        raise NotImplementedError
+
+    def linear(self) -> nn.Linear:
+        """Any linear layer of the library's, not tied to another."""
+        return self.rng.choice([each for each in self.layer().modules() if type(each) is nn.Linear])
+
+    def by(self) -> float:
+        return self.rng.choice([-2.0, 0.3, 1.9, 5.0])
+
+
+class Llama(World):
+    functions = (
+        (F, "scaled_dot_product_attention"),
+        (F, "linear"),
+        (F, "silu"),
+        (nn.Linear, "forward"),
+        (modeling_llama.LlamaRMSNorm, "forward"),
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+    )
+
+    def layers(self) -> Any:
+        return self.model.model.layers
+
+    def holder(self) -> tuple[nn.Module, str]:
+        layer = self.layer()
+        return self.rng.choice([(layer, "mlp"), (layer.mlp, "act_fn"), (layer.mlp, "down_proj")])
+
+
+class Bert(World):
+    functions = (
+        (F, "scaled_dot_product_attention"),
+        (F, "linear"),
+        (F, "gelu"),
+        (nn.Linear, "forward"),
+        (nn.LayerNorm, "forward"),
+    )
+
+    def layers(self) -> Any:
+        return self.model.bert.encoder.layer
+
+    def holder(self) -> tuple[nn.Module, str]:
+        layer = self.layer()
+        return self.rng.choice([(layer, "output"), (layer.output, "dense"), (layer.intermediate, "dense")])
+
+
+def _around(world: World) -> None:
+    owner, name = world.holder()
+    setattr(owner, name, Around(getattr(owner, name), world.by()).eval())
+
+
+def _switched(world: World) -> bool:
+    has_switched = False
+    for module in world.model.modules():
+        if isinstance(module, (Around, Scaled)):
+            module.by *= -1.7
+        elif isinstance(module, Adapter) and not module.merged:
+            module.active = 1 - module.active
+        else:
+            continue
+        has_switched = True
+    for switch in world.switches:
+        switch["by"] *= -1.7
+    return has_switched or bool(world.switches)
+
+
+def _forward(world: World) -> None:
+    owner, name = world.holder()
+    module, switch = getattr(owner, name), {"by": world.by()}
+    forward = module.forward
+    world.switches.append(switch)
+    module.forward = lambda *args, **kwargs: _times(forward(*args, **kwargs), switch["by"])
+
+
+def _function(world: World) -> None:
+    owner, name = world.rng.choice(world.functions)
+    function, by = getattr(owner, name), world.by()
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return _times(function(*args, **kwargs), by)
+
+    setattr(owner, name, replaced)
+    world.around.callback(setattr, owner, name, function)
+    world.replaced += 1
+
+
+def _restored(world: World) -> bool:
+    had, world.replaced = world.replaced, 0
+    world.around.close()
+    return had > 0
+
+
+def _hook(world: World) -> None:
+    owner, name = world.holder()
+    by = world.by()
+    getattr(owner, name).register_forward_hook(lambda module, args, result: _times(result, by))
+
+
+def _unhooked(world: World) -> bool:
+    hooks = [module._forward_hooks for module in world.model.modules() if module._forward_hooks]
+    for each in hooks:
+        each.clear()
+    return bool(hooks)
+
+
+def _mode(world: World) -> None:
+    world.during.append(world.rng.choice([Mode, DispatchMode]))
+
+
+def _attribute(world: World) -> None:
+    layer, by = world.layer(), abs(world.by()) * 3
+    attention = getattr(layer, "self_attn", None) or layer.attention.self
+    attention.scaling = by
+
+
+def _uncounted(world: World) -> None:
+    world.model.calls_of_mine = getattr(world.model, "calls_of_mine", 0) + 1
+
+
+def _parametrised(world: World) -> None:
+    parametrize.register_parametrization(world.linear(), "weight", Scaled(world.by()).eval())
+
+
+def _adapters(world: World) -> None:
+    owner, name = world.holder()
+    if type(getattr(owner, name)) is nn.Linear:
+        setattr(owner, name, Adapter(getattr(owner, name), world.rng.randrange(100)).eval())
+    else:
+        _in_place(world)
+
+
+def _merged(world: World) -> bool:
+    """Alters nothing by itself: the adapter that is not on is merged."""
+    found = [each for each in world.model.modules() if isinstance(each, Adapter) and not each.merged]
+    for module in found:
+        module.active = 1 - module.active
+        module.merge()
+    return bool(found)
+
+
+@torch.no_grad()
+def _in_place(world: World) -> None:
+    weight = next(world.linear().parameters())
+    if world.rng.random() < 0.5:
+        weight.mul_(world.by())
+    else:
+        weight.data.copy_(weight.data.flip(0) * world.by())
+
+
+@torch.no_grad()
+def _parameter(world: World) -> None:
+    linear = world.linear()  # not one with a parametrisation: that has another class
+    linear.weight = nn.Parameter(linear.weight.flip(0) * world.by())
+
+
+def _memory(world: World) -> None:
+    linear = world.linear()
+    linear.weight.data = linear.weight.data.flip(0) * world.by()
+
+
+def _buffer(world: World) -> bool:
+    found = [module for module in world.model.modules() if "inv_freq" in module._buffers]
+    for module in found:
+        module.inv_freq = module.inv_freq * world.by()
+    return bool(found)
+
+
+def _untied(world: World) -> bool:
+    head = world.model.get_output_embeddings()
+    if head is not None:
+        head.weight = nn.Parameter(head.weight.detach().flip(0))
+    return head is not None
+
+
+def _layer_deleted(world: World) -> bool:
+    layers = world.layers()
+    if len(layers) > 1:
+        del layers[len(layers) - 1]
+        return True
+    return False
+
+
+def _exchanged(world: World) -> None:
+    layers = world.layers()
+    with torch.no_grad():
+        made = copy.deepcopy(layers[0])
+        for parameter in made.parameters():
+            parameter.mul_(world.by())
+    layers[0] = made
+
+
+def _type_of_one_layer(world: World) -> None:
+    owner, name = world.holder()
+    module = getattr(owner, name)
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = module.bfloat16()
+
+        def forward(self, x: Tensor, *others: Any) -> Tensor:
+            return self.inside(x.bfloat16(), *(each.bfloat16() for each in others)).to(x.dtype) * 2.0
+
+    setattr(owner, name, Half().eval())
+
+
+def _class(world: World) -> None:
+    """A class of the user's with a forward pass of its own."""
+    module = world.layer()
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _times(kind.forward(self, *args, **kwargs), 1.9)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+CHANGES: list[Callable[[World], object]] = [
+    _around, _switched, _switched, _forward, _function, _function, _restored, _hook, _unhooked, _mode, _attribute,
+    _parametrised, _adapters, _switched, _merged, _in_place, _parameter, _memory, _buffer, _untied, _layer_deleted,
+    _exchanged, _type_of_one_layer, _class,
+]  # fmt: skip
+
+
+class Count:
+    """What the sequences were."""
+
+    changes = altered = sequences = captured = 0
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one.shape != other.shape or not torch.equal(one, other)
+
+
+def _change(world: World, done: list[str]) -> None:
+    """One that does something; now and then one besides that alters nothing."""
+    if world.rng.random() < 0.2:
+        _uncounted(world)
+    while True:
+        change = world.rng.choice(CHANGES)
+        if change(world) is not False:
+            done.append(change.__name__)
+            return
+
+
+def _sequence(world: World, call: Callable[[World], tuple[Any, Any]], captured: Callable[[], int]) -> None:
+    """`call` gives the library's result and that with FastGen, which it has compared."""
+    rng, done = world.rng, []
+    try:
+        for _ in range(rng.choice([1, 2, 3])):
+            before = call(world)
+        Count.sequences += 1
+        Count.captured += captured() > 0
+        for _ in range(rng.choice([2, 3, 4])):
+            for _ in range(rng.choice([1, 1, 2])):
+                _change(world, done)
+            for _ in range(rng.choice([1, 1, 3])):
+                with contextlib.ExitStack() as during:
+                    for context in world.during:
+                        during.enter_context(context())
+                    now = call(world)
+            world.during.clear()
+            Count.changes += 1
+            Count.altered += _differ(before, now)
+            before = now
+    except BaseException as error:
+        error.add_note(f"after {done}") if hasattr(error, "add_note") else None
+        raise
+    finally:
+        world.around.close()
+
+
+def _generated(inputs: dict[str, Any], world: World) -> Any:
+    return check(world.model, inputs, OPTIONS)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_generate(first: int) -> None:
+    for seed in range(first, first + _AT_ONCE):
+        rng = random.Random(seed)
+        model, inputs = build(BY_NAME["llama"], CPU)
+        fastgen.reset_stats()
+        with settings.changed(captured_step=rng.choice(["auto", "always"])):
+            try:
+                _sequence(Llama(model, rng), functools.partial(_generated, inputs), captures)
+            except BaseException as error:
+                raise AssertionError(f"seed {seed}: {getattr(error, '__notes__', '')} {error}") from error
+        graph_cache.drop_all()
+
+
+def _encoded(world: World) -> Tensor:
+    given = encoder_models.inputs(world.__dict__.setdefault("lengths", world.rng.choice([[9], [9, 4, 40]])))
+    with torch.inference_mode():
+        with fastgen.disabled():
+            expected = world.model(**given).logits
+        found = world.model(**given).logits
+    largest = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(found / largest, expected / largest, rtol=0.0, atol=1e-4)
+    return expected
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_encoders(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if unavailable(CPU) is not None:
+        pytest.skip("programs need the compiled operators")
+    monkeypatch.setattr(encoder_programs, "PAYS_FROM", 1)
+    for seed in range(first, first + _AT_ONCE):
+        encoder_programs._drop_all()
+        fastgen.reset_stats()
+        model = copy.deepcopy(encoder_models.build("Bert", "SequenceClassification"))
+        try:
+            _sequence(Bert(model, random.Random(seed)), _encoded, _encodings)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {getattr(error, '__notes__', '')} {error}") from error
+
+
+def _encodings() -> int:
+    return sum(
+        entry["accelerated"] for name, entry in fastgen.stats().items() if name.startswith("transformers.encoder")
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sequences_are_worth_it() -> Iterator[None]:
+    """Changes alter what the library says, and steps were captured before them: counted in each process."""
+    yield
+    if Count.sequences >= 4 * _AT_ONCE:
+        assert Count.altered >= 0.8 * Count.changes, (Count.altered, Count.changes)
+        assert Count.captured >= 0.5 * Count.sequences, (Count.captured, Count.sequences)
