@@ -89,6 +89,11 @@ def wrap(arguments: dict[str, Any], errors: Errors) -> bool:
     return found
 
 
+def has_own(parts: Iterable[Any]) -> bool:
+    """Whether one of these processors is the user's: Whisper passes some of the library's."""
+    return not all(map(_is_the_librarys, parts))
+
+
 def _is_the_librarys(part: Any) -> bool:
     if isinstance(part, PrefixConstrainedLogitsProcessor):
         return False  # it is the library's, and runs a function of the user's

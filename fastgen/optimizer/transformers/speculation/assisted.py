@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fastgen import releases, settings
 from fastgen.decoding.captured import graph
 from fastgen.decoding.speculation.draft_length import Schedule
+from fastgen.optimizer.transformers import user_code
 from fastgen.optimizer.transformers.models import has_captured_steps, positions_of_step, unsupported
 from fastgen.optimizer.transformers.speculation.drafts import AssistantDraft, Draft, EarlyExitDraft, LookupDraft
 
@@ -40,8 +41,8 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
         return value if value is not None or config is None else getattr(config, name, None)
 
     asked = [name for name in OPTIONS if option(name) is not None]
-    if arguments.get("logits_processor") or arguments.get("prefix_allowed_tokens_fn"):
-        return None, arguments  # the user's, which may count how often the library's drafts call it
+    if arguments.get("prefix_allowed_tokens_fn") or user_code.has_own(arguments.get("logits_processor") or ()):
+        return None, arguments  # it may count how often the library's drafts call it
     if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)
