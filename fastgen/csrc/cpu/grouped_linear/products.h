@@ -169,7 +169,7 @@ struct Products {
                         minimums.size() == count && biases.size() == count,
                     "grouped_linear: as many parts of weights and biases as results");
     check_input(x, order, group_size, rotated);
-    STD_TORCH_CHECK(!floats || (!rotated && kDepth % group_size == 0),
+    STD_TORCH_CHECK(!floats || (!rotated && group_size > 0 && kDepth % group_size == 0),
                     "grouped_linear: activations stay floats with groups that divide ", kDepth,
                     " inputs and are not rotated");
     const int64_t* from = order ? static_cast<const int64_t*>(order->const_data_ptr()) : nullptr;
