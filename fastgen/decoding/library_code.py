@@ -394,9 +394,8 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
         return f"forward has been replaced ({kind})"
     if module._compiled_call_impl is not None:
         return f"a part of the model is compiled ({kind})"
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not is_of_library(hook):
-            return f"forward hooks are registered on the model ({kind})"
+    if has_foreign_hooks(module):
+        return f"forward hooks are registered on the model ({kind})"
     for name, value in own.items():
         if type(value) in _ATOMS or name in _OF_TORCH or name not in names:
             continue
@@ -404,6 +403,12 @@ def _foreign_part(module: nn.Module, names: set[str]) -> str | None:
             if not isinstance(each, (nn.Module, type)) and callable(each) and not is_own(each):
                 return f"{kind}.{name} is none of the libraries'"
     return None
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a forward hook is none of the libraries'."""
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any(hooks) and not all(is_of_library(hook) for each in hooks for hook in each.values())
 
 
 def _is_hook_own(hook: Any) -> bool:

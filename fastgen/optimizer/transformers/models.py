@@ -111,11 +111,8 @@ def modules_unsupported(model: Any) -> str | None:
     for module in modules_of(model):
         if module.training:
             return Usual("the model, or a part of it, is in training mode")
-        if not module._forward_hooks and not module._forward_pre_hooks:
-            continue
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not library_code.is_of_library(hook):
-                return _HOOKED
+        if library_code.has_foreign_hooks(module):
+            return _HOOKED
     return None
 
 

@@ -228,10 +228,10 @@ class Decoding:
         if scores is None and "scores" in self._kept:
             scores = tuple(self._kept["scores"])
         for criterion in self._criteria:
-            before = tokens.clone()
+            before = tokens.clone() if self._config.num_beams > 1 else None
             with self._users():
                 done = done | criterion(tokens, scores)
-            if self._config.num_beams > 1 and not torch.equal(tokens, before):
+            if before is not None and not torch.equal(tokens, before):
                 _writers.add(user_code.kind_of(criterion))
                 raise _Written(_WRITES)
         return done
