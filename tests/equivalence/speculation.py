@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ def record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     record_from(monkeypatch, 0)
     monkeypatch.setattr(decoding, "can_begin", lambda *_: True)
     monkeypatch.setattr(draft_length, "MOST_PAUSES", 0)
+    # Tests share models, and what drafts gained in others, by the clock, is not for this one to know.
+    monkeypatch.setattr(decoding, "_pauses", weakref.WeakKeyDictionary())
     monkeypatch.setattr(layers, "MIN_QUANTISED", 1)
     monkeypatch.setattr(OwnWeightsDraft, "is_prepared", False)
     monkeypatch.setattr(operators, "is_interpreted", lambda: False)

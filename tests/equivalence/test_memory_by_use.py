@@ -52,7 +52,7 @@ def test_memory_is_taken_by_use(case: str, device: torch.device, monkeypatch: py
         options["assistant_model"] = copy.deepcopy(model)
     options["eos_token_id"] = list(range(2, 60))  # one of them comes soon
     if model.config.is_encoder_decoder:
-        model.generation_config.forced_eos_token_id = None
+        options["forced_eos_token_id"] = None
     fastgen.enable(**settings)
     graph_cache.drop_all()
     model.generate(**inputs, **options, max_new_tokens=4)
