@@ -9,9 +9,11 @@ changes for a while is noted first, with what undoes it (`undoing`). A call of t
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 
@@ -71,11 +73,12 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
                 try:
                     last = taken[-1]
                     last.close()
-                except KeyboardInterrupt as interrupt:
-                    raised = interrupt
-                except Exception as error:
-                    raised = raised or error
-                    taken.remove(last)
+                except BaseException as error:
+                    if _ends(error):
+                        raised = error
+                    else:
+                        raised = raised or error
+                        taken.remove(last)
             if raised is not None:
                 raise raised
 
@@ -90,7 +93,7 @@ def pass_on(error: BaseException, handled: BaseException | None = None) -> None:
 
 
 def behind(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
-    """What ends a program or a thread, such as an interrupt, that `error` came of; None if it did not.
+    """What ends a program, a thread or a call, such as an interrupt, that `error` came of; None if it did not.
 
     It was on its way when other code raised something else, which could not do what it had to then.
 
@@ -103,8 +106,41 @@ def behind(error: BaseException, handled: BaseException | None = None) -> BaseEx
         found = left.pop()
         if found is None or found is handled or found is _here.handled or id(found) in seen:
             continue
-        if not isinstance(found, Exception):
+        if _ends(found):
             return found
         seen.add(id(found))
         left += [found.__cause__, found.__context__]
     return None
+
+
+def _ends(error: BaseException) -> bool:
+    """Whether this ends what runs, wherever it comes: no `Exception`, or one that a handler of signals has raised.
+
+    A time limit by SIGALRM is such a handler.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if handlers is None:
+            handlers = _codes_of_handlers()
+        if traceback.tb_frame.f_code in handlers:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _codes_of_handlers() -> set[CodeType]:
+    """Code of the handlers in Python that signals have now."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if not callable(handler):
+            continue
+        code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -121,3 +124,60 @@ def test_what_was_handled_before_is_not_behind_it() -> None:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert call() is None
+
+
+class TimeLimit(Exception):
+    """What a handler of signals raises to end a call."""
+
+
+def _limit(*_: object) -> None:
+    raise TimeLimit
+
+
+class _Object:
+    def __call__(self, *_: object) -> None:
+        raise TimeLimit
+
+    def method(self, *_: object) -> None:
+        raise TimeLimit
+
+
+@pytest.mark.parametrize(
+    "handler", [_limit, functools.partial(_limit, 1), _Object(), _Object().method, lambda *_: _limit()]
+)
+def test_what_a_handler_of_signals_raises_is_behind_an_error(handler: Any) -> None:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except TimeLimit as error:
+            limit = error
+        assert interrupts.behind(limit) is limit
+        failure = ValueError()
+        failure.__context__ = limit
+        assert interrupts.behind(failure) is limit
+        with pytest.raises(TimeLimit):
+            interrupts.pass_on(failure)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupts.behind(limit) is None  # an error like any other
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit])
+def test_an_undo_that_ends_the_program_is_done_again(error: type[BaseException]) -> None:
+    """As a handler of SIGTERM that calls `sys.exit` does."""
+    calls = []
+
+    def undo() -> None:
+        calls.append(1)
+        if len(calls) < 2:
+            raise error
+
+    @guarded
+    def call() -> None:
+        with undoing(lambda: calls.append(0)), undoing(undo):
+            pass
+
+    with pytest.raises(error):
+        call()
+    assert calls == [1, 0, 1]

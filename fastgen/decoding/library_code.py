@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 from torch.overrides import _get_current_function_mode_stack
 
-from fastgen import patching
+from fastgen import interrupts, patching
 from fastgen.decoding.modules import modules_of
 
 # The libraries; and what they call that computes nothing of a model.
@@ -94,7 +94,8 @@ def is_own(value: Any) -> bool:
     """
     try:
         return _is_own(value, set())
-    except Exception:  # an object that answers everything in its own way is none of the libraries'
+    except Exception as error:  # an object that answers everything in its own way is none of the libraries'
+        interrupts.pass_on(error)
         return False
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgen import settings
+from fastgen import interrupts, settings
 from fastgen.decoding import library_code
 from fastgen.decoding.layers import Replacement
 from fastgen.decoding.library_code import Reached
@@ -276,7 +276,8 @@ class Seen:
                 and self._are_alike(vars(model.config), self._config)
                 and _chosen() == self._chosen
             )
-        except Exception:  # another tensor, say, whose numbers have been compared
+        except Exception as error:  # another tensor, say, whose numbers have been compared
+            interrupts.pass_on(error)
             return False
 
     def _have_attributes(self) -> bool:

@@ -119,8 +119,13 @@ def test_an_interrupt_at_every_instruction_leaves_nothing_taken(
     assert torch.equal(call(), expected)
 
 
+class TimeLimit(Exception):
+    """What a handler raises that limits the time of a call; no fault of what it interrupts."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeLimit])
 @pytest.mark.parametrize("signals", SIGNALS)
-def test_signals_at_random_moments_beside_another_thread(signals: int) -> None:
+def test_signals_at_random_moments_beside_another_thread(signals: int, kind: type[BaseException]) -> None:
     made = cases()
     fastgen.enable(captured_step="always")
     calls = [call for _, call, _ in made.values()]
@@ -139,7 +144,7 @@ def test_signals_at_random_moments_beside_another_thread(signals: int) -> None:
             while frame is not None and not frame.f_code.co_filename.startswith(str(interrupted.PACKAGE)):
                 frame = frame.f_back
             inside += frame is not None
-            raise KeyboardInterrupt
+            raise kind
 
     done, beside, wrong = threading.Event(), 0, []
 
@@ -168,7 +173,7 @@ def test_signals_at_random_moments_beside_another_thread(signals: int) -> None:
                     result = calls[which]()
                     armed = False
                     assert torch.equal(result, expected[which])
-                except KeyboardInterrupt:
+                except kind:
                     caught += 1
                 killer.join()
                 if number % 10 == 0:
