@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,10 +70,25 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.mkldnn.set_flags(config.getoption("--onednn") == "on")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The wheel takes minutes to build, so it comes first: at the end, the other processes would wait for it."""
-    items.sort(key=lambda item: item.path.name != "test_packaging.py")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a function that is `sampled(n)`, one case in n stays; `make test-long` runs the others.
+
+    Which ones is drawn by their names, so that every run and every process draws the same. A case named on the command
+    line runs.
+    """
+    if any("[" in argument for argument in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for number, item in enumerate(found):
+            (one_in,) = item.get_closest_marker("sampled").args
+            if number % one_in:
+                item.add_marker("long")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

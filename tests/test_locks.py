@@ -11,6 +11,8 @@ import pytest
 
 from fastgen.locks import forkable_lock
 
+pytestmark = pytest.mark.sampled(2)
+
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 IN_A_FORK = """
 import os, signal, threading, torch

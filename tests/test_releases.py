@@ -25,6 +25,8 @@ from tests.equivalence.models import BY_NAME, FAMILIES
 from tests.equivalence.others import OTHERS
 from tests.equivalence.test_captured import NOT_ACCELERATED
 
+pytestmark = pytest.mark.sampled(3)
+
 ROOT = Path(__file__).parents[1]
 LLAMA = BY_NAME["llama"]
 _MAIN = "import runpy; runpy.run_module('fastgen', run_name='__main__')"
@@ -232,10 +234,13 @@ def test_continuous_batching_is_the_librarys() -> None:
     """Its paged cache is handed on by attention functions up to 5.23, and by models from 5.24 on."""
     prompts = LLAMA.make_inputs(padding=None)["input_ids"].tolist()
     config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    # By default the cache takes most of the machine's memory.
+    kind = getattr(transformers, "ContinuousBatchingConfig", None)
+    options = {} if kind is None else {"continuous_batching_config": kind(num_blocks=16, max_batch_tokens=64)}
 
     def run() -> list[list[int]]:
         model = copy.deepcopy(LLAMA.build())
-        found = model.generate_batch(inputs=prompts, generation_config=config)
+        found = model.generate_batch(inputs=prompts, generation_config=config, **options)
         return [each.generated_tokens for each in found.values()]
 
     with fastgen.disabled():

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from fastgen.pipeline import generation_fields
 from fastgen_cli.generate import build_parser, main
 
+pytestmark = pytest.mark.sampled(2)
+
 FAST = ["--num-beams", "2", "--max-new-tokens", "5", "--device", "cpu", "--batch-size", "4"]
 UP = "import sys, fastgen_cli.generate as command; print('up', flush=True); sys.exit(command.main())"
 

@@ -18,7 +18,10 @@ from fastgen.decoding.captured.program import Program
 from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowLines, NarrowPanels, NarrowWeight
 from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
 
-pytestmark = pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process")
+pytestmark = [
+    pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process"),
+    pytest.mark.sampled(3),
+]
 
 OUTPUTS, INPUTS = 60, 64
 SCALE = torch.tensor(0.0123).half().float()

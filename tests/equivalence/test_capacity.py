@@ -33,6 +33,8 @@ from tests.equivalence.models import EOS, LONG, SHORT, Family
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.models.tiny_unilm import SEP, batch, sources, tiny_model
 
+pytestmark = pytest.mark.sampled(3)
+
 CPU = torch.device("cpu")
 # (inputs, length of the prompt or source, new tokens): none like another, up and down.
 LENGTHS = [(3, 20, 12), (3, LONG, 30), (2, 5, 50), (3, 170, 9), (3, 30, 90)]

@@ -34,6 +34,8 @@ from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
 from tests.models import tiny_unilm
 
+pytestmark = pytest.mark.sampled(2)
+
 OPTIONS = {
     "greedy": GREEDY,
     "greedy with processors": {**GREEDY, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3, "min_new_tokens": 9},

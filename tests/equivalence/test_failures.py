@@ -22,6 +22,8 @@ from tests.equivalence.cases import BEAM, BEAM_SAMPLE, SAMPLE
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
 
+pytestmark = pytest.mark.sampled(2)
+
 FAMILIES = [BY_NAME[name] for name in ("bart", "t5", "gpt2", "llama")]
 SCORES = {"return_dict_in_generate": True, "output_scores": True}
 

@@ -21,6 +21,8 @@ from tests.equivalence.cases import BEAM
 from tests.equivalence.check import accelerated, assert_same, fallbacks, run
 from tests.equivalence.models import BY_NAME
 
+pytestmark = pytest.mark.sampled(3)
+
 ROOT = Path(__file__).parents[2]
 
 # What the scripts below have in common: a small model, and a call of it.

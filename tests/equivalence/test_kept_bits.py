@@ -30,6 +30,8 @@ pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases 
 from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
 from tests.quantization.test_products import used  # noqa: F401 (the fixture)
 
+pytestmark = pytest.mark.sampled(2)
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},

@@ -20,6 +20,8 @@ from fastgen.optimizer.transformers.captured import graph_cache
 from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, record_from, two
 from tests.equivalence.check import check, run
 
+pytestmark = pytest.mark.sampled(3)
+
 CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}
 WAYS = pytest.mark.parametrize("way", [GREEDY, BEAMS, SAMPLED], ids=["greedy", "beams", "samples"])

@@ -40,6 +40,8 @@ from tests.equivalence.models import EOS, VOCABULARY
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 
+pytestmark = pytest.mark.sampled(3)
+
 CPU = torch.device("cpu")
 
 

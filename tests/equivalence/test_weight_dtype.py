@@ -20,6 +20,8 @@ from tests.equivalence.cases import BEAM
 from tests.equivalence.check import assert_same, run
 from tests.equivalence.models import BY_NAME
 
+pytestmark = pytest.mark.sampled(2)
+
 SCORES = {**BEAM, "output_scores": True, "return_dict_in_generate": True}
 
 

@@ -41,6 +41,8 @@ from fastgen_cli.generate import main as generate_any
 from tests.fairseq import models
 from tests.fairseq.places import PLACES
 
+pytestmark = pytest.mark.sampled(2)
+
 RELEASE = fairseq.__version__
 PACKAGES = ("fairseq", "fairseq_cli")
 

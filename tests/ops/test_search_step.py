@@ -15,7 +15,10 @@ from fastgen.decoding.speculation.run_search import RunSearch
 from fastgen.ops import _library, search_step
 from tests.decoding.captured.test_program import Replayed
 
-pytestmark = pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process")
+pytestmark = [
+    pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process"),
+    pytest.mark.sampled(3),
+]
 
 CPU = torch.device("cpu")
 VOCABULARY = 9

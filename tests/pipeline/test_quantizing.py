@@ -30,6 +30,8 @@ from fastgen.quantization.writing import load_block
 from tests.pipeline import tiny
 from tests.quantization import tiny as families
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def _saved(build, folder: Path) -> Path:
     tokens = tiny.tokenizer(encoder_decoder=False)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fastgen.decoding.captured.kv import StaticKV, StepState
 from fastgen.decoding.shared import CannotBeCaptured, SharedKV
 
+pytestmark = pytest.mark.sampled(2)
+
 BATCH, PER_INPUT, KV_HEADS, HEADS, DIM = 3, 2, 2, 4, 8
 PREFIX, PREFIX_CAPACITY, CAPACITY = 5, 8, 6
 STARTS, ENDS = [0, 2, 1], [5, 5, 4]

@@ -31,6 +31,8 @@ from tests.fairseq.commands.world import (
     train_language_model,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 OPTIONS = [
     "--nbest 3",
     "--nbest 2 --prefix-size 2 --lenpen 0.6 --unkpen 2",

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from fastgen.ops.triton.decode_attention import decode_attention, plan, reference, split_count
 
+pytestmark = pytest.mark.sampled(2)
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 

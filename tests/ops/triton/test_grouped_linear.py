@@ -13,6 +13,8 @@ from fastgen.ops import grouped_linear as on_cpu
 from fastgen.ops import triton as package
 from fastgen.ops.triton import grouped_linear as operator
 
+pytestmark = pytest.mark.sampled(3)
+
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the result, of the sum of the products' sizes, and of what rounding the weight to the type adds.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
