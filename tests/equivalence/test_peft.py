@@ -1,0 +1,146 @@
+"""Models with adapters of peft: the library's tokens, whichever adapter is active, and however it has been changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from tests import near_ties
+from tests.equivalence.models import BY_NAME
+
+peft = pytest.importorskip("peft", reason="peft is not there")
+
+SEARCHES = ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True})
+# Of each family: the layers that (IA)^3 scales, and those of them that end a feed-forward block.
+SCALED = {
+    "llama": (["q_proj", "v_proj", "down_proj"], ["down_proj"]),
+    "bart": (["q_proj", "v_proj", "fc2"], ["fc2"]),
+    "t5": (["q", "v", "wo"], ["wo"]),
+    "gpt2": (["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
+}
+KINDS: dict[str, Callable[[str], Any]] = {
+    "lora": lambda name: peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+    "dora": lambda name: peft.LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
+    "ia3": lambda name: peft.IA3Config(target_modules=SCALED[name][0], feedforward_modules=SCALED[name][1]),
+}
+PROMPTS = {"prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
+
+
+@pytest.fixture(params=["auto", "always"], autouse=True)
+def captured_step(request: pytest.FixtureRequest) -> Iterator[str]:
+    fastgen.enable(captured_step=request.param)
+    yield request.param
+    fastgen.enable(captured_step="auto")
+
+
+def fill(model: Any, seed: int) -> None:
+    """Adapters begin as what changes nothing: here, each changes the tokens in its own way."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "ia3_", "prompt_")):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("ia3_" in name))
+
+
+def adapted(name: str, kind: str) -> Any:
+    """A model with two adapters, "default" and "other"."""
+    model = peft.get_peft_model(copy.deepcopy(BY_NAME[name].build()), KINDS[kind](name))
+    fill(model, 1)
+    active = {id(parameter) for parameter in model.parameters()}
+    model.add_adapter("other", KINDS[kind](name))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) not in active:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def tokens(model: Any, inputs: dict[str, Any]) -> list[Any]:
+    """Of every search: the library's, or those of a near-tie."""
+    found = []
+    for options in SEARCHES:
+
+        def run(options: dict[str, Any] = options) -> Any:
+            torch.manual_seed(0)
+            return model.generate(**copy.deepcopy(inputs), **options, max_new_tokens=14)
+
+        found.append(near_ties.check(run).tolist())
+    return found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCALED)
+def test_adapters_in_turn_switched_off_and_merged(name: str, kind: str, captured_step: str) -> None:
+    model, inputs = adapted(name, kind), BY_NAME[name].make_inputs(3)
+    fastgen.reset_stats()
+    first = tokens(model, inputs)
+    for _ in range(2):
+        model.set_adapter("other")
+        assert tokens(model, inputs) != first
+        model.set_adapter("default")
+        assert tokens(model, inputs) == first
+    with model.disable_adapter():
+        assert tokens(model, inputs) != first
+    model.merge_adapter()
+    tokens(model, inputs)
+    model.unmerge_adapter()
+    tokens(model, inputs)
+    found = fastgen.stats()
+    assert not found["transformers.generate"]["fallback"]
+    if captured_step == "always":
+        assert found["transformers.captured_step"]["accelerated"] == found["transformers.generate"]["accelerated"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_a_changed_adapter(name: str) -> None:
+    model, inputs = adapted(name, "lora"), BY_NAME[name].make_inputs(3)
+    seen = [tokens(model, inputs)]
+
+    def in_place() -> None:
+        with torch.no_grad():
+            for parameter in (each for key, each in model.named_parameters() if "lora_B.default" in key):
+                parameter.mul_(-2)
+
+    def scaling() -> None:
+        for layer in model.modules():
+            if isinstance(getattr(layer, "scaling", None), dict):
+                layer.scaling["default"] *= 3
+
+    def replaced() -> None:
+        for layer in model.modules():
+            if "default" in getattr(layer, "lora_A", {}):
+                layer.lora_A["default"].weight = torch.nn.Parameter(layer.lora_A["default"].weight.detach() * -1)
+
+    for change in (in_place, scaling, replaced, lambda: fill(model, 5), lambda: model.delete_adapter("default")):
+        change()
+        seen.append(tokens(model, inputs))
+    assert all(before != after for before, after in zip(seen, seen[1:], strict=False))
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_learned_prompts_run_on_the_librarys_code(name: str, kind: str) -> None:
+    task = "SEQ_2_SEQ_LM" if name == "bart" else "CAUSAL_LM"
+    config = getattr(peft, PROMPTS[kind])(num_virtual_tokens=4, task_type=task)
+    model = peft.get_peft_model(copy.deepcopy(BY_NAME[name].build()), config).eval()
+    fill(model, 1)
+    inputs = BY_NAME[name].make_inputs(2)
+    fastgen.reset_stats()
+
+    def run() -> Any:
+        try:
+            return model.generate(**inputs, do_sample=False, max_new_tokens=8).tolist()
+        except Exception as error:  # some releases of peft and Transformers do not go together here
+            return repr(error)
+
+    with fastgen.disabled():
+        expected = run()
+    assert run() == expected
+    assert not fastgen.stats().get("transformers.captured_step", {}).get("accelerated")
