@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,6 +33,14 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOL
 _MIN_TRIMMED = 2**26
 # A smaller tensor of zeros is one of torch's.
 _MIN_MAPPED = 2**20
+
+
+
+class _Pages(mmap.mmap):
+    """Memory of the system, which lives as long as the tensors on it."""
+
+
+_mapped: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()  # by address
 
 _inside = False
 _left_behind = 0  # bytes, by the calls since the last one that looked
@@ -88,10 +97,27 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        pages = mmap.mmap(-1, size, **private)
+        pages = _Pages(-1, size, **private)
     except OSError as error:
         raise MemoryError(f"cannot allocate memory: {size} bytes ({error.strerror})") from error
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    _mapped[tensor.data_ptr()] = pages
+    return tensor
+
+
+def give_back(tensor: torch.Tensor) -> bool:
+    """Gives the memory of one that `zeros` has made back to the system: its numbers are zero again.
+
+    The tensor stays where it is, and takes memory where it is written to.
+
+    Returns:
+        whether it was given back. It is not where the tensor is one of torch's, and where the system cannot.
+    """
+    pages = _mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+    if pages is None or len(pages) != tensor.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+        return False
+    pages.madvise(mmap.MADV_DONTNEED)
+    return True
 
 
 def backend() -> str:

@@ -210,3 +210,26 @@ def test_zeros_that_there_is_no_memory_for():
 def test_small_tensors_of_zeros(shape):
     made = host_memory.zeros(shape, torch.float32, torch.device("cpu"))
     assert torch.equal(made, torch.zeros(shape))
+
+
+def test_memory_of_zeros_is_given_back_and_used_again():
+    before = host_memory._resident()
+    made = host_memory.zeros((4, BLOCK // 16), torch.float32, torch.device("cpu"))
+    made.fill_(3)
+    assert host_memory._resident() - before > BLOCK // 2
+    assert host_memory.give_back(made)
+    assert host_memory._resident() - before < BLOCK // 8
+    assert not made.any()
+    made[2, 5] = 1
+    assert made.sum() == 1
+    address = made.data_ptr()
+    del made
+    assert address not in host_memory._mapped
+
+
+def test_memory_of_others_is_not_given_back():
+    """Nor that of a part of what is one of ours: the rest is somebody's."""
+    for other in (torch.ones(BLOCK // 4), torch.ones(3)):
+        assert not host_memory.give_back(other) and other.all()
+    made = host_memory.zeros((4, BLOCK // 16), torch.float32, torch.device("cpu")).fill_(1)
+    assert not host_memory.give_back(made[:2]) and not host_memory.give_back(made[1:]) and made.all()

@@ -68,6 +68,7 @@ def give_back(model: Any, step: CapturedStep) -> None:
         cached = _models.get(model)
         if cached is None or cached.state != step.state:  # it was dropped, or settings or the model have changed
             return
+        step.clear()
         cached.steps[step.key] = step
         _models[model] = _models.pop(model)  # the last one that was used
         while (steps := [x for other in _all() for x in other.steps.values()]) and (

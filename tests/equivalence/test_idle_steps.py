@@ -1,0 +1,83 @@
+"""Between two calls, a captured step's K and V take no memory; the next call finds them as new ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen.decoding import host_memory
+from fastgen.decoding.captured import graph
+from fastgen.ops import linear
+from fastgen.ops import triton as operators
+from fastgen.optimizer.transformers.captured import graph_cache
+from tests import near_ties
+from tests.equivalence.captured import record_from
+from tests.equivalence.models import BY_NAME
+
+
+@pytest.fixture(autouse=True)
+def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded as programs, in the first call."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    if device.type != "cpu" or graph.unavailable(device) is not None:
+        pytest.skip("this is about memory of the host, and needs the compiled operators")
+    record_from(monkeypatch, 0)
+    monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
+    graph_cache.drop_all()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "bart", "t5"])
+def test_calls_of_any_lengths_after_another(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer and shorter ones, padded on either side: nothing of a call before is seen."""
+    monkeypatch.setattr(host_memory, "_MIN_MAPPED", 1)
+    given_back: list[int] = []
+    give_back = host_memory.give_back
+    monkeypatch.setattr(host_memory, "give_back", lambda part: given_back.append(done := give_back(part)) or done)
+    family = BY_NAME[name]
+    model = family.build()
+    fastgen.reset_stats()
+    for batch, length, new in ((2, 9, 12), (3, 30, 9), (2, 30, 20), (1, 5, 9), (3, 17, 12), (2, 9, 12)):
+        inputs = family.make_inputs(batch, length)
+
+        def run(inputs: dict[str, Any] = inputs, new: int = new) -> Any:
+            torch.manual_seed(0)
+            copied = {name: value.clone() for name, value in inputs.items()}
+            return model.generate(**copied, **{"do_sample": False, **options}, max_new_tokens=new)
+
+        near_ties.check(run)
+    assert fastgen.stats()["transformers.captured_step"]["accelerated"] == 6, fastgen.stats()
+    assert given_back and all(given_back)
+
+
+def test_idle_steps_take_no_memory() -> None:
+    """Of steps for different numbers of rows, only the one that runs has its K and V in memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=4096, eos_token_id=None, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(3, 60, (4, 1500))
+    expected = {rows: 2 * 2 * rows * 1500 * 256 * 4 for rows in (1, 4)}  # bytes of the prefix
+    for rows in (1, 4, 1, 4):
+        call = model.generate(
+            ids[:rows], attention_mask=torch.ones_like(ids[:rows]), do_sample=False, max_new_tokens=12
+        )
+        assert call.shape == (rows, 1512)
+    steps = list(graph_cache._of(model).steps.values())
+    assert len(steps) == 2
+    before = host_memory._resident()
+    for step in steps:
+        for kv in step._own:
+            for part in kv._prefix:
+                assert not part.any()  # reads zeros of the system, which are one page
+                part.fill_(1)
+    assert host_memory._resident() - before > sum(expected.values()) * 0.9
