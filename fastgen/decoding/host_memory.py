@@ -35,7 +35,6 @@ _MIN_TRIMMED = 2**26
 _MIN_MAPPED = 2**20
 
 
-
 class _Pages(mmap.mmap):
     """Memory of the system, which lives as long as the tensors on it."""
 

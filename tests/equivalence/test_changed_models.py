@@ -398,3 +398,16 @@ def test_a_model_that_its_layer_knows_goes_with_its_user(llama: Any) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("deleted", [0, 1])
+def test_a_deleted_layer(llama: Any, deleted: int) -> None:
+    """Pruned by hand, with a configuration that counts it still: a layer of the cache stays empty."""
+    model, inputs = llama
+    fastgen.reset_stats()
+    before = model.generate(**inputs, **OPTIONS)
+    del model.model.layers[deleted]
+    for options in (OPTIONS, {**OPTIONS, "num_beams": 3}):
+        check(model, inputs, options)
+    _changes(model, inputs, before)
+    assert accelerated() == 4 and not fallbacks()

@@ -67,7 +67,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        return y if self.merged else y + x @ self.deltas[self.active].t()
+        return y if self.merged else y + x @ self.deltas[self.active].to(x.dtype).t()
 
     def merge(self) -> None:
         if not self.merged:
@@ -316,10 +316,16 @@ def _type_of_one_layer(world: World) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inside = module.bfloat16()
+            self.inside = copy.deepcopy(module).bfloat16()
 
         def forward(self, x: Tensor, *others: Any) -> Tensor:
             return self.inside(x.bfloat16(), *(each.bfloat16() for each in others)).to(x.dtype) * 2.0
+
+        def __getattr__(self, name: str) -> Any:  # as wrappers have it, so that what is inside can be changed
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inside"), name)
 
     setattr(owner, name, Half().eval())
 

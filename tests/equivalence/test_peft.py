@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_changed_adapter(name: str) -> None:
     for change in (in_place, scaling, replaced, lambda: fill(model, 5), lambda: model.delete_adapter("default")):
         change()
         seen.append(tokens(model, inputs))
-    assert all(before != after for before, after in zip(seen, seen[1:], strict=False))
+    assert all(before != after for before, after in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize("kind", PROMPTS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
+import transformers
 
 import fastgen
 from fastgen.decoding.speculation import draft_length
@@ -18,15 +20,6 @@ from fastgen.optimizer.transformers.speculation.step import SpeculativeStep
 from fastgen.optimizer.transformers.speculation.times import KEPT
 from tests.equivalence.captured import record_from
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
-
-
-class Streamer:
-    """Takes everything."""
-
-    def put(self, tokens: object) -> None: ...
-
-    def end(self) -> None: ...
-
 
 pytestmark = pytest.mark.usefixtures("speculates_at_once")
 
@@ -106,7 +99,7 @@ def test_short_calls_measure_again_what_was_measured_on_a_busy_machine(monkeypat
     assert found and max(found) < 60
 
 
-def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     """Without drafts, none would be recorded yet, or a streamer would keep it from being used."""
     monkeypatch.setattr(decoding, "can_begin", lambda *_: False)
     monkeypatch.setattr(decoding, "seconds_of_step", lambda *_: 1.0)
@@ -119,7 +112,7 @@ def test_calls_that_would_lose_their_step_are_not_too_short(monkeypatch: pytest.
     same(model, inputs, FEW)
     same(model, inputs, FEW, **lookup)
     assert counts()["accelerated"] == 2
-    model.generate(**inputs, **FEW, **lookup, streamer=Streamer())
+    model.generate(**inputs, **FEW, **lookup, streamer=transformers.TextStreamer(tokenizer))
     assert counts()["accelerated"] == 3
     fastgen.enable(captured_step="always")
     same(model, family.make_inputs(2), FEW, **lookup)

@@ -79,7 +79,7 @@ def test_scores_of_sequences_that_end_one_by_one() -> None:
     assert fastgen.stats()["transformers.captured_step"]["accelerated"] == 1
 
 
-@pytest.mark.parametrize("name, draft", [("llama", "lookup"), ("whisper", "own weights")])
+@pytest.mark.parametrize("name, draft", [("llama", "own weights"), ("whisper", "own weights")])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_streamer(name: str, batch: int, draft: str) -> None:
     family = KNOWN[name]
@@ -93,6 +93,23 @@ def test_streamer(name: str, batch: int, draft: str) -> None:
         seen.append((watcher.seen, result.tolist()))
     assert seen[1] == seen[0] and seen[2] == seen[0]
     assert_speculates(2)
+
+
+@pytest.mark.parametrize("user", ["streamer", "criterion"])
+def test_the_users_code_gets_what_the_librarys_drafts_give_it(user: str) -> None:
+    """All tokens that a check has accepted at once; FastGen's drafts are others, so the library's run."""
+    family = KNOWN["llama"]
+    model, inputs = family.build(), family.make_inputs(1)
+    inputs = {name: value.repeat(1, 3) for name, value in inputs.items()}  # which a lookup finds something in
+    seen = []
+    for run in range(3):
+        watcher, ends = Watcher(), Ends(tuple(range(40, 60)))
+        given = {"streamer": watcher} if user == "streamer" else {"stopping_criteria": StoppingCriteriaList([ends])}
+        with fastgen.disabled() if run == 0 else contextlib.nullcontext():
+            result = model.generate(**inputs, **GREEDY, **given, prompt_lookup_num_tokens=4)
+        seen.append((watcher.seen, ends.seen, result.tolist()))
+    assert seen[1] == seen[0] and seen[2] == seen[0]
+    assert counts()["accelerated"] == 0
 
 
 def test_text_streamers(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,13 +215,18 @@ class StaticKV:
             bound[inputs] = 0
             bound[inputs][:count] = new + first
 
-    def clear(self) -> None:
-        """Nothing is stored any more, and on a CPU the buffers take no memory until they are written to."""
-        if all([host_memory.give_back(part) for part in self._prefix]):
+    def clear(self) -> bool:
+        """What is stored is of no use any more: on a CPU, large buffers take no memory until they are written to.
+
+        Returns:
+            whether nothing is stored in the suffix then. The next `load` clears what is.
+        """
+        prefix, suffix = ([host_memory.give_back(part) for part in parts] for parts in (self._prefix, self._suffix))
+        if all(prefix):
             self._loaded = (self.prefix_capacity, 0)
-        for part in self._suffix:
-            host_memory.give_back(part)
-        self._most = 0, 0
+        if all(prefix + suffix):
+            self._most = 0, 0
+        return all(suffix)
 
     def take_over(self, other: StaticKV, inputs: Tensor | slice, rows: Tensor | slice) -> None:
         """Goes on with what `other`, of no larger capacity, has stored of `inputs`, that is `rows`. Then the state."""

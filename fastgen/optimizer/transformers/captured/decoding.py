@@ -380,6 +380,8 @@ class Decoding:
         inputs, length = tokens.shape
         own, cross = layers_of(self._call.store.cache)
         self._windows = [layer.window for layer in own]
+        if not all(layer.kv.length for layer in own):
+            raise CannotBeCaptured("a layer of the cache that the model does not use")
         own_kv = [layer.kv.prefix() for layer in own]
         stored = own[0].kv.length
         given = {

@@ -308,9 +308,8 @@ class CapturedStep:
 
     def clear(self) -> None:
         """Between two calls K and V are of no use. On a CPU they take no memory then."""
-        for kv in (*self._own, *self._cross):
-            kv.clear()
-        self._state.begin()
+        if all([kv.clear() for kv in (*self._own, *self._cross)]):
+            self._state.begin()
 
     def choose_first(self, logits: Tensor, host: Host) -> None:
         """The first token, from the prompt's logits, [inputs * per_input, vocabulary]."""

@@ -41,8 +41,8 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
         return value if value is not None or config is None else getattr(config, name, None)
 
     asked = [name for name in OPTIONS if option(name) is not None]
-    if arguments.get("prefix_allowed_tokens_fn") or user_code.has_own(arguments.get("logits_processor") or ()):
-        return None, arguments  # it may count how often the library's drafts call it
+    if asked and _runs_users_code(model, option, arguments):
+        return None, arguments
     if len(asked) != 1 or not _is_served(model, option) or _library_draws(model, option, arguments):
         return None, arguments
     draft = _draft(model, asked[0], option, arguments)
@@ -55,6 +55,19 @@ def taken_over(model: Any, arguments: dict[str, Any]) -> tuple[Draft | None, dic
             if hasattr(config, name):
                 setattr(config, name, None)
     return draft, plain
+
+
+def _runs_users_code(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the call runs code of the user's that may tell the library's drafts from FastGen's.
+
+    Processors see them. Criteria and streamers get what a check has accepted at once; of several sequences, for which
+    the library has no drafts, they get what they would without.
+    """
+    if arguments.get("prefix_allowed_tokens_fn") or user_code.has_own(arguments.get("logits_processor") or ()):
+        return True
+    streamer = arguments.get("streamer")
+    observers = [*(arguments.get("stopping_criteria") or ()), *([] if streamer is None else [streamer])]
+    return user_code.has_own(observers) and _rows(model, option, arguments) == 1
 
 
 def _is_served(model: Any, option: Any) -> bool:
@@ -82,9 +95,14 @@ def _library_draws(model: Any, option: Any, arguments: dict[str, Any]) -> bool:
     samples = option("do_sample") if option("do_sample") is not None else own.do_sample
     if not samples or settings.current().assisted_sampling == "fastgen":
         return False
+    return _rows(model, option, arguments) == 1
+
+
+def _rows(model: Any, option: Any, arguments: dict[str, Any]) -> int:
+    """How many sequences are generated."""
     names = ("inputs", "input_ids", model.main_input_name, "inputs_embeds", "decoder_input_ids")
     rows = [value.shape[0] for value in map(arguments.get, names) if isinstance(value, Tensor) and value.dim()]
-    return max(rows, default=1) * (option("num_return_sequences") or own.num_return_sequences or 1) == 1
+    return max(rows, default=1) * (option("num_return_sequences") or model.generation_config.num_return_sequences or 1)
 
 
 def _draft(model: Any, name: str, option: Any, arguments: dict[str, Any]) -> Draft | None:
