@@ -1,11 +1,11 @@
 """Builds the compiled operators (fastgen/csrc). Everything else about the package is in pyproject.toml.
 
-The libraries are optional: where there is no torch, no compiler, or the build fails, one line says so, the package
-installs without them, and the operators run on their torch reference. They use the stable C interface of torch only and
-nothing of Python, so one build serves every Python version and every torch from MINIMUM_TORCH on.
+Where there is no torch, no compiler, or the build fails, the installation fails with one line that says what to do: an
+installation that lacks the operators without a word would only be slow. They use the stable C interface of torch only
+and nothing of Python, so one build serves every Python version and every torch from MINIMUM_TORCH on.
 
 Environment variables:
-    FASTGEN_NO_EXT=1    do not build them
+    FASTGEN_NO_EXT=1    do not build them: they run on their torch reference, which is several times slower
     FASTGEN_DEVICES     which are built: cpu, cuda, or both with a comma between; default: those that torch has
     FASTGEN_CUDA_ARCH   what nvcc builds for (its -arch option); default: all-major
     CXX, CUDA_HOME      the compiler, and the CUDA toolkit to use
@@ -20,8 +20,10 @@ import os
 import re
 import runpy
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +45,51 @@ def say(message: str) -> None:
 
 
 def find_torch() -> Path | None:
-    """The directory of the installed torch, found without importing it."""
+    """The directory of the installed torch, found without importing it.
+
+    An isolated build sees nothing of what is installed, but it runs in the environment that it builds for, and that
+    torch is the one to build against: another one would be a download of gigabytes.
+    """
     spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    folders += [site.getusersitepackages()] if site.ENABLE_USER_SITE is not None else []
+    return next((there for each in folders if (there := Path(each, "torch", "version.py").parent).is_dir()), None)
+
+
+def version_of(torch: Path) -> tuple[str, str | None]:
+    """Its release, and that of the CUDA that it was built with."""
+    about = runpy.run_path(str(torch / "version.py"))
+    return about["__version__"], about.get("cuda")
+
+
+def is_left_out() -> bool:
+    return os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0")
+
+
+WITHOUT = "or set FASTGEN_NO_EXT=1 to install without them, which is several times slower"
+
+
+def missing() -> str | None:
+    """What the build lacks, and what to do; None if it can begin."""
+    if is_left_out():
+        return None
+    least = ".".join(map(str, MINIMUM_TORCH))
+    torch = find_torch()
+    if torch is None:
+        return (
+            f"the operators are compiled against torch, and {sys.prefix} has none: run `pip install 'torch>={least}'` "
+            "first (with --index-url https://download.pytorch.org/whl/cpu where there is no GPU), build with "
+            f"--no-build-isolation where torch is somewhere else, {WITHOUT}"
+        )
+    release, _ = version_of(torch)
+    if tuple(int(part) for part in release.split(".")[:2]) < MINIMUM_TORCH:
+        return f"torch {release} is too old to build for: run `pip install -U 'torch>={least}'`, {WITHOUT}"
+    compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if not WINDOWS and not shutil.which(compiler):
+        return f"there is no C++ compiler {compiler} for the operators: install g++, or name one with CXX, {WITHOUT}"
+    return None
 
 
 def find_nvcc() -> str | None:
@@ -60,18 +104,13 @@ def cuda_major(nvcc: str) -> str | None:
 
 def extensions() -> list[Extension]:
     """One library per kind of device that can be built for here."""
-    reference = "the operators will run on their torch reference"
-    if os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0"):
-        say(f"FASTGEN_NO_EXT is set, so csrc is not built; {reference}")
+    if is_left_out():
+        say("FASTGEN_NO_EXT is set, so csrc is not built; the operators will run on their torch reference")
         return []
     torch = find_torch()
-    if torch is None:
-        say(f"torch is not there at build time (pip needs --no-build-isolation), so csrc is not built; {reference}")
-        return []
-    about = runpy.run_path(str(torch / "version.py"))
-    if tuple(int(part) for part in about["__version__"].split(".")[:2]) < MINIMUM_TORCH:
-        say(f"torch {about['__version__']} is too old to build csrc for; {reference}")
-        return []
+    if torch is None or missing():
+        return [Extension("fastgen.ops.libfastgen_cpu", sources=[])]  # which cannot be built; metadata can be had
+    cuda = version_of(torch)[1]
 
     def extension(device: str, pattern: str, libraries: list[str], macros: list[tuple[str, str | None]]) -> Extension:
         # gcc makes no vectors of a loop that chooses between two numbers where computing the other one could trap.
@@ -89,17 +128,16 @@ def extensions() -> list[Extension]:
             ],
             extra_compile_args=["/std:c++17", "/O2"] if WINDOWS else ["-std=c++17", "-O3", *options],
             language="c++",
-            optional=True,
         )
 
     wanted = (os.environ.get("FASTGEN_DEVICES") or "cpu,cuda").split(",")
     found = [extension("cpu", "*.cpp", ["torch_cpu"], [])] if "cpu" in wanted else []
-    if about.get("cuda") and "cuda" in wanted:
+    if cuda and "cuda" in wanted:
         nvcc = find_nvcc()
         if nvcc is None:
             say("torch has CUDA but there is no nvcc, so the operators will run on their torch reference on CUDA")
-        elif cuda_major(nvcc) != about["cuda"].split(".")[0]:
-            say(f"torch was built with CUDA {about['cuda']}, of which nvcc is not; {reference} on CUDA")
+        elif cuda_major(nvcc) != cuda.split(".")[0]:
+            say(f"torch was built with CUDA {cuda}, of which nvcc is not; on CUDA the operators run on their reference")
         else:
             found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda"], [("USE_CUDA", None)]))
     return found
@@ -145,6 +183,9 @@ class BuildLibraries(build_ext):
     """Builds shared libraries that are loaded by path: no Python in their names, and no module initialisation."""
 
     def build_extensions(self) -> None:
+        lacking = missing()
+        if lacking:
+            raise SystemExit(f"fastgen: {lacking}")
         side_by_side(self.compiler)
         super().build_extensions()
 
@@ -156,20 +197,20 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         built = Path(self.get_ext_fullpath(extension.name))
-        compiler = getattr(self.compiler, "compiler_cxx", None)
         try:
-            if compiler and not shutil.which(compiler[0]):
-                raise FileNotFoundError(f"there is no C++ compiler {compiler[0]}")
             with quiet_unless_failing():
                 if extension.sources[0].endswith(".cu"):
                     self.build_with_nvcc(extension, built)
                 else:
                     super().build_extension(extension)
-        except Exception as error:  # whatever it was, the package is complete without the library
-            compiled = isinstance(error, (CompileError, LinkError, subprocess.CalledProcessError))
-            reason = "the compiler's errors are above" if compiled else " ".join(str(error).split())
-            say(f"{extension.name} was not built ({reason}); the operators will run on their torch reference")
+        except (CompileError, LinkError, subprocess.CalledProcessError, OSError) as error:
             built.unlink(missing_ok=True)
+            compiled = not isinstance(error, OSError)
+            reason = "the compiler's errors are above" if compiled else " ".join(str(error).split())
+            is_cuda = extension.name.endswith("cuda")
+            remedy = "FASTGEN_DEVICES=cpu to build for the CPU alone" if is_cuda else "CXX to try another compiler"
+            message = f"fastgen: {extension.name} was not built ({reason}): set {remedy}, {WITHOUT}"
+            raise SystemExit(message) from None
 
     def build_with_nvcc(self, extension: Extension, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,4 +237,5 @@ class Wheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])  # the libraries know nothing of Python
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel})
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel})

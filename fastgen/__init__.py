@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from fastgen import caches, counters, patching, settings
+from fastgen import _conflict, caches, counters, patching, settings  # noqa: F401 (the first one looks when imported)
 from fastgen._version import __version__
 from fastgen.counters import FallbackError
 from fastgen.keep_bits import KeepBits

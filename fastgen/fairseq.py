@@ -23,7 +23,7 @@ import fastgen
 from fastgen import settings
 
 COMMANDS = ("preprocess", "train", "hydra-train", "validate", "generate", "interactive", "eval-lm", "score")
-INSTALL = 'pip install "fastgen[fairseq]" && pip install --no-deps fairseq==0.12.2'
+INSTALL = 'pip install "fastgen-transformers[fairseq]" && pip install --no-deps fairseq==0.12.2'
 
 _PROGRAM = "python -m fastgen.fairseq"
 # What Hydra and torch say about the way in which FairSeq calls them.

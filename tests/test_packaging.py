@@ -21,11 +21,11 @@ import fastgen._version
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fastgen", "fastgen_cli")
-PARTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", *PACKAGES)
+PARTS = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "tools", *PACKAGES)
 TRY_OPERATOR = """
 import sys, fastgen
 from importlib.metadata import version
-assert version("fastgen") == {version!r}, version("fastgen")
+assert version("fastgen-transformers") == {version!r}
 assert "site-packages" in fastgen.__file__, fastgen.__file__
 from fastgen import ops
 import torch
@@ -53,7 +53,7 @@ print(fastgen.stats())
 """
 
 
-def run(*command: str | Path, **changes: str) -> str:
+def run(*command: str | Path, fails: bool = False, **changes: str) -> str:
     """The output of `command`, run outside the tree so that nothing is found there by accident."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FASTGEN_"))}
     done = subprocess.run(
@@ -64,7 +64,7 @@ def run(*command: str | Path, **changes: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}"
     return done.stdout
 
 
@@ -98,7 +98,7 @@ def build_wheel(tree: Path, target: Path, compiled: Sequence[Path] = (), **envir
         there.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(library, there / library.name)
     output = run(*pip, tree, **environment)
-    (wheel,) = target.glob("fastgen-*.whl")
+    (wheel,) = target.glob("fastgen_transformers-*.whl")
     return wheel, output
 
 
@@ -129,19 +129,31 @@ def test_compilers_are_quiet_unless_they_fail(tree, tmp_path):
         assert not has_compiler() or "fastgen/ops/libfastgen_cpu.so" in archive.namelist()
 
 
+def refused(
+    tree: Path, target: Path, isolated: bool = False, python: str | Path = sys.executable, **changes: str
+) -> str:
+    """The one line with which pip ends, of what an installation lacks."""
+    shutil.rmtree(tree / "build", ignore_errors=True)
+    pip = (python, "-m", "pip", "wheel", "--no-deps", "--no-index", "-w", target, tree)
+    output = run(*pip, *(() if isolated else ("--no-build-isolation",)), fails=True, **changes)
+    assert "Traceback" not in output, output
+    (line,) = (line.strip() for line in output.splitlines() if "fastgen: " in line)
+    return line.partition("fastgen: ")[2]
+
+
 def test_what_a_failing_compiler_prints_is_shown(tree, tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nfor line in 1 2 3; do echo error on line $line >&2; done\nexit 1\n")
     compiler.chmod(0o755)
-    _, output = build_wheel(tree, tmp_path / "wheel", CC=str(compiler), CXX=str(compiler))
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
+    output = run(*pip, "-w", tmp_path, tree, fails=True, CC=str(compiler), CXX=str(compiler))
     lines = [line.strip() for line in output.splitlines()]
-    start = lines.index("error on line 1")
-    assert lines[start : start + 3] == [f"error on line {number}" for number in (1, 2, 3)]
-    # Where torch has CUDA and there is no nvcc, another line says that.
-    assert [line for line in lines if line.startswith("fastgen: fastgen.ops.")] == [
-        "fastgen: fastgen.ops.libfastgen_cpu was not built (the compiler's errors are above); "
-        "the operators will run on their torch reference"
-    ]
+    assert "error on line 3" in lines and "Traceback" not in output
+    (line,) = (line for line in lines if line.startswith("fastgen: "))
+    assert line == (
+        "fastgen: fastgen.ops.libfastgen_cpu was not built (the compiler's errors are above): set CXX to try another "
+        "compiler, or set FASTGEN_NO_EXT=1 to install without them, which is several times slower"
+    )
 
 
 STREAMS = """
@@ -237,43 +249,85 @@ def test_library_that_cannot_be_loaded_is_no_failure(wheel, tmp_path):
     assert output.splitlines()[-1].startswith("torch reference: libfastgen_cpu.so cannot be loaded: ")
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        (
-            {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"},
-            "fastgen.ops.libfastgen_cpu was not built (there is no C++ compiler /nonexistent/c++)",
-        ),
-        ({"FASTGEN_NO_EXT": "1"}, "FASTGEN_NO_EXT is set, so csrc is not built"),
-    ],
-    ids=["no compiler", "FASTGEN_NO_EXT"],
-)
-def test_builds_without_a_compiler(tree, tmp_path, environment, said):
-    wheel, output = build_wheel(tree, tmp_path / "wheel", **environment)
-    lines = [line for line in output.splitlines() if "fastgen: " in line and said in line]
-    assert lines and all("torch reference" in line for line in lines)
+def test_no_compiler_is_one_line(tree, tmp_path):
+    line = refused(tree, tmp_path / "wheel", CC="/nonexistent/cc", CXX="/nonexistent/c++")
+    assert line.startswith("there is no C++ compiler /nonexistent/c++ for the operators: install g++")
+    assert "FASTGEN_NO_EXT=1" in line
+
+
+def test_builds_without_operators_where_that_is_asked_for(tree, tmp_path):
+    wheel, output = build_wheel(tree, tmp_path / "wheel", FASTGEN_NO_EXT="1")
+    assert "FASTGEN_NO_EXT is set, so csrc is not built" in output
     python = environment_with(wheel, tmp_path / "venv")
     backend = run(python, "-c", TRY_OPERATOR.format(version=fastgen._version.__version__)).splitlines()[-1]
     assert backend.startswith("torch reference: the extension was not built")
 
 
-def test_builds_without_torch(tree, tmp_path):
-    """With build isolation, which is pip's default, there is no torch at build time."""
-    setuptools = importlib.util.find_spec("setuptools")
-    assert setuptools is not None and setuptools.origin is not None
+@pytest.fixture
+def bare(tmp_path) -> Path:
+    """The Python of an environment with setuptools and pip alone."""
     venv.create(tmp_path / "bare", symlinks=True)
     (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
-    for pattern in ("setuptools*", "_distutils_hack", "packaging*"):
-        for source in Path(setuptools.origin).parents[1].glob(pattern):
-            (site / source.name).symlink_to(source)
-    build = (
-        f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta as b; b.build_wheel({str(tmp_path)!r})"
-    )
-    shutil.rmtree(tree / "build", ignore_errors=True)
-    output = run(tmp_path / "bare" / "bin" / "python", "-c", build)
-    assert "torch is not there at build time" in output
-    (wheel,) = tmp_path.glob("fastgen-*-py3-none-any.whl")
-    assert zipfile.ZipFile(wheel).testzip() is None
+    for name in ("setuptools", "_distutils_hack", "packaging", "pip"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            for source in Path(spec.origin).parents[1].glob(f"{name}*"):
+                (site / source.name).symlink_to(source)
+    return tmp_path / "bare" / "bin" / "python"
+
+
+def test_no_torch_is_one_line(tree, bare, tmp_path):
+    line = refused(tree, tmp_path / "wheel", python=bare)
+    assert f"{tmp_path / 'bare'} has none: run `pip install 'torch>=2.10'` first" in line
+    assert "https://download.pytorch.org/whl/cpu" in line and "FASTGEN_NO_EXT=1" in line
+
+
+@pytest.mark.parametrize("release", [None, "65.5.0"])
+def test_no_setuptools_is_one_line(tree, bare, tmp_path, release):
+    (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+    for path in site.glob("setuptools*"):
+        path.unlink()
+    if release is not None:
+        (site / "setuptools").mkdir()
+        (site / "setuptools" / "__init__.py").write_text(f"__version__ = {release!r}\n")
+    line = refused(tree, tmp_path / "wheel", python=bare)
+    assert line.startswith("the build needs setuptools 77 or later") and "pip install 'setuptools>=77'" in line
+    assert (release or "there is none") in line
+
+
+def test_an_isolated_build_finds_the_torch_of_its_environment(tree, bare, tmp_path):
+    """pip hides what is installed from the build; a torch of its own would be a download of gigabytes."""
+    (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    (site / "torch").symlink_to(Path(torch.origin).parent)
+    hidden = "import sys; sys.path = [path for path in sys.path if not path.endswith('site-packages')]"
+    find = "import runpy, setuptools; hidden(); print(runpy.run_path('setup.py')['find_torch']())"
+    code = f"import os; os.chdir({str(tree)!r})\ndef hidden():\n    {hidden}\n{find}"
+    assert run(bare, "-c", code).strip() == str(site / "torch")
+
+
+def test_another_distribution_of_the_same_name_is_one_line(wheel, tmp_path):
+    python = environment_with(wheel, tmp_path / "venv")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    run(python, "-c", "import fastgen")
+    (site / "fastgen-0.2.3.dist-info").mkdir()
+    said = run(python, "-c", "import fastgen", fails=True).splitlines()[-1]
+    assert said.startswith(f"ImportError: two distributions have installed a package `fastgen` into {site}")
+    assert "pip uninstall fastgen fastgen-transformers" in said
+
+
+def test_the_first_accelerated_call_says_that_operators_are_missing(wheel, tmp_path):
+    """Once, and not where it was asked for."""
+    pytest.importorskip("transformers")
+    python = environment_with(wheel, tmp_path / "venv")
+    script = f"{TRY_GENERATE}\nmodel.generate(inputs, **options)"
+    assert "compiled operators" not in run(python, "-c", script)
+    (operators,) = (tmp_path / "venv").glob("lib/python*/site-packages/fastgen/ops")
+    (operators / "libfastgen_cpu.so").unlink(missing_ok=True)
+    (said,) = (line for line in run(python, "-c", script).splitlines() if "compiled operators" in line)
+    assert "the extension was not built" in said and said.startswith("<string>:")
+    assert "compiled operators" not in run(python, "-c", script, FASTGEN_NO_EXT="1")
 
 
 @pytest.mark.parametrize("module", ["fastgen", "fastgen.ops"])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastgen import counters
 
 _NAMES = {"CPU": "C++ (csrc)", "CUDA": "CUDA (csrc)"}
 _SUFFIX = ".dll" if os.name == "nt" else ".so"
@@ -25,7 +28,7 @@ def load(device: str) -> str:
 
     FASTGEN_NO_EXT=1 in the environment leaves them out.
     """
-    if os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0"):
+    if _is_left_out():
         return "FASTGEN_NO_EXT is set"
     path = Path(__file__).with_name(f"libfastgen_{device.lower()}{_SUFFIX}")
     if not path.exists():
@@ -36,6 +39,28 @@ def load(device: str) -> str:
         # A library made for another torch or platform. The reference is slower and right, so this is no reason to fail.
         return f"{path.name} cannot be loaded: {str(error).strip().splitlines()[0]}"
     return ""
+
+
+_has_warned = False
+
+
+def warn_if_missing() -> None:
+    """Warns, once, that an accelerated call had to do without the compiled operators, unless that was asked for."""
+    global _has_warned
+    reason = load("CPU")
+    if not reason or _is_left_out() or _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"FastGen runs without its compiled operators ({reason}), and is several times slower on a CPU than with them. "
+        "Install it again where there is a C++ compiler; FASTGEN_NO_EXT=1 says that this is wanted",
+        RuntimeWarning,
+        stacklevel=counters.level_of_caller(),
+    )
+
+
+def _is_left_out() -> bool:
+    return os.environ.get("FASTGEN_NO_EXT", "0") not in ("", "0")
 
 
 def define(

@@ -19,6 +19,7 @@ from fastgen.decoding import host_memory
 from fastgen.decoding.beams import Beams
 from fastgen.decoding.layers import FastLayers
 from fastgen.decoding.randomness import RandomState
+from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.fairseq.call import ENTRY_POINT, Call, Unsupported, inside_call, of_ensemble
 from fastgen.optimizer.fairseq.prefill import Prefill
 from fastgen.optimizer.fairseq.scores import without_nan
@@ -55,6 +56,7 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
                     context.enter_context(FastLayers.of(model))
                 result = wrapped(*args, **kwargs)
             counters.count_accelerated(ENTRY_POINT)
+            warn_if_missing()
             return result
         except (counters.FallbackError, torch.OutOfMemoryError):
             raise  # the original code needs more memory, not less

@@ -22,6 +22,7 @@ from fastgen.decoding.layers import LINEAR, FastLayers
 from fastgen.decoding.shared import CannotBeCaptured
 from fastgen.interrupts import undoing
 from fastgen.ops import elementwise
+from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.transformers.cache import StoreInCache
 from fastgen.optimizer.transformers.compaction import BatchCompaction
 from fastgen.optimizer.transformers.models import rows_depend_on_each_other
@@ -169,6 +170,7 @@ class Call:
         else:
             self.store.restore()
         counters.count_accelerated(ENTRY_POINT)
+        warn_if_missing()
 
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""

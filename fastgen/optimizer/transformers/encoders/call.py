@@ -25,6 +25,7 @@ from fastgen.decoding import host_memory, library_code
 from fastgen.decoding.captured.recording import is_capturing, tensors_in
 from fastgen.decoding.products import HALF
 from fastgen.ops import linear
+from fastgen.ops._library import warn_if_missing
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.call import Call, fast_layers
 from fastgen.optimizer.transformers.encoders import attention, programs, results
@@ -178,6 +179,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             counters.count_failure(ENTRY_POINT, failure)
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
+        warn_if_missing()
         return result
 
 
