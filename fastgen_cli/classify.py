@@ -18,7 +18,12 @@ outputs:  .jsonl and .parquet: id, input, label, score, labels, scores, input_to
 """
 COMMAND = Command(
     "fastgen-classify",
-    "Write labels and scores for every text of a data set, in input order.",
+    """\
+Write labels and scores for every text of a data set, in input order.
+
+  fastgen-classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.csv labels.csv --input-column text
+  fastgen-classify cross-encoder/ms-marco-MiniLM-L6-v2 pairs.tsv scores.jsonl --input-column query --pair-column passage
+""",
     _OUTPUTS,
     ClassifyOptions,
     classify,

@@ -19,7 +19,16 @@ vectors:  are made as the model's sentence-transformers files say (modules.json)
           tokens' vectors
 """
 COMMAND = Command(
-    "fastgen-embed", "Write a vector for every text of a data set, in input order.", _OUTPUTS, EmbedOptions, embed
+    "fastgen-embed",
+    """\
+Write a vector for every text of a data set, in input order.
+
+  fastgen-embed sentence-transformers/all-MiniLM-L6-v2 texts.txt vectors.npy
+  fastgen-embed sentence-transformers/all-MiniLM-L6-v2 questions.csv vectors.parquet --input-column question
+""",
+    _OUTPUTS,
+    EmbedOptions,
+    embed,
 )
 
 

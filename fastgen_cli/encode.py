@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastgen.counters import ENCODER
@@ -41,7 +41,7 @@ class Command:
     run: Callable[..., Any]
 
 
-def build_parser(command: Command) -> Parser:
+def build_parser(command: Command, shows_all: bool = False) -> Parser:
     """The parser. A destination is a field of the command's options."""
     from fastgen import __version__
 
@@ -50,18 +50,18 @@ def build_parser(command: Command) -> Parser:
         usage="%(prog)s MODEL INPUT OUTPUT [options]",
         description=command.description,
         epilog=command.outputs + _EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        shows_all=shows_all,
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
-    parser.add_argument("--version", action="version", version=f"{command.program} {__version__}")
+    parser.add_usual(command.program, partial(build_parser, command), __version__)
     add_options(parser, command.options)
     group = parser.add_argument_group("FastGen")
     group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group.add_argument(
+        "--debug", action="store_true", help=parser.about("show the traceback of an error", is_rare=True)
+    )
     return parser
 
 

@@ -49,6 +49,18 @@ Names of the Transformers example scripts are understood (--num_beams, --source_
 """
 
 
+_EXAMPLES = """\
+Generate an output for every record of a data set, in input order.
+
+  fastgen-generate facebook/bart-large-cnn articles.csv summaries.csv --input-column article --keep all --num-beams 4
+  fastgen-generate Helsinki-NLP/opus-mt-en-de sources.txt translations.txt --num-beams 4 --batch-size auto
+"""
+# The fields of GenerationConfig that the short page of help has.
+_USUAL = (
+    "max_new_tokens", "min_new_tokens", "num_beams", "num_return_sequences", "do_sample", "temperature", "top_k",
+    "top_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty", "early_stopping",
+    "prompt_lookup_num_tokens",
+)  # fmt: skip
 _METAVARS = {"bool": "true|false", "int": "N", "float": "X", "str": "TEXT", "json": "JSON"}
 _WORDS = ("true", "false", "none", "null", "never")
 
@@ -57,38 +69,39 @@ class _Parser(Parser):
     generation: Any  # the group of generation options
 
 
-def build_parser() -> _Parser:
+def build_parser(shows_all: bool = False) -> _Parser:
     """The parser. A destination is a field of `RunOptions`, or with `--` before it one of `GenerationConfig`."""
     from fastgen import __version__
 
     parser = _Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL INPUT OUTPUT [options]",
-        description="Generate an output for every record of a data set, in input order.",
+        description=_EXAMPLES,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        shows_all=shows_all,
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, GGUF file, or hub name")
     parser.add_argument("input", metavar="INPUT", help="file, data set, or - for standard input")
     parser.add_argument("output", metavar="OUTPUT", help="file, or - for standard output")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_usual(PROGRAM, build_parser, __version__)
     add_options(parser, RunOptions)
     group = parser.add_argument_group("FastGen")
     group.add_argument("--no-fastgen", action="store_true", help="run the library's own code, for comparison")
     for dtype in ("fp16", "bf16"):
-        about = f"the same as --dtype {dtype}"
+        about = parser.about(f"the same as --dtype {dtype}", is_rare=True)
         group.add_argument(f"--{dtype}", dest="dtype", action="store_const", const=dtype, help=about)
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group.add_argument(
+        "--debug", action="store_true", help=parser.about("show the traceback of an error", is_rare=True)
+    )
     parser.generation = parser.add_argument_group(
         "generation",
-        "Every field of GenerationConfig, which the documentation of Transformers describes. The model's own value "
-        "applies where an option is not given. Lists and dictionaries are JSON, none unsets a value, and --no-X is "
-        "--X false.",
+        "Every field of GenerationConfig is an option. Where one is not given, the model's own value applies."
+        + (" Lists and dictionaries are JSON, none unsets a value, and --no-X is --X false." if shows_all else ""),
     )
     parser.generation.add_argument(
-        "--generation-config", metavar="FILE", help="JSON file of fields; options override it"
+        "--generation-config",
+        metavar="FILE",
+        help=parser.about("JSON file of fields; options override it", is_rare=True),
     )
     for name in generation_fields.TYPES:
         _add_generation(parser, name)
@@ -107,7 +120,8 @@ def _add_generation(parser: _Parser, name: str) -> None:
     option = "--" + name.replace("_", "-")
     types = generation_fields.TYPES.get(name, ())
     metavar = "|".join(word for kind, word in _METAVARS.items() if kind in types) or "VALUE"
-    parser.generation.add_argument(option, dest=option, type=convert, metavar=metavar)
+    said = parser.about("", is_rare=name not in _USUAL)
+    parser.generation.add_argument(option, dest=option, type=convert, metavar=metavar, help=said)
     if generation_fields.is_flag(name):
         parser.generation.add_argument(
             f"--no-{option[2:]}", dest=option, action="store_const", const=False, help=argparse.SUPPRESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,13 +12,56 @@ from fastgen_cli.shared import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without a page of options above it."""
+    """Reports an error as one line, without a page of options above it. Its short page of help leaves out what is rare.
+
+    Args:
+        shows_all: whether its page of help has all options, and what follows them.
+    """
+
+    def __init__(self, *, shows_all: bool, epilog: str, **options: Any) -> None:
+        more = "More options, and what the formats, errors and resuming are like: --help-all"
+        super().__init__(
+            epilog=epilog if shows_all else more,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            **options,
+        )
+        self.shows_all = shows_all
+
+    def about(self, help: str, is_rare: bool) -> str:
+        """The help of an option."""
+        return help if self.shows_all or not is_rare else argparse.SUPPRESS
+
+    def add_usual(self, program: str, build: Callable[[bool], Parser], version: str) -> None:
+        """The options that every command has: pages of help, the version, and completion for shells."""
+        self.add_argument("--version", action="version", version=f"{program} {version}")
+        self.add_argument("--help-all", nargs=0, action=_HelpAll, build=build, help="this page, with all options")
+        with contextlib.suppress(ImportError):
+            import shtab
+
+            shtab.add_argument_to(self, ["--print-completion"], help="print a script of completion for a shell")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
-def add_options(parser: argparse.ArgumentParser, declared: type) -> None:
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=120)
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, *args: Any, build: Callable[[bool], Parser], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._build = build
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> NoReturn:
+        self._build(True).print_help()
+        parser.exit()
+
+
+def add_options(parser: Parser, declared: type) -> None:
     """The options that the fields of a class declare. A destination is the name of a field."""
     groups: dict[str, Any] = {}
     group: Any = parser
@@ -29,12 +73,13 @@ def add_options(parser: argparse.ArgumentParser, declared: type) -> None:
             group = groups.get(title) or parser.add_argument_group(title)
             groups[title] = group
         names = ["--" + field.name.replace("_", "-"), *about["aliases"]]
+        said = parser.about(about["help"], about["rare"])
         if field.type == "bool":
-            group.add_argument(*names, dest=field.name, action="store_true", help=about["help"])
+            group.add_argument(*names, dest=field.name, action="store_true", help=said)
             continue
         kind = _kind(field.name, str(field.type))
         metavar = {int: "N", float: "X"}.get(kind, field.name.split("_")[-1].upper())  # type: ignore[call-overload]
-        group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=about["help"])
+        group.add_argument(*names, dest=field.name, type=kind, metavar=metavar, help=said)
 
 
 def _kind(name: str, annotation: str) -> Callable[[str], Any]:

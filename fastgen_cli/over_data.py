@@ -48,7 +48,10 @@ def run_over_data(program: str, words: Sequence[str], settings: DataOptions, run
 
 
 def ended(program: str, report: RunReport, settings: DataOptions, entry_point: str) -> int:
-    """Says how many records were skipped, and in the last line whether FastGen accelerated; the exit status.
+    """Says how many records were skipped, and in the last line what was done, and whether FastGen accelerated it.
+
+    Returns:
+        the exit status.
 
     Args:
         entry_point: what the calls of the model are counted under.
@@ -58,7 +61,13 @@ def ended(program: str, report: RunReport, settings: DataOptions, entry_point: s
         of = report.skipped + report.samples
         print(f"{program}: {report.skipped} of {of} records skipped{where}", file=sys.stderr)
     if report.batches and not settings.quiet:
-        print(acceleration(report.fastgen["stats"], entry_point), file=sys.stderr)
+        where = "standard output" if settings.to_stdout else settings.output
+        skipped = f", {report.skipped} skipped" if report.skipped else ""
+        print(
+            f"{where}: {report.samples} records{skipped} in {report.seconds['generate']:.1f} s, "
+            f"{report.tokens_per_second:.1f} tokens/s; {acceleration(report.fastgen['stats'], entry_point)}",
+            file=sys.stderr,
+        )
     return SKIPPED if report.skipped else DONE
 
 

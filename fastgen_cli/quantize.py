@@ -5,7 +5,6 @@ Exit status: 0 done, 2 the run could not be done, 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,12 @@ from fastgen_cli.shared import (
 
 PROGRAM = "fastgen-quantize"
 
+_EXAMPLES = """\
+Quantise the linear layers of a model to 4 or 8 bits.
+
+  fastgen-quantize HuggingFaceTB/SmolLM2-135M-Instruct smollm2-w4 --calibration prompts.txt
+  fastgen-quantize facebook/bart-large-cnn bart-w8 --calibration articles.txt --bits 8 --evaluate heldout.txt
+"""
 _EPILOG = """\
 text:     CALIBRATION and EVALUATE are read as fastgen-generate reads its INPUT. For an encoder-decoder, a line is a
           source, or a source, a TAB and its target. EVALUATE should not be a part of CALIBRATION
@@ -37,24 +42,23 @@ status:   0 done, 2 the run could not be done, 130 interrupted
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(shows_all: bool = False) -> Parser:
     """The parser. A destination is a field of `QuantizeOptions`."""
     from fastgen import __version__
 
     parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s MODEL OUT --calibration FILE [options]",
-        description="Quantise the linear layers of a model to 4 or 8 bits.",
+        description=_EXAMPLES,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        shows_all=shows_all,
     )
     parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
     parser.add_argument("output", metavar="OUT", help="directory to write")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_usual(PROGRAM, build_parser, __version__)
     add_options(parser, QuantizeOptions)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    about = parser.about("show the traceback of an error", is_rare=True)
+    parser.add_argument("--debug", action="store_true", help=about)
     return parser
 
 

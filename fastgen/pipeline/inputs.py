@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -76,6 +77,9 @@ class Inputs:
         for what, column in others.items():
             wanted += [_checked(self.source, column, what)] if column else []
         columns = self.source.columns or []
+        self.kept = _columns_to_keep(self.source, settings.keep)
+        wanted += self.kept
+        self._chat = settings.chat
         self.source.needed = list(dict.fromkeys(name if name in columns else name.split(".")[0] for name in wanted))
         self.references = _open_references(settings.reference) if settings.reference else None
         self.total = self.source.count()
@@ -119,6 +123,9 @@ class Inputs:
             elif not isinstance(identity, str | int | float | None):
                 identity = str(identity)
         text = field_of(row.fields, self.column, default=_MISSING)
+        messages = messages_in(text) if self._chat else None
+        if messages:
+            text = messages[-1]["content"]
         pair = field_of(row.fields, self._pairs, default=_MISSING) if self._pairs else None
         problem = row.problem or _problem(self.column, text) or (_problem(self._pairs, pair) if self._pairs else None)
         problem = problem or self._bad_id(identity)
@@ -128,7 +135,8 @@ class Inputs:
             problem = Problem("bad-reference", f"column {self._references!r}: {reason}") if reason else None
         if problem is not None:
             return BadRecord(position, row.line, identity, problem)
-        return Record(position, row.line, identity, text, reference, pair)
+        kept = tuple(_as_json(field_of(row.fields, name)) for name in self.kept) if self.kept else None
+        return Record(position, row.line, identity, text, reference, pair, messages, kept)
 
     def _bad_id(self, identity: Any) -> Problem | None:
         if isinstance(identity, str) and _SURROGATE.search(identity):
@@ -136,6 +144,43 @@ class Inputs:
         if self._short_ids and isinstance(identity, int) and not -(2**63) <= identity < 2**63:
             return Problem("bad-id", "the id does not fit into the 64 bits that Parquet has for a number")
         return None
+
+
+def _columns_to_keep(source: Source, wanted: tuple[str, ...]) -> list[str]:
+    """The columns that are named; `all` names each that has a name. Raises `SetupError` for one that is not there."""
+    if wanted == ("all",) and "all" not in (source.columns or []):
+        return [name for name in source.columns or [] if name]
+    return [_checked(source, name, "column to keep") for name in dict.fromkeys(wanted)]
+
+
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity: data frames have NaN where there is no value."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def messages_in(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """The messages of a conversation: a list of them, or the JSON of one; None if it is none.
+
+    Each has a role and a text as its content.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, list) or not value:
+        return None
+    for message in value:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return None
+    # Columns of structures have all fields of all messages, without a value where a message has none.
+    return tuple({name: part for name, part in message.items() if part is not None} for message in value)
 
 
 def _problem(column: str, text: Any) -> Problem | None:

@@ -6,26 +6,31 @@ A `Layout` is that of one command. `GENERATION` is that of `fastgen-generate`:
   leaves an empty line.
 - `.jsonl`: an object a record; `scores` holds one for each sequence: the library's own for beam search, otherwise the
   summed log-probability of its tokens; null where the decoding mode has none. A skipped record is left out.
-- `.parquet`: the same as columns.
+- `.csv`, `.tsv`: the best output of a record, its score and its counts of tokens. A skipped record is left out.
+- `.parquet`: the same as `.jsonl`, as columns.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.records import Result
 
 CHUNK = 1 << 20
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _PARQUET_ROWS = 8192
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 def dumps(value: Any) -> str:
@@ -36,6 +41,18 @@ def dumps(value: Any) -> str:
 def encode(value: Any) -> bytes:
     """A line of JSON. Half of a surrogate pair, which UTF-8 has no bytes for, becomes its JSON escape."""
     return dumps(value).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def cells(values: Iterable[Any], delimiter: str = ",") -> bytes:
+    """A line of a CSV file. What is neither text nor a number is JSON."""
+    line = io.StringIO()
+    # With both characters as the line's end, a field that has one of them is quoted in every release of Python.
+    csv.writer(line, delimiter=delimiter, lineterminator="\r\n").writerow(map(_cell, values))
+    return line.getvalue()[:-2].encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else dumps(value)
 
 
 class Layout(ABC):
@@ -69,6 +86,10 @@ class Layout(ABC):
         """The fields of a record as JSON has them."""
         return self.written(result)
 
+    def look(self, results: Iterable[Result]) -> None:
+        """Sees all records before any is written in Parquet, whose columns have types."""
+        return  # most columns have one whatever is in them
+
     def header(self, form: str) -> bytes:
         """What a format of lines begins with."""
         return b""
@@ -101,14 +122,14 @@ class Layout(ABC):
         for result in results:
             if "error" not in result:
                 row = self.written(result)
-                yield row if numbered or row["id"] is None else row | {"id": str(row["id"])}
+                yield row if numbered or row.get("id") is None else row | {"id": str(row["id"])}
 
     def _schema(self, rows: list[dict[str, Any]], numbered: bool) -> Any:
         import pyarrow
 
         types = {"id": pyarrow.int64() if numbered else pyarrow.string(), **self.column_types()}
-        present = rows[0] if rows else set(self.fields) - self.optional
-        return pyarrow.schema([(name, types[name]) for name in self.fields if name in present])
+        present = rows[0] if rows else [name for name in self.fields if name not in self.optional]
+        return pyarrow.schema([(name, types[name]) for name in present])
 
 
 def error_line(result: Result) -> bytes:
@@ -122,18 +143,54 @@ def finite(values: Iterable[float]) -> list[float | None]:
 
 
 class Generation(Layout):
-    """Texts of sequences, with their scores."""
+    """Texts of sequences, with their scores.
 
-    fields = ("id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids")
+    Args:
+        kept: columns of the input that are written, too, in place of the id, the input and the reference.
+        output_column: the name of the column of texts.
+        with_reference, with_ids: whether records have references, and token ids.
+
+    Raises:
+        SetupError: a column that is kept has the name of another one.
+    """
+
+    fields: tuple[str, ...] = (
+        "id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids",
+    )  # fmt: skip
     optional = frozenset({"reference", "token_ids"})
+    _OF_INPUT = ("id", "input", "reference")
+
+    def __init__(
+        self,
+        kept: Sequence[str] = (),
+        output_column: str = "text",
+        with_reference: bool = False,
+        with_ids: bool = False,
+    ) -> None:
+        self._kept, self._text = tuple(kept), output_column
+        self._types: dict[str, Any] = {}
+        self._as_json: set[str] = set()
+        own = [output_column if name == "text" else name for name in Generation.fields]
+        if kept:
+            own = [name for name in own if name not in self._OF_INPUT]
+        self.fields = (*kept, *own)
+        reference, ids = with_reference and not kept, with_ids
+        beside = ("score", "input_tokens", "output_tokens", *["reference"] * reference, *["token_ids"] * ids)
+        self._cells = (*(kept or ("id", "input")), output_column, *beside)
+        for name in (*self.fields, *self._cells):
+            if self.fields.count(name) > 1 or self._cells.count(name) > 1:
+                remedy = "name it otherwise (--output-column)" if name == output_column else "leave it out of --keep"
+                raise SetupError(f"column {name!r} would be twice in the output: {remedy}")
 
     def sound(self, result: Mapping[str, Any]) -> bool:
+        kept = result.get("kept")
         return (
             type(result.get("text")) is str
             and type(result.get("output_tokens")) is list
             and all(type(count) is int for count in result["output_tokens"])
             and all(type(text) is str for text in result.get("sequences", []))
             and all(type(score) in (int, float) for score in result.get("scores") or [])
+            and (not self._kept or (type(kept) is list and len(kept) == len(self._kept)))
         )
 
     def tokens(self, result: Result) -> int:
@@ -145,25 +202,65 @@ class Generation(Layout):
         text, number = pyarrow.string(), pyarrow.int64()
         return {
             "input": text,
-            "text": text,
+            self._text: text,
             "sequences": pyarrow.list_(text),
             "scores": pyarrow.list_(pyarrow.float64()),
             "input_tokens": number,
             "output_tokens": pyarrow.list_(number),
             "reference": text,
             "token_ids": pyarrow.list_(pyarrow.list_(number)),
+            **{name: self._types.get(name) or text for name in self._kept},
         }
 
+    def look(self, results: Iterable[Result]) -> None:
+        """The type of each column that is kept: the one that holds all its values, or JSON in a text."""
+        import pyarrow
+
+        found: dict[str, Any] = dict.fromkeys(self._kept, pyarrow.null())
+        rows = (result["kept"] for result in results if self._kept and "error" not in result)
+        while some := list(itertools.islice(rows, _PARQUET_ROWS)):
+            for name, values in zip(self._kept, zip(*some, strict=True), strict=True):
+                found[name] = found[name] and _common(found[name], values)
+        self._types = {name: None if kind == pyarrow.null() else kind for name, kind in found.items()}
+        self._as_json = {name for name, kind in found.items() if kind is None}
+
     def written(self, result: Result) -> dict[str, Any]:
-        fields = super().written(result)
-        if fields.get("scores"):
-            fields["scores"] = finite(fields["scores"])
-        return fields
+        left_out = self._OF_INPUT if self._kept else ()
+        kept = dict(zip(self._kept, result["kept"], strict=True)) if self._kept else {}
+        own = {name: result[name] for name in Generation.fields if name in result and name not in left_out}
+        if own.get("scores"):
+            own["scores"] = finite(own["scores"])
+        return kept | {self._text if name == "text" else name: value for name, value in own.items()}
+
+    def header(self, form: str) -> bytes:
+        return cells(self._cells, DELIMITERS[form]) if form in DELIMITERS else b""
 
     def line(self, result: Result, form: str) -> bytes:
         if form == "txt":
             return (_LINE_BREAK.sub(" ", result.get("text", "")) + "\n").encode("utf-8", "replace")
-        return super().line(result, form)
+        if form not in DELIMITERS or "error" in result:
+            return super().line(result, form)
+        fields = self.written(result)
+        fields["score"] = (fields.get("scores") or [None])[0]
+        fields["output_tokens"] = fields["output_tokens"][0]
+        return cells([fields.get(name) for name in self._cells], DELIMITERS[form])
+
+    def _rows(self, results: Iterable[Result], numbered: bool) -> Iterator[dict[str, Any]]:
+        for row in super()._rows(results, numbered):
+            for name in self._as_json:
+                row[name] = _cell(row[name])
+            yield row
+
+
+def _common(kind: Any, values: Sequence[Any]) -> Any:
+    """The type of pyarrow that holds values of a type and these; None if there is none."""
+    import pyarrow
+
+    try:
+        both = [pyarrow.schema([("x", each)]) for each in (kind, pyarrow.array(values).type)]
+        return pyarrow.unify_schemas(both, promote_options="permissive").field("x").type
+    except (pyarrow.ArrowException, OverflowError):
+        return None
 
 
 GENERATION = Generation()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen import settings as switches
-from fastgen.pipeline.errors import SetupError, explained
+from fastgen.pipeline.errors import SetupError, check_installed, explained, one_line
 from fastgen.pipeline.generation_fields import DRAFTS, check_names, check_values, read_generation_file, read_json_object
 from fastgen.pipeline.readers import quiet_hub
 from fastgen.pipeline.settings import DataOptions, RunOptions
@@ -49,6 +49,8 @@ class LoadedModel(Loaded):
     positions: int | None
     """The most tokens that an input may have; None where the model does not say."""
     pad_id: int = 0
+    chat_template: str | None = None
+    """What inputs are put into, where they are conversations."""
 
     @property
     def asks_for_drafts(self) -> bool:
@@ -56,7 +58,9 @@ class LoadedModel(Loaded):
 
     def decisive(self) -> dict[str, Any]:
         fields = self.generation.to_dict().items()
-        return {"generation": {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}}
+        generation = {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {"generation": generation, **template}
 
 
 def load(settings: RunOptions) -> LoadedModel:
@@ -220,7 +224,16 @@ def prepare(model: Any, tokenizer: Any, settings: RunOptions) -> LoadedModel:
     model.generation_config = _without_drafts(generation)
     prefix = task_options.get("prefix", "") if settings.prefix is None else settings.prefix
     positions = _input_limit(model.config, generation)
-    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id)
+    template = _chat_template(tokenizer, settings) if settings.chat else None
+    return LoadedModel(model, tokenizer, generation, prefix, encoder_decoder, positions, pad_id, template)
+
+
+def _chat_template(tokenizer: Any, settings: RunOptions) -> str:
+    check_installed("jinja2", "--chat")
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise SetupError(f"{settings.model} has no chat template: leave out --chat ({one_line(error)})") from error
 
 
 def _without_drafts(generation: Any) -> Any:

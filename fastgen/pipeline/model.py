@@ -24,6 +24,8 @@ class Encoder:
     def __init__(self, loaded: LoadedModel, settings: RunOptions) -> None:
         self._tokenizer = loaded.tokenizer
         self._prefix = loaded.prefix
+        self._is_chat = settings.chat
+        self._system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
         self._positions = loaded.positions
         truncate_to = settings.max_source_length
         if settings.truncation and loaded.positions is not None:
@@ -36,15 +38,25 @@ class Encoder:
                 self._tokenizer.truncation_side = "left"
 
     def __call__(self, records: Sequence[Record]) -> list[Prepared | BadRecord]:
-        texts = [self._prefix + record.text for record in records]
         try:
-            encoded = self._tokenizer(texts, **self._options)["input_ids"] if texts else []
+            encoded = self._ids(records) if records else []
         except Exception as error:
             if len(records) == 1:
                 return [records[0].skipped(Problem("tokenizer", f"the tokenizer refuses the text: {one_line(error)}"))]
             # Find the text that the tokenizer refuses; the others are kept.
             return [found for record in records for found in self([record])]
         return [self._checked(record, list(ids)) for record, ids in zip(records, encoded, strict=True)]
+
+    def _ids(self, records: Sequence[Record]) -> list[Any]:
+        if not self._is_chat:
+            return self._tokenizer([self._prefix + record.text for record in records], **self._options)["input_ids"]
+        conversations = [
+            [*self._system, *(record.messages or [{"role": "user", "content": record.text}])] for record in records
+        ]
+        options = {name: self._options[name] for name in ("truncation", "max_length") if name in self._options}
+        return self._tokenizer.apply_chat_template(
+            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+        )["input_ids"]
 
     def _checked(self, record: Record, ids: list[int]) -> Prepared | BadRecord:
         if not ids:
@@ -227,6 +239,8 @@ class Decoder:
         result: Result = {"position": record.position, "line": record.line, "id": record.id}
         if not self._settings.to_text:
             result |= {"input": record.text, "scores": scores, "input_tokens": len(row.ids)}
+            if record.kept is not None:
+                result["kept"] = list(record.kept)
             if record.reference is not None:
                 result["reference"] = record.reference
             if self._settings.token_ids:

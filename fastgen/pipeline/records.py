@@ -39,6 +39,10 @@ class Record:
     reference: str | None = None
     pair: str | None = None
     """The second text, for a command that takes two."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """A conversation, of which `text` is the last message."""
+    kept: tuple[Any, ...] | None = None
+    """The values of the columns to keep, in their order."""
 
     def skipped(self, problem: Problem) -> BadRecord:
         return BadRecord(self.position, self.line, self.id, problem)

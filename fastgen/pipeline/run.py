@@ -15,7 +15,7 @@ from fastgen import settings as switches
 from fastgen.pipeline.batches import Computed
 from fastgen.pipeline.errors import SetupError
 from fastgen.pipeline.inputs import Inputs
-from fastgen.pipeline.layouts import GENERATION
+from fastgen.pipeline.layouts import Generation
 from fastgen.pipeline.loading import LoadedModel, check_path, depends_on_padding, load, prepare
 from fastgen.pipeline.memory import automatic_batch
 from fastgen.pipeline.model import Decoder, Encoder, ModelStage, Piece
@@ -76,13 +76,15 @@ def run(
     if model is None:
         check_path(settings.model, gguf=True)
     inputs = Inputs(settings)
+    has_reference = bool(settings.reference or settings.reference_column)
+    layout = Generation(inputs.kept, settings.output_column, has_reference, settings.token_ids)
     workers = default_workers() if settings.workers is None else settings.workers
     with closing(PostProcessor(partial(Processor, work), workers if work.any else 0)) as post:
         loaded = load(settings) if model is None else prepare(model, tokenizer, settings)
         begins()
         job = Job(
             loaded,
-            GENERATION,
+            layout,
             Encoder(loaded, settings),
             ModelStage(loaded, settings),
             _Texts(Decoder(loaded, settings), post),

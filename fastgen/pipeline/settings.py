@@ -27,7 +27,7 @@ STANDARD_STREAM = "-"
 _MOST_WORKERS = 1024  # processes
 
 
-def option(default: Any, help: str, *aliases: str, group: str = "", free: bool = False) -> Any:
+def option(default: Any, help: str, *aliases: str, group: str = "", free: bool = False, rare: bool = False) -> Any:
     """A field that is an option of the command line as well.
 
     Args:
@@ -36,8 +36,9 @@ def option(default: Any, help: str, *aliases: str, group: str = "", free: bool =
         aliases: other names of the option; its own is that of the field.
         group: title of the group of options that begins with this one.
         free: it cannot change the output, so an interrupted run may be resumed with another value.
+        rare: the short page of help leaves it out.
     """
-    about = {"help": help, "aliases": aliases, "group": group, "free": free}
+    about = {"help": help, "aliases": aliases, "group": group, "free": free, "rare": rare}
     if callable(default):
         return field(default_factory=default, metadata=about)
     return field(default=default, metadata=about)
@@ -68,9 +69,11 @@ class DataOptions:
     id_column: str | None = option(
         None, "column that names the records in the output (default: 0, 1, 2, ...)", free=True
     )
-    input_format: str = option("auto", "txt, jsonl, csv, tsv, parquet or dataset (default: by the name)")
-    output_format: str = option("auto", "format of OUTPUT (default: by the name)")
-    dataset_config: str | None = option(None, "configuration of the data set INPUT names", "--dataset-config-name")
+    input_format: str = option("auto", "txt, jsonl, csv, tsv, parquet or dataset (default: by the name)", rare=True)
+    output_format: str = option("auto", "format of OUTPUT (default: by the name)", rare=True)
+    dataset_config: str | None = option(
+        None, "configuration of the data set INPUT names", "--dataset-config-name", rare=True
+    )
     split: str | None = option(None, "split of the data set (default: test, validation, or the only one)")
     limit: int | None = option(
         None, "do only the first N records", "--n-obs", "--max-eval-samples", "--max-predict-samples", free=True
@@ -82,7 +85,7 @@ class DataOptions:
         free=True,
     )
     resume: bool = option(False, "continue the interrupted run for this OUTPUT", free=True)
-    strict: bool = option(False, "stop at the first bad record", free=True)
+    strict: bool = option(False, "stop at the first bad record", free=True, rare=True)
 
     device: str | None = option(
         None, "torch device (default: cuda where there is one, otherwise cpu)", group="running", free=True
@@ -91,19 +94,23 @@ class DataOptions:
     weight_dtype: str = option(
         lambda: switches.current().weight_dtype,
         "int8, int4 or bf16: faster on a CPU that has the instructions, with other results (default: fp32)",
+        rare=True,
     )
     weight_group_size: int = option(
         lambda: switches.current().weight_group_size,
         "inputs that share a scale in int8 and int4: 32, 64 or 128 (default: 64)",
+        rare=True,
     )
     keep_bits: bool = option(
         lambda: switches.current().keep_bits,
         "keep weights in GGUF, GPTQ, AWQ and compressed-tensors in their bits, also where Transformers unpacks them",
+        rare=True,
     )
     activations: str = option(
         lambda: switches.current().activations,
         "int8: round what such weights are multiplied with on a CPU, which is faster, with other results "
         "(default: float)",
+        rare=True,
     )
     batch_size: int | Literal["auto"] = option(
         16,
@@ -111,13 +118,15 @@ class DataOptions:
         "--bs",
         "--per-device-eval-batch-size",
     )
-    max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included")
-    trust_remote_code: bool = option(False, "run code that comes with the model", free=True)
+    max_tokens: int | None = option(None, "at most N input tokens in a batch, padding included", rare=True)
+    trust_remote_code: bool = option(False, "run code that comes with the model", free=True, rare=True)
     allow_missing_weights: bool = option(
-        False, "run a model whose files lack weights, which are random then, or hold weights that it has no place for"
+        False,
+        "run a model whose files lack weights, which are random then, or hold weights that it has no place for",
+        rare=True,
     )
     quiet: bool = option(False, "no progress and no summary", free=True)
-    report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True)
+    report: str | None = option(None, "write timing, memory and counts to this JSON file", free=True, rare=True)
 
     @property
     def src_lang(self) -> str | None:
@@ -138,6 +147,16 @@ class DataOptions:
     def pair_column(self) -> str | None:
         """The column of the second text, for a command that takes two."""
         return None
+
+    @property
+    def keep(self) -> tuple[str, ...]:
+        """Columns of INPUT that the output has, too, for a command that keeps some."""
+        return ()
+
+    @property
+    def chat(self) -> bool:
+        """Whether an input may be a list of messages."""
+        return False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -239,7 +258,7 @@ class DataOptions:
 class RunOptions(DataOptions):
     """Every option of a run. Only `model`, `input` and `output` are needed; the rest has the defaults shown."""
 
-    OUTPUTS: ClassVar[tuple[str, ...]] = ("txt", "jsonl", "parquet")
+    OUTPUTS: ClassVar[tuple[str, ...]] = ("txt", "jsonl", "csv", "tsv", "parquet")
     OTHERWISE: ClassVar[str] = "txt"
 
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -247,8 +266,15 @@ class RunOptions(DataOptions):
     generation_config: str | None = None
     """A JSON file of such fields (or a directory with generation_config.json) that is applied before `generation`."""
 
-    output_format: str = option("auto", "txt, jsonl or parquet (default: by the name)")
-    token_ids: bool = option(False, "also write the generated token ids (.jsonl, .parquet)", group="data")
+    output_format: str = option("auto", "txt, jsonl, csv, tsv or parquet (default: by the name)", rare=True)
+    keep: tuple[str, ...] = option(
+        (),
+        "columns of INPUT that the output has, too, in place of id, input and reference: names with commas between, or "
+        "all",
+        group="data",
+    )
+    output_column: str = option("text", "column with the outputs (default: text)")
+    token_ids: bool = option(False, "also write the generated token ids (not in .txt)", rare=True)
 
     task: str = option(
         "auto",
@@ -256,6 +282,10 @@ class RunOptions(DataOptions):
         "whose prefix and options are then used (default: auto)",
         group="task",
     )
+    chat: bool = option(
+        False, "apply the model's chat template to every input, which is a prompt, or a list of messages"
+    )
+    system_prompt: str | None = option(None, "with --chat: the message that begins each conversation")
     prefix: str | None = option(None, "text put before every input", "--source-prefix")
     src_lang: str | None = option(None, "source language, for multilingual models", "--source-lang")
     tgt_lang: str | None = option(None, "target language, for multilingual models", "--target-lang")
@@ -263,21 +293,23 @@ class RunOptions(DataOptions):
         None, "truncate inputs to N tokens (prompts of decoder-only models keep their end)"
     )
     truncation: bool = option(False, "truncate inputs that are too long for the model instead of skipping them")
-    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text")
-    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses")
-    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)")
+    include_prompt: bool = option(False, "decoder-only models: put the prompt before the new text", rare=True)
+    detokenizer: str | None = option(None, "moses: detokenise the outputs with sacremoses", rare=True)
+    lang: str | None = option(None, "language of the detokenizer (default: --tgt-lang, or en)", rare=True)
 
     workers: int | None = option(
         None,
         "processes for detokenising and metrics; 0: a thread (default: a quarter of the cores, 1 to 4)",
         group="running",
         free=True,
+        rare=True,
     )
-    seed: int = option(42, "seed for sampling (default: 42)")
+    seed: int = option(42, "seed for sampling (default: 42)", rare=True)
     self_speculation: str = option(
         lambda: switches.current().self_speculation,
         "int8 or int4: the model's own weights in 8 or 4 bits draft tokens, which the model checks (default: off); "
         "kernels are chosen by measurements then",
+        rare=True,
     )
 
     reference: str | None = option(
@@ -287,7 +319,7 @@ class RunOptions(DataOptions):
     metrics: tuple[str, ...] = option(
         (), "any of bleu,rouge,chrf,exact, over the records that were not skipped (default: by the task)"
     )
-    score_path: str | None = option(None, "write the metrics to this JSON file", free=True)
+    score_path: str | None = option(None, "write the metrics to this JSON file", free=True, rare=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -299,7 +331,13 @@ class RunOptions(DataOptions):
         if (self.metrics or self.score_path) and not (self.reference or self.reference_column):
             what = "metrics need" if self.metrics else "a score path needs"
             raise SetupError(f"{what} references: give a reference file or a reference column")
+        if self.chat and self.prefix:
+            raise SetupError("prefix and chat do not go together: a chat template says what comes before an input")
+        if self.system_prompt is not None and not self.chat:
+            raise SetupError("a system prompt is part of a conversation: it needs --chat")
         super().__post_init__()
+        if self.keep and self.to_text:
+            raise SetupError("lines of text have no columns: to keep some, name OUTPUT .jsonl, .csv, .tsv or .parquet")
 
     def _least(self) -> dict[str, int]:
         return super()._least() | {"max_source_length": 1, "workers": 0}

@@ -113,6 +113,8 @@ class FileOutput:
             numbered = form == "parquet" and all(
                 "error" in result or type(result["id"]) is int for result in self.journal.results()
             )
+            if form == "parquet":
+                self._layout.look(self.journal.results())
             self._layout.write(unfinished, form, counted(), numbered)
             if failed:
                 # In input order now, whatever the order in which they were met.

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import csv
 import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastgen.pipeline.layouts import CHUNK, Layout
+from fastgen.pipeline.layouts import CHUNK, Layout, cells
 from fastgen.pipeline.records import Result
 
 
@@ -140,18 +139,11 @@ class Labels(Layout):
         return super().written(result | {"label": result["labels"][0], "score": result["scores"][0]})
 
     def header(self, form: str) -> bytes:
-        return _cells(self._columns) if form == "csv" else b""
+        return cells(self._columns) if form == "csv" else b""
 
     def line(self, result: Result, form: str) -> bytes:
         if form != "csv" or "error" in result:
             return super().line(result, form)
         pair = [result["pair"]] if "pair" in self._columns else []
         best = [value for both in zip(result["labels"], result["scores"], strict=True) for value in both]
-        return _cells([result["id"], result["input"], *pair, *best])
-
-
-def _cells(values: Iterable[Any]) -> bytes:
-    """A line of a CSV file."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(values)
-    return line.getvalue().encode("utf-8", "backslashreplace")
+        return cells([result["id"], result["input"], *pair, *best])

@@ -1,0 +1,45 @@
+"""The pages of help: the short one begins with examples and fits on two screens, the long one has every option."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from fastgen.pipeline import generation_fields
+from fastgen.pipeline.settings import RunOptions
+
+COMMANDS = ("generate", "embed", "classify", "quantize")
+
+
+def said(name: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", f"fastgen_cli.{name}", *words], capture_output=True, text=True, env={"COLUMNS": "80"}
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_page(name: str) -> None:
+    lines = said(name, "--help").splitlines()
+    assert len(lines) < 100 and max(map(len, lines)) <= 120
+    assert sum(line.startswith(f"  fastgen-{name} ") for line in lines[:8]) == 2
+    assert "--help-all" in lines[-1]
+
+
+def test_the_long_page_has_every_option() -> None:
+    page = said("generate", "--help-all")
+    names = [field.name for field in dataclasses.fields(RunOptions) if field.metadata] + list(generation_fields.TYPES)
+    assert not [name for name in names if f"--{name.replace('_', '-')}" not in page]
+    assert "status:" in page
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(name: str, shell: str) -> None:
+    pytest.importorskip("shtab")
+    script = said(name, "--print-completion", shell)
+    assert (f"fastgen-{name}" in script and "--no-fastgen" in script) or name == "quantize"

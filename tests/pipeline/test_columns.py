@@ -1,0 +1,274 @@
+"""Tables in and out: each format, with columns of the input kept, and conversations."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from fastgen.pipeline import SetupError, generate_dataset
+from tests.pipeline import tiny
+
+OPTIONS: dict[str, Any] = {"quiet": True, "device": "cpu", "batch_size": 4}
+SHORT = {"max_new_tokens": 4, "num_beams": 2}
+# What a table may hold that a line of text cannot.
+STRANGE = [
+    'a "quoted" word',
+    "two\nlines",
+    "a,comma",
+    "a\ttab",
+    "",
+    "both\r\nends",
+    "a return\rwithin",
+    " spaces ",
+    "日本語 🙂",
+]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }} {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def table() -> pandas.DataFrame:
+    texts = tiny.sentences(len(STRANGE))
+    return pandas.DataFrame({"key": STRANGE, "article": texts, "id": range(100, 100 + len(texts))})
+
+
+def write(frame: pandas.DataFrame, path: Path) -> Path:
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",", lineterminator="\n", quoting=1)
+    return path
+
+
+def read(path: Path) -> pandas.DataFrame:
+    if path.suffix == ".parquet":
+        return pandas.read_parquet(path)
+    if path.suffix == ".jsonl":
+        return pandas.read_json(path, lines=True, dtype=False)
+    return pandas.read_csv(path, sep="\t" if path.suffix == ".tsv" else ",", keep_default_na=False)
+
+
+@pytest.mark.parametrize("written", [".csv", ".tsv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("given", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_columns_are_kept_as_they_were(bart: Path, tmp_path: Path, given: str, written: str) -> None:
+    frame = table()
+    source, target = write(frame, tmp_path / f"in{given}"), tmp_path / f"out{written}"
+    report = generate_dataset(bart, source, target, input_column="article", keep=("all",), generation=SHORT, **OPTIONS)
+    assert (report.samples, report.skipped) == (len(frame), 0)
+    found = read(target)
+    assert list(found.columns)[:4] == ["key", "article", "id", "text"]
+    assert found["key"].tolist() == STRANGE
+    assert found["article"].tolist() == frame["article"].tolist()
+    assert [int(number) for number in found["id"]] == frame["id"].tolist()
+    lines = tmp_path / "out.txt"
+    generate_dataset(bart, source, lines, input_column="article", generation=SHORT, **OPTIONS)
+    assert found["text"].tolist() == lines.read_text().splitlines()
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv"])
+def test_a_table_without_kept_columns(bart: Path, inputs: Path, tmp_path: Path, form: str) -> None:
+    references = tmp_path / "references.txt"
+    references.write_text(inputs.read_text())
+    options = {**OPTIONS, "reference": str(references), "metrics": ("exact",), "token_ids": True}
+    generate_dataset(bart, inputs, tmp_path / f"out.{form}", generation=SHORT, **options)
+    generate_dataset(bart, inputs, tmp_path / "out.jsonl", generation=SHORT, **options)
+    with open(tmp_path / f"out.{form}", newline="") as handle:
+        rows = list(csv.DictReader(handle, delimiter="\t" if form == "tsv" else ","))
+    wanted = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert list(rows[0]) == ["id", "input", "text", "score", "input_tokens", "output_tokens", "reference", "token_ids"]
+    for row, record in zip(rows, wanted, strict=True):
+        assert (row["id"], row["input"], row["text"]) == (str(record["id"]), record["input"], record["text"])
+        assert float(row["score"]) == record["scores"][0] and int(row["output_tokens"]) == record["output_tokens"][0]
+        assert row["reference"] == record["reference"] and json.loads(row["token_ids"]) == record["token_ids"]
+        assert int(row["input_tokens"]) == record["input_tokens"]
+
+
+def test_a_table_on_standard_output(bart: Path, inputs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    generate_dataset(bart, inputs, "-", output_format="csv", limit=3, generation=SHORT, **OPTIONS)
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    assert lines[0] == "id,input,text,score,input_tokens,output_tokens" and len(lines) == 4
+
+
+def test_types_of_kept_columns_in_parquet(bart: Path, tmp_path: Path) -> None:
+    texts = tiny.sentences(5)
+    columns = {
+        "whole": [1, 2, None, 4, 5],
+        "broken": [1, 2.5, None, float("nan"), 3],
+        "flag": [True, None, False, True, True],
+        "nested": [{"a": [1]}, {"a": []}, None, {"a": [2, 3]}, {"a": [4]}],
+        "mixed": ["x", 1, None, [2], {"b": 3}],
+        "large": [2**70, 1, None, 2, 3],
+        "nothing": [None] * 5,
+    }
+    source = tmp_path / "in.jsonl"
+    rows = [{"article": text, **{k: v[n] for k, v in columns.items()}} for n, text in enumerate(texts)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = tmp_path / "out.parquet"
+    generate_dataset(bart, source, target, input_column="article", keep=tuple(columns), generation=SHORT, **OPTIONS)
+    found = parquet.read_table(target)
+    kinds = {name: found.schema.field(name).type for name in columns}
+    assert kinds["whole"] == pyarrow.int64() and kinds["broken"] == pyarrow.float64()
+    assert kinds["flag"] == pyarrow.bool_() and pyarrow.types.is_struct(kinds["nested"])
+    assert {kinds[name] for name in ("mixed", "large", "nothing")} == {pyarrow.string()}
+    values = found.to_pydict()
+    assert values["whole"] == columns["whole"] and values["flag"] == columns["flag"]
+    assert values["broken"] == [1.0, 2.5, None, None, 3.0] and values["nested"] == columns["nested"]
+    assert values["mixed"] == ["x", "1", None, "[2]", '{"b": 3}'] and values["large"][0] == str(2**70)
+
+
+@pytest.mark.parametrize("written", [".csv", ".jsonl", ".parquet"])
+def test_skipped_records_stay_skipped(bart: Path, tmp_path: Path, written: str) -> None:
+    source = tmp_path / "in.jsonl"
+    texts = tiny.sentences(6)
+    rows: list[dict[str, Any]] = [{"article": text, "key": number} for number, text in enumerate(texts)]
+    rows[2]["article"], rows[4]["article"] = "", None
+    del rows[3]["key"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = tmp_path / f"out{written}"
+    report = generate_dataset(bart, source, target, input_column="article", keep=("key",), generation=SHORT, **OPTIONS)
+    assert (report.samples, report.skipped) == (4, 2)
+    found = [None if key != key or key == "" else int(key) for key in read(target)["key"]]
+    assert found == [0, 1, None, 5]
+    errors = [json.loads(line) for line in Path(f"{target}.errors.jsonl").read_text().splitlines()]
+    assert [error["line"] for error in errors] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"keep": ("absent",)}, "has no column to keep 'absent', the columns are: key, article, id"),
+        ({"keep": ("key",), "output_column": "key"}, "column 'key' would be twice in the output: name it otherwise"),
+        ({"keep": ("key",), "output_format": "txt"}, "lines of text have no columns"),
+        ({"keep": ("key",), "output_column": "scores"}, "column 'scores' would be twice"),
+        ({"system_prompt": "be kind"}, "it needs --chat"),
+        ({"chat": True, "prefix": "x"}, "do not go together"),
+        ({"chat": True}, "has no chat template: leave out --chat"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(bart: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    source, target = write(table(), tmp_path / "in.csv"), tmp_path / "out.csv"
+    with pytest.raises(SetupError) as refused:
+        generate_dataset(bart, source, target, input_column="article", **{**OPTIONS, **options})
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert not target.exists()
+
+
+def test_a_kept_column_named_as_one_of_the_output(bart: Path, tmp_path: Path) -> None:
+    frame = table().rename(columns={"article": "text"})
+    source, target = write(frame, tmp_path / "in.csv"), tmp_path / "out.csv"
+    with pytest.raises(SetupError, match="column 'text' would be twice in the output: name it otherwise"):
+        generate_dataset(bart, source, target, input_column="text", keep=("all",), **OPTIONS)
+    generate_dataset(
+        bart, source, target, input_column="text", keep=("all",), output_column="summary", generation=SHORT, **OPTIONS
+    )
+    assert read(target)["text"].tolist() == frame["text"].tolist() and len(set(read(target)["summary"])) > 0
+
+
+@pytest.mark.parametrize("changed", [{"keep": ("key", "id")}, {"output_column": "other"}, {"keep": ()}])
+def test_a_run_is_not_resumed_with_other_columns(
+    bart: Path, tmp_path: Path, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastgen.pipeline.model import ModelStage
+
+    source, target = write(table(), tmp_path / "in.csv"), tmp_path / "out.csv"
+    options: dict[str, Any] = {**OPTIONS, "input_column": "article", "keep": ("key",), "generation": SHORT}
+    run = ModelStage.run
+    seen: list[int] = []
+
+    def interrupted(self: Any, batch: Any) -> Any:
+        seen.append(1)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        return run(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStage, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate_dataset(bart, source, target, **options)
+    with pytest.raises(SetupError, match="resume"):
+        generate_dataset(bart, source, target, resume=True, **{**options, **changed})
+    generate_dataset(bart, source, target, resume=True, **options)
+    assert read(target)["key"].tolist() == STRANGE
+
+
+@pytest.fixture
+def chatting(gpt2: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    tokenizer.chat_template = TEMPLATE
+    return AutoModelForCausalLM.from_pretrained(gpt2), tokenizer
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "json"])
+@pytest.mark.parametrize("system", [None, tiny.WORDS[7]])
+def test_a_chat_template(chatting: tuple[Any, Any], tmp_path: Path, form: str, system: str | None) -> None:
+    """The prompts are those of the library's template, whether a row has a prompt or a conversation."""
+    import torch
+
+    model, tokenizer = chatting
+    first, second, third = (" ".join(tiny.WORDS[at : at + 2]) for at in (0, 4, 9))
+    messages = [
+        {"role": "user", "content": first},
+        {"role": "assistant", "content": second},
+        {"role": "user", "content": third},
+    ]
+    value = {"prompt": first, "messages": messages, "json": json.dumps(messages)}[form]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"messages": value}) + "\n")
+    generate_dataset(
+        model, source, target, tokenizer=tokenizer, input_column="messages", chat=True, system_prompt=system,
+        generation={"max_new_tokens": 5, "do_sample": False}, **OPTIONS,
+    )  # fmt: skip
+    found = json.loads(target.read_text())
+    conversation = [{"role": "system", "content": system}] * bool(system)
+    conversation += [{"role": "user", "content": first}] if form == "prompt" else messages
+    ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)["input_ids"]
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": False}
+    expected = model.generate(torch.tensor([ids]), **options)[0, len(ids) :]
+    assert found["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert found["input_tokens"] == len(ids) and found["input"] == (first if form == "prompt" else third)
+
+
+@pytest.mark.parametrize("value", [[], [{"role": "user"}], [{"role": "user", "content": 3}], [1], {"role": "user"}, 7])
+def test_what_is_no_conversation_is_skipped(chatting: tuple[Any, Any], tmp_path: Path, value: Any) -> None:
+    model, tokenizer = chatting
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = [{"role": "user", "content": "x y"}]
+    source.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (value, good)))
+    report = generate_dataset(
+        model, source, target, tokenizer=tokenizer, input_column="messages", chat=True,
+        generation={"max_new_tokens": 3}, **OPTIONS,
+    )  # fmt: skip
+    assert (report.samples, report.skipped) == (1, 1)
+
+
+def test_a_run_is_not_resumed_with_another_template(
+    chatting: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastgen.pipeline.model import ModelStage
+
+    model, tokenizer = chatting
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("\n".join(tiny.sentences(9)))
+    options: dict[str, Any] = {**OPTIONS, "chat": True, "generation": {"max_new_tokens": 3}}
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStage, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            generate_dataset(model, source, target, tokenizer=tokenizer, **options)
+    tokenizer.chat_template = TEMPLATE + "b"
+    with pytest.raises(SetupError, match="resume"):
+        generate_dataset(model, source, target, tokenizer=tokenizer, resume=True, **options)
+    tokenizer.chat_template = TEMPLATE
+    generate_dataset(model, source, target, tokenizer=tokenizer, resume=True, **options)
+    assert len(target.read_text().splitlines()) == 9
