@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -37,18 +36,29 @@ class Parser(argparse.ArgumentParser):
         """The options that every command has: pages of help, the version, and completion for shells."""
         self.add_argument("--version", action="version", version=f"{program} {version}")
         self.add_argument("--help-all", nargs=0, action=_HelpAll, build=build, help="this page, with all options")
-        with contextlib.suppress(ImportError):
-            import shtab
-
-            shtab.add_argument_to(self, ["--print-completion"], help="print a script of completion for a shell")
+        about = 'print what completes this command in a shell: eval "$(... --print-completion bash)"'
+        self.add_argument("--print-completion", choices=_SHELLS, action=_Completion, help=about)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
+_SHELLS = ("bash", "zsh", "tcsh")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=120)
+
+
+class _Completion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, *rest: Any) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs the package shtab, which is not installed: pip install shtab")
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
 
 
 class _HelpAll(argparse.Action):

@@ -22,6 +22,7 @@ NOT_RUN = {
     "python docs/make_benchmark_tables.py": "would change README.md; a test of its own checks the tables",
     "python examples/train.py ...": "trains the shipped models for ten minutes each",
     "MALLOC_MMAP_MAX_=0 ...": "the same",
+    "fastgen-generate HuggingFaceTB/SmolLM2-135M-Instruct ...": "needs a model of the hub",
     "python -m benchmarks ...": "takes minutes; tests/benchmarks runs the command on small workloads",
     "python -m benchmarks.ordinary_session ...": "the same",
 }

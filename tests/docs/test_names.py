@@ -60,7 +60,7 @@ def options_of_the_commands() -> set[str]:
 
 # Options of other programs: pip, pytest, FairSeq's commands.
 FOREIGN = {
-    *"--no-build-isolation --no-deps --strict --check".split(),
+    *"--index-url --no-build-isolation --no-deps --strict --check".split(),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 import fastgen
 from tests import near_ties
 from tests.equivalence.models import BY_NAME
+from tests.equivalence.test_programs import programs  # noqa: F401 (steps are recorded at once)
 
 peft = pytest.importorskip("peft", reason="peft is not there")
 
@@ -32,7 +33,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
 PROMPTS = {"prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
 
 
-@pytest.fixture(params=["auto", "always"], autouse=True)
+@pytest.fixture(params=["never", "always"], autouse=True)
 def captured_step(request: pytest.FixtureRequest) -> Iterator[str]:
     fastgen.enable(captured_step=request.param)
     yield request.param
