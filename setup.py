@@ -54,7 +54,8 @@ def find_torch() -> Path | None:
     if spec and spec.origin:
         return Path(spec.origin).parent
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
-    folders += [site.getusersitepackages()] if site.ENABLE_USER_SITE is not None else []
+    if sys.prefix == sys.base_prefix:  # a virtual environment does not see those of the user
+        folders.append(site.getusersitepackages())
     return next((there for each in folders if (there := Path(each, "torch", "version.py").parent).is_dir()), None)
 
 
@@ -62,6 +63,21 @@ def version_of(torch: Path) -> tuple[str, str | None]:
     """Its release, and that of the CUDA that it was built with."""
     about = runpy.run_path(str(torch / "version.py"))
     return about["__version__"], about.get("cuda")
+
+
+def wanted_devices() -> list[str]:
+    return [name.strip() for name in (os.environ.get("FASTGEN_DEVICES") or "cpu,cuda").split(",")]
+
+
+def no_cuda(torch: Path) -> str | None:
+    """Why nothing can be built for CUDA; None if it can."""
+    cuda = version_of(torch)[1]
+    nvcc = find_nvcc()
+    if not cuda:
+        return "torch was built without it"
+    if nvcc is None:
+        return "torch has CUDA but there is no nvcc"
+    return None if cuda_major(nvcc) == cuda.split(".")[0] else f"torch was built with CUDA {cuda}, of which nvcc is not"
 
 
 def is_left_out() -> bool:
@@ -86,6 +102,12 @@ def missing() -> str | None:
     release, _ = version_of(torch)
     if tuple(int(part) for part in release.split(".")[:2]) < MINIMUM_TORCH:
         return f"torch {release} is too old to build for: run `pip install -U 'torch>={least}'`, {WITHOUT}"
+    for device in wanted_devices():
+        if device not in ("cpu", "cuda"):
+            return f"FASTGEN_DEVICES is {os.environ['FASTGEN_DEVICES']!r}: it can be cpu, cuda, or cpu,cuda"
+        reason = no_cuda(torch) if device == "cuda" and os.environ.get("FASTGEN_DEVICES") else None
+        if reason:
+            return f"FASTGEN_DEVICES asks for CUDA, but {reason}: set FASTGEN_DEVICES=cpu, {WITHOUT}"
     compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
     if not WINDOWS and not shutil.which(compiler):
         return f"there is no C++ compiler {compiler} for the operators: install g++, or name one with CXX, {WITHOUT}"
@@ -110,7 +132,6 @@ def extensions() -> list[Extension]:
     torch = find_torch()
     if torch is None or missing():
         return [Extension("fastgen.ops.libfastgen_cpu", sources=[])]  # which cannot be built; metadata can be had
-    cuda = version_of(torch)[1]
 
     def extension(device: str, pattern: str, libraries: list[str], macros: list[tuple[str, str | None]]) -> Extension:
         # gcc makes no vectors of a loop that chooses between two numbers where computing the other one could trap.
@@ -130,16 +151,13 @@ def extensions() -> list[Extension]:
             language="c++",
         )
 
-    wanted = (os.environ.get("FASTGEN_DEVICES") or "cpu,cuda").split(",")
+    wanted = wanted_devices()
     found = [extension("cpu", "*.cpp", ["torch_cpu"], [])] if "cpu" in wanted else []
-    if cuda and "cuda" in wanted:
-        nvcc = find_nvcc()
-        if nvcc is None:
-            say("torch has CUDA but there is no nvcc, so the operators will run on their torch reference on CUDA")
-        elif cuda_major(nvcc) != cuda.split(".")[0]:
-            say(f"torch was built with CUDA {cuda}, of which nvcc is not; on CUDA the operators run on their reference")
-        else:
-            found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda"], [("USE_CUDA", None)]))
+    reason = no_cuda(torch)
+    if "cuda" in wanted and reason is None:
+        found.append(extension("cuda", "*.cu", ["torch_cpu", "torch_cuda"], [("USE_CUDA", None)]))
+    elif version_of(torch)[1] and "cuda" in wanted:
+        say(f"{reason}, so the operators will run on their torch reference on CUDA")
     return found
 
 

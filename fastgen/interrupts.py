@@ -9,12 +9,16 @@ changes for a while is noted first, with what undoes it (`undoing`). A call of t
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
+
+# What is undone is tried again where one comes; more than so many are none.
+_MOST_INTERRUPTS = 1000
 
 
 class _OfThread(threading.local):
@@ -69,12 +73,14 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _here.taken, _here.handled = outer, handled
             raised: BaseException | None = None
+            left = _MOST_INTERRUPTS
             while taken:  # only where an interrupt has come
                 try:
                     last = taken[-1]
                     last.close()
                 except BaseException as error:
-                    if _ends(error):
+                    left -= 1
+                    if _ends(error) and left > 0:
                         raised = error
                     else:
                         raised = raised or error
@@ -140,6 +146,7 @@ def _codes_of_handlers() -> set[CodeType]:
             handler = handler.func
         if not callable(handler):
             continue
+        handler = inspect.unwrap(handler)  # a decorator's code is that of many functions
         code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
         if isinstance(code, CodeType):
             found.add(code)

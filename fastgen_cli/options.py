@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{program} {version}")
         self.add_argument("--help-all", nargs=0, action=_HelpAll, build=build, help="this page, with all options")
         about = 'print what completes this command in a shell: eval "$(... --print-completion bash)"'
-        self.add_argument("--print-completion", choices=_SHELLS, action=_Completion, help=about)
+        self.add_argument("--print-completion", choices=_SHELLS, action=_Completion, build=build, help=about)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -52,12 +53,16 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Completion(argparse.Action):
+    def __init__(self, *args: Any, build: Callable[[bool], Parser], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._build = build
+
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, *rest: Any) -> NoReturn:
         try:
             import shtab
         except ImportError:
             parser.error("--print-completion needs the package shtab, which is not installed: pip install shtab")
-        print(shtab.complete(parser, shell=shell))
+        print(shtab.complete(self._build(True), shell=shell))
         parser.exit()
 
 
@@ -96,6 +101,8 @@ def _kind(name: str, annotation: str) -> Callable[[str], Any]:
     """What turns the word on the command line into the value of a field."""
     if name == "batch_size":
         return _number_or_word
+    if name == "keep":
+        return _names
     if annotation.startswith("tuple"):
         return _listed
     return {"int": int, "float": float}.get(annotation.partition(" ")[0], str)
@@ -103,6 +110,11 @@ def _kind(name: str, annotation: str) -> Callable[[str], Any]:
 
 def _number_or_word(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names of columns, which may have spaces; one with a comma is put in quotes, as in a CSV file."""
+    return tuple(name for name in next(csv.reader([text], skipinitialspace=True), []) if name)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -181,3 +181,33 @@ def test_an_undo_that_ends_the_program_is_done_again(error: type[BaseException])
     with pytest.raises(error):
         call()
     assert calls == [1, 0, 1]
+
+
+def test_a_decorated_handler_is_told_from_what_has_the_same_decorator() -> None:
+    import torch
+
+    before = signal.signal(signal.SIGUSR1, torch.no_grad()(_limit))
+    try:
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except TimeLimit as error:
+            assert interrupts.behind(error) is error
+        try:
+            torch.no_grad()(int)("x")
+        except ValueError as error:
+            assert interrupts.behind(error) is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_undo_that_never_ends_does_not_run_for_ever() -> None:
+    def undo() -> None:
+        raise SystemExit
+
+    @guarded
+    def call() -> None:
+        with undoing(undo):
+            pass
+
+    with pytest.raises(SystemExit):
+        call()

@@ -255,6 +255,13 @@ def test_no_compiler_is_one_line(tree, tmp_path):
     assert "FASTGEN_NO_EXT=1" in line
 
 
+@pytest.mark.parametrize(
+    "devices, said", [("gpu", "it can be cpu, cuda, or cpu,cuda"), ("cpu, cuda", "asks for CUDA, but")]
+)
+def test_devices_that_cannot_be_built_for_are_one_line(tree, tmp_path, devices, said):
+    assert said in refused(tree, tmp_path / "wheel", FASTGEN_DEVICES=devices, CUDA_HOME="/nonexistent")
+
+
 def test_builds_without_operators_where_that_is_asked_for(tree, tmp_path):
     wheel, output = build_wheel(tree, tmp_path / "wheel", FASTGEN_NO_EXT="1")
     assert "FASTGEN_NO_EXT is set, so csrc is not built" in output

@@ -97,11 +97,11 @@ def works_with(python: str, wheel: Path, others: list[str], with_tests: bool) ->
         def run(*words: str | Path, where: str | Path = folder) -> bool:
             return subprocess.run([there, *words], cwd=where, env=environment).returncode == 0
 
-        install(f"fastgen[transformers] @ {wheel.as_uri()}", *others)
+        install(f"fastgen-transformers[transformers] @ {wheel.as_uri()}", *others)
         run("-c", SHOW)
         if not with_tests:
             return run("-c", TRY, ROOT / "examples")
-        install(f"fastgen[cli] @ {wheel.as_uri()}", *TOOLS, *others)
+        install(f"fastgen-transformers[cli] @ {wheel.as_uri()}", *TOOLS, *others)
         tests = Path(folder, "tree")
         for part in ("tests", "examples", "docs", "benchmarks", "tools"):
             shutil.copytree(ROOT / part, tests / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="also run the fast part of the tests")
     parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
     options = parser.parse_args()
-    (wheel,) = (ROOT / "dist").glob("fastgen-*.whl")
+    (wheel,) = (ROOT / "dist").glob("fastgen_transformers-*.whl")
     problems = problems_of(wheel)
     for python in options.pythons:
         print(f"{wheel.name} with {python}", flush=True)

@@ -14,6 +14,7 @@ import functools
 import math
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -113,9 +114,13 @@ def give_back(tensor: torch.Tensor) -> bool:
         whether it was given back. It is not where the tensor is one of torch's, and where the system cannot.
     """
     pages = _mapped.get(tensor.data_ptr()) if tensor.device.type == "cpu" else None
-    if pages is None or len(pages) != tensor.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+    # Elsewhere the advice may leave the numbers as they are.
+    if pages is None or len(pages) != tensor.nbytes or sys.platform != "linux":
         return False
-    pages.madvise(mmap.MADV_DONTNEED)
+    try:
+        pages.madvise(mmap.MADV_DONTNEED)
+    except OSError:  # the process has locked its memory
+        return False
     return True
 
 

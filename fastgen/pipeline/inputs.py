@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import SetupError
-from fastgen.pipeline.readers import LONGEST_TEXT, Source, open_source
+from fastgen.pipeline.readers import LONGEST_TEXT, CsvSource, JsonLinesSource, Source, open_source
 from fastgen.pipeline.records import BadRecord, Problem, Record, Row
 from fastgen.pipeline.settings import STANDARD_STREAM, DataOptions
 
@@ -79,7 +79,7 @@ class Inputs:
         columns = self.source.columns or []
         self.kept = _columns_to_keep(self.source, settings.keep)
         wanted += self.kept
-        self._chat = settings.chat
+        self._chat, self._cells_are_text = settings.chat, isinstance(self.source, CsvSource)
         self.source.needed = list(dict.fromkeys(name if name in columns else name.split(".")[0] for name in wanted))
         self.references = _open_references(settings.reference) if settings.reference else None
         self.total = self.source.count()
@@ -123,20 +123,36 @@ class Inputs:
             elif not isinstance(identity, str | int | float | None):
                 identity = str(identity)
         text = field_of(row.fields, self.column, default=_MISSING)
-        messages = messages_in(text) if self._chat else None
-        if messages:
+        messages = None
+        if self._chat and (messages := messages_in(text, self._cells_are_text)):
             text = messages[-1]["content"]
         pair = field_of(row.fields, self._pairs, default=_MISSING) if self._pairs else None
         problem = row.problem or _problem(self.column, text) or (_problem(self._pairs, pair) if self._pairs else None)
+        for message in messages or ():
+            problem = problem or _problem(self.column, message["content"])
         problem = problem or self._bad_id(identity)
+        kept, bad = self._kept_of(row) if self.kept and problem is None else (None, None)
+        problem = problem or bad
         if problem is None and self._references:
             reference = field_of(row.fields, self._references)
             reason = _not_text(reference)
             problem = Problem("bad-reference", f"column {self._references!r}: {reason}") if reason else None
         if problem is not None:
             return BadRecord(position, row.line, identity, problem)
-        kept = tuple(_as_json(field_of(row.fields, name)) for name in self.kept) if self.kept else None
         return Record(position, row.line, identity, text, reference, pair, messages, kept)
+
+    def _kept_of(self, row: Row) -> tuple[tuple[Any, ...] | None, Problem | None]:
+        """The values of the columns to keep, or why they cannot be written."""
+        found = []
+        for name in self.kept:
+            try:
+                found.append(_as_json(field_of(row.fields, name)))
+                text = json.dumps(found[-1], ensure_ascii=False)
+            except RecursionError:
+                return None, Problem("malformed", f"column {name!r} has a value that is nested too deeply")
+            if _SURROGATE.search(text):
+                return None, Problem("invalid-utf8", f"column {name!r} is not valid UTF-8")
+        return tuple(found), None
 
     def _bad_id(self, identity: Any) -> Problem | None:
         if isinstance(identity, str) and _SURROGATE.search(identity):
@@ -148,7 +164,9 @@ class Inputs:
 
 def _columns_to_keep(source: Source, wanted: tuple[str, ...]) -> list[str]:
     """The columns that are named; `all` names each that has a name. Raises `SetupError` for one that is not there."""
-    if wanted == ("all",) and "all" not in (source.columns or []):
+    if isinstance(source, JsonLinesSource) and wanted:
+        source.look_for_columns()
+    if tuple(wanted) == ("all",) and "all" not in (source.columns or []):
         return [name for name in source.columns or [] if name]
     return [_checked(source, name, "column to keep") for name in dict.fromkeys(wanted)]
 
@@ -164,12 +182,16 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, str | int | None) else str(value)
 
 
-def messages_in(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The messages of a conversation: a list of them, or the JSON of one; None if it is none.
+def messages_in(value: Any, may_be_text: bool = False) -> tuple[dict[str, Any], ...] | None:
+    """The messages of a conversation, which is a list of them; None if it is none.
 
     Each has a role and a text as its content.
+
+    Args:
+        may_be_text: it may be JSON in a text, as in a table whose cells are nothing else. Elsewhere a text is a prompt,
+            whatever is in it.
     """
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    if may_be_text and isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

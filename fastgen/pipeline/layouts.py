@@ -30,6 +30,7 @@ CHUNK = 1 << 20
 # Everything that some program or other takes for the end of a line.
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
 _PARQUET_ROWS = 8192
+_EXACT = 2**53  # a float holds every integer up to this one
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -65,6 +66,8 @@ class Layout(ABC):
     """The names of what is written of a record, in order, where there is all of it."""
     optional: frozenset[str] = frozenset()
     """Those that are left out of an output without any record."""
+    has_id = True
+    """Whether the column `id` is that of the records' ids."""
 
     @abstractmethod
     def sound(self, result: Mapping[str, Any]) -> bool:
@@ -122,7 +125,7 @@ class Layout(ABC):
         for result in results:
             if "error" not in result:
                 row = self.written(result)
-                yield row if numbered or row.get("id") is None else row | {"id": str(row["id"])}
+                yield row if numbered or not self.has_id or row["id"] is None else row | {"id": str(row["id"])}
 
     def _schema(self, rows: list[dict[str, Any]], numbered: bool) -> Any:
         import pyarrow
@@ -157,7 +160,7 @@ class Generation(Layout):
     fields: tuple[str, ...] = (
         "id", "input", "text", "sequences", "scores", "input_tokens", "output_tokens", "reference", "token_ids",
     )  # fmt: skip
-    optional = frozenset({"reference", "token_ids"})
+    optional: frozenset[str] = frozenset({"reference", "token_ids"})
     _OF_INPUT = ("id", "input", "reference")
 
     def __init__(
@@ -167,7 +170,8 @@ class Generation(Layout):
         with_reference: bool = False,
         with_ids: bool = False,
     ) -> None:
-        self._kept, self._text = tuple(kept), output_column
+        self._kept, self._text, self.has_id = tuple(kept), output_column, not kept
+        self.optional = Generation.optional - {*kept}
         self._types: dict[str, Any] = {}
         self._as_json: set[str] = set()
         own = [output_column if name == "text" else name for name in Generation.fields]
@@ -217,10 +221,15 @@ class Generation(Layout):
         import pyarrow
 
         found: dict[str, Any] = dict.fromkeys(self._kept, pyarrow.null())
+        large = dict.fromkeys(self._kept, False)
         rows = (result["kept"] for result in results if self._kept and "error" not in result)
         while some := list(itertools.islice(rows, _PARQUET_ROWS)):
             for name, values in zip(self._kept, zip(*some, strict=True), strict=True):
-                found[name] = found[name] and _common(found[name], values)
+                large[name] |= any(type(value) is int and abs(value) > _EXACT for value in values)
+                if found[name] is not None:
+                    found[name] = _common(found[name], values)
+                if large[name] and found[name] == pyarrow.float64():
+                    found[name] = None
         self._types = {name: None if kind == pyarrow.null() else kind for name, kind in found.items()}
         self._as_json = {name for name, kind in found.items() if kind is None}
 
@@ -258,9 +267,18 @@ def _common(kind: Any, values: Sequence[Any]) -> Any:
 
     try:
         both = [pyarrow.schema([("x", each)]) for each in (kind, pyarrow.array(values).type)]
-        return pyarrow.unify_schemas(both, promote_options="permissive").field("x").type
+        found = pyarrow.unify_schemas(both, promote_options="permissive").field("x").type
     except (pyarrow.ArrowException, OverflowError):
         return None
+    return None if _has_empty_struct(found) else found
+
+
+def _has_empty_struct(kind: Any) -> bool:
+    """Parquet cannot hold an object that has no field in any row."""
+    import pyarrow
+
+    parts = [kind.field(number).type for number in range(kind.num_fields)]
+    return (pyarrow.types.is_struct(kind) and not parts) or any(map(_has_empty_struct, parts))
 
 
 GENERATION = Generation()

@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class LoadedModel(Loaded):
         fields = self.generation.to_dict().items()
         generation = {key: value for key, value in fields if key != "transformers_version" and key[0] != "_"}
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        if "strftime_now" in (self.chat_template or ""):  # the prompts of another day are others
+            template["date"] = time.strftime("%Y-%m-%d")
         return {"generation": generation, **template}
 
 

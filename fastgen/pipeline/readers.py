@@ -123,6 +123,11 @@ class JsonLinesSource(FileSource):
         self._peeked = list(itertools.islice(self._stream, PEEK_ROWS))
         self.columns = list(dict.fromkeys(name for row in self._peeked for name in row.fields)) or None
 
+    def look_for_columns(self) -> None:
+        """Finds the columns of all rows, which takes a pass over the file. Of standard input they are those known."""
+        if self.name != STANDARD_STREAM:
+            self.columns = list(dict.fromkeys(name for row in self._parsed() for name in row.fields)) or None
+
     def rows(self) -> Iterator[Row]:
         # Standard input gives its rows once.
         return itertools.chain(self._peeked, self._stream) if self.name == STANDARD_STREAM else self._parsed()

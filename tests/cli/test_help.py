@@ -10,6 +10,7 @@ import pytest
 
 from fastgen.pipeline import generation_fields
 from fastgen.pipeline.settings import RunOptions
+from fastgen_cli.generate import parse
 
 COMMANDS = ("generate", "embed", "classify", "quantize")
 
@@ -43,3 +44,8 @@ def test_completion(name: str, shell: str) -> None:
     pytest.importorskip("shtab")
     script = said(name, "--print-completion", shell)
     assert (f"fastgen-{name}" in script and "--no-fastgen" in script) or name == "quantize"
+
+
+def test_names_of_columns_may_have_spaces() -> None:
+    given, _ = parse(["model", "in.csv", "out.csv", "--keep", 'Product Name, label,"a, b"'])
+    assert given["keep"] == ("Product Name", "label", "a, b")

@@ -233,3 +233,14 @@ def test_memory_of_others_is_not_given_back():
         assert not host_memory.give_back(other) and other.all()
     made = host_memory.zeros((4, BLOCK // 16), torch.float32, torch.device("cpu")).fill_(1)
     assert not host_memory.give_back(made[:2]) and not host_memory.give_back(made[1:]) and made.all()
+
+
+def test_memory_that_the_process_has_locked_stays(monkeypatch):
+    made = host_memory.zeros((BLOCK // 4,), torch.float32, torch.device("cpu")).fill_(1)
+    pages = host_memory._mapped[made.data_ptr()]
+
+    def refuse(self, advice):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(type(pages), "madvise", refuse, raising=False)
+    assert not host_memory.give_back(made) and made.all()

@@ -210,7 +210,7 @@ def chatting(gpt2: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(gpt2), tokenizer
 
 
-@pytest.mark.parametrize("form", ["prompt", "messages", "json"])
+@pytest.mark.parametrize("form", ["prompt", "messages"])
 @pytest.mark.parametrize("system", [None, tiny.WORDS[7]])
 def test_a_chat_template(chatting: tuple[Any, Any], tmp_path: Path, form: str, system: str | None) -> None:
     """The prompts are those of the library's template, whether a row has a prompt or a conversation."""
@@ -223,7 +223,7 @@ def test_a_chat_template(chatting: tuple[Any, Any], tmp_path: Path, form: str, s
         {"role": "assistant", "content": second},
         {"role": "user", "content": third},
     ]
-    value = {"prompt": first, "messages": messages, "json": json.dumps(messages)}[form]
+    value = {"prompt": first, "messages": messages}[form]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"messages": value}) + "\n")
     generate_dataset(
@@ -272,3 +272,82 @@ def test_a_run_is_not_resumed_with_another_template(
     tokenizer.chat_template = TEMPLATE
     generate_dataset(model, source, target, tokenizer=tokenizer, resume=True, **options)
     assert len(target.read_text().splitlines()) == 9
+
+
+def test_a_kept_value_that_is_no_text_skips_its_record(bart: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    texts = tiny.sentences(3)
+    source.write_bytes(
+        b"article,key\n"
+        + b"".join(t.encode() + b"," + k + b"\n" for t, k in zip(texts, (b"a", b"caf\xe9", b"c"), strict=True))
+    )
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    lines = tmp_path / "in.jsonl"
+    keys: list[Any] = ["a", {"x": ["\ud800"]}, deep]
+    lines.write_text("".join(json.dumps({"article": t, "key": k}) + "\n" for t, k in zip(texts, keys, strict=True)))
+    for path, skipped in ((source, 1), (lines, 2)):
+        for form in ("csv", "parquet", "jsonl"):
+            target = tmp_path / f"{path.suffix[1:]}.{form}"
+            report = generate_dataset(
+                bart, path, target, input_column="article", keep=("key",), generation=SHORT, **OPTIONS
+            )
+            assert (report.samples, report.skipped) == (3 - skipped, skipped)
+
+
+def test_a_kept_column_of_ids_beside_other_ids(bart: Path, tmp_path: Path) -> None:
+    source, target = write(table(), tmp_path / "in.jsonl"), tmp_path / "out.parquet"
+    options = {**OPTIONS, "input_column": "article", "id_column": "key", "generation": SHORT}
+    generate_dataset(bart, source, target, keep=("id",), **options)
+    assert parquet.read_table(target)["id"].to_pylist() == table()["id"].tolist()
+
+
+def test_values_that_parquet_has_no_type_for_are_text(
+    bart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastgen.pipeline import layouts
+
+    monkeypatch.setattr(layouts, "_PARQUET_ROWS", 2)  # types are found in parts, and must not depend on where these end
+    columns: dict[str, list[Any]] = {
+        "empty": [{}, {}, {}, {}],
+        "within": [{"k": {}}, None, {"k": {}}, None],
+        "list": [[{}], [], None, [{}]],
+        "large": [2**60 + 1, 1, 0.5, None],
+        "after": [0.5, 1, 2**60 + 1, None],
+        "whole": [2**60 + 1, 1, 3, None],
+    }
+    texts = tiny.sentences(4)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    rows = [{"article": text, **{k: v[n] for k, v in columns.items()}} for n, text in enumerate(texts)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate_dataset(bart, source, target, input_column="article", keep=tuple(columns), generation=SHORT, **OPTIONS)
+    found = parquet.read_table(target).to_pydict()
+    for name, values in columns.items():
+        wanted = values if name == "whole" else [None if v is None else json.dumps(v) for v in values]
+        assert found[name] == wanted, name
+
+
+def test_columns_of_late_rows_are_kept(bart: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows: list[dict[str, Any]] = [{"article": text} for text in tiny.sentences(103)]
+    rows[101]["extra"] = 5
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate_dataset(bart, source, target, input_column="article", keep=["all"], generation=SHORT, **OPTIONS)
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert found[101]["extra"] == 5 and found[0]["extra"] is None
+
+
+def test_a_prompt_that_looks_like_messages_is_a_prompt(chatting: tuple[Any, Any], tmp_path: Path) -> None:
+    """Text of others must not become a message of the system. In a table of text, that is what messages look like."""
+    model, tokenizer = chatting
+    value = json.dumps([{"role": "user", "content": "x"}])
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": value}) + "\n")
+    write(pandas.DataFrame({"prompt": [value]}), tmp_path / "in.csv")
+    for name, shown in (("in.jsonl", value), ("in.csv", "x")):
+        target = tmp_path / f"{name}.jsonl"
+        generate_dataset(
+            model, tmp_path / name, target, tokenizer=tokenizer, input_column="prompt", chat=True, truncation=True,
+            generation={"max_new_tokens": 3}, **OPTIONS,
+        )  # fmt: skip
+        assert json.loads(target.read_text())["input"] == shown

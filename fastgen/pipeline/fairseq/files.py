@@ -82,7 +82,7 @@ class Records:
         self.partial = Path(os.devnull if self._to_stdout else f"{name}.partial")
         writers.check_suffix(self._path)
         kind = TEXT_SUFFIXES.get(self._path.suffix.lower())
-        if kind == "parquet":
+        if kind not in (None, "jsonl"):
             raise SetupError(f"{name}: outputs of FairSeq models are written as .txt or .jsonl")
         self._form = "jsonl" if kind == "jsonl" else "txt"
         self._gaps = kind != "jsonl"
