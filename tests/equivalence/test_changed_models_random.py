@@ -309,14 +309,18 @@ def _exchanged(world: World) -> None:
     layers[0] = made
 
 
-def _type_of_one_layer(world: World) -> None:
+def _type_of_one_layer(world: World) -> bool:
     owner, name = world.holder()
     module = getattr(owner, name)
+    # A forward pass that is a closure goes on with the module itself, and what is inside of a wrapper cannot be set.
+    has_closures = any("forward" in vars(part) for part in module.modules())
+    if has_closures and isinstance(owner, Around):
+        return False
 
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inside = copy.deepcopy(module).bfloat16()
+            self.inside = (module if has_closures else copy.deepcopy(module)).bfloat16()
 
         def forward(self, x: Tensor, *others: Any) -> Tensor:
             return self.inside(x.bfloat16(), *(each.bfloat16() for each in others)).to(x.dtype) * 2.0
@@ -328,6 +332,7 @@ def _type_of_one_layer(world: World) -> None:
                 return getattr(super().__getattr__("inside"), name)
 
     setattr(owner, name, Half().eval())
+    return True
 
 
 def _class(world: World) -> None:
