@@ -8,10 +8,8 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import setuptools
 
 _ROOT = Path(__file__).parents[2]
 _CSRC = _ROOT / "fastgen/csrc/cpu"
@@ -26,12 +24,10 @@ __attribute__((target("avx2"))) void loop(const float* x, float* y, int n) {
 
 def _options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Those with which the package compiles."""
-    found: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", found.update)
     monkeypatch.delenv("FASTGEN_NO_EXT", raising=False)
     monkeypatch.chdir(_ROOT)
-    runpy.run_path("setup.py")
-    return next(each.extra_compile_args for each in found["ext_modules"] if each.name.endswith("_cpu"))
+    extensions = runpy.run_path("setup.py")["extensions"]()
+    return next(each.extra_compile_args for each in extensions if each.name.endswith("_cpu"))
 
 
 def _gcc() -> str | None:

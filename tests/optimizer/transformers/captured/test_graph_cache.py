@@ -22,7 +22,7 @@ def model() -> GPT2LMHeadModel:
 
 
 def step(key: Any) -> Any:
-    return SimpleNamespace(key=key, nbytes=1, device=torch.device("cpu"), state=None)
+    return SimpleNamespace(key=key, nbytes=1, device=torch.device("cpu"), state=None, clear=lambda: None)
 
 
 class Watched(OrderedDict[Any, Any]):
