@@ -56,6 +56,9 @@ def take(model: Any, key: Key, make: Callable[[], CapturedStep]) -> CapturedStep
         if key in cached.refused:
             raise CannotBeCaptured(cached.refused[key])
         step = cached.steps.pop(key, None)
+        # Not when it is given back: a call like the last one finds its memory where it was.
+        for idle in (kept for other in _all() for kept in other.steps.values()):
+            idle.clear()
     step = step or make()
     step.state = cached.state
     return step
@@ -68,7 +71,6 @@ def give_back(model: Any, step: CapturedStep) -> None:
         cached = _models.get(model)
         if cached is None or cached.state != step.state:  # it was dropped, or settings or the model have changed
             return
-        step.clear()
         cached.steps[step.key] = step
         _models[model] = _models.pop(model)  # the last one that was used
         while (steps := [x for other in _all() for x in other.steps.values()]) and (

@@ -307,7 +307,7 @@ class CapturedStep:
         mask.masked_fill_(columns == self._state.position.unsqueeze(1), 1)
 
     def clear(self) -> None:
-        """Between two calls K and V are of no use. On a CPU they take no memory then."""
+        """K and V of the last call are of no use any more. On a CPU they take no memory then."""
         if all([kv.clear() for kv in (*self._own, *self._cross)]):
             self._state.begin()
 
