@@ -13,6 +13,7 @@ import inspect
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -126,15 +127,8 @@ def _ends(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    handlers = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        if handlers is None:
-            handlers = _codes_of_handlers()
-        if traceback.tb_frame.f_code in handlers:
-            return True
-        traceback = traceback.tb_next
-    return False
+    handlers = _codes_of_handlers()
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _codes_of_handlers() -> set[CodeType]:

@@ -52,11 +52,15 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=120)
 
 
-class _Completion(argparse.Action):
+class _OfAllOptions(argparse.Action):
+    """Shows something of all options, which `build(True)` makes a parser of, and ends the program."""
+
     def __init__(self, *args: Any, build: Callable[[bool], Parser], **options: Any) -> None:
         super().__init__(*args, **options)
         self._build = build
 
+
+class _Completion(_OfAllOptions):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, shell: Any, *rest: Any) -> NoReturn:
         try:
             import shtab
@@ -66,11 +70,7 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
-class _HelpAll(argparse.Action):
-    def __init__(self, *args: Any, build: Callable[[bool], Parser], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._build = build
-
+class _HelpAll(_OfAllOptions):
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> NoReturn:
         self._build(True).print_help()
         parser.exit()

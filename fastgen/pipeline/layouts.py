@@ -131,8 +131,8 @@ class Layout(ABC):
         import pyarrow
 
         types = {"id": pyarrow.int64() if numbered else pyarrow.string(), **self.column_types()}
-        present = rows[0] if rows else [name for name in self.fields if name not in self.optional]
-        return pyarrow.schema([(name, types[name]) for name in present])
+        present = rows[0] if rows else set(self.fields) - self.optional
+        return pyarrow.schema([(name, types[name]) for name in self.fields if name in present])
 
 
 def error_line(result: Result) -> bytes:

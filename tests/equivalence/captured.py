@@ -33,6 +33,13 @@ def record_from(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(speculation, "PAYS_FROM", steps)
 
 
+def need_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and passes can be recorded as programs in this test, which is skipped where they cannot."""
+    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+    if device.type != "cpu" or graph.unavailable(device) is not None:
+        pytest.skip("programs are for the CPU, and need the compiled operators")
+
+
 class Graph(RecordedGraph):
     """Transformers asks torch whether a capture is going on, and does not look at masks then."""
 

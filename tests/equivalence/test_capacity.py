@@ -10,11 +10,9 @@ import torch
 from transformers import LogitsProcessorList
 
 import fastgen
-from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.growing import Growing
 from fastgen.decoding.captured.program import Program
 from fastgen.ops import linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache, sizes
 from fastgen.optimizer.transformers.captured.pays import Ledger
 from tests.equivalence.captured import (
@@ -25,6 +23,7 @@ from tests.equivalence.captured import (
     build,
     captures,
     every,
+    need_programs,
     reasons,
     record_from,
 )
@@ -54,9 +53,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @pytest.fixture(autouse=True)
 def recordings(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs that are recorded. They are for the first call already, with small buffers that have to grow."""
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("programs are for the CPU, and need the compiled operators")
+    need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     monkeypatch.setattr(sizes, "_STORED_ON_CPU", (32, 1))
     monkeypatch.setattr(sizes, "_NEW_ON_CPU", (32, 3))

@@ -13,13 +13,12 @@ import transformers
 from torch import Tensor
 
 import fastgen
-from fastgen.decoding.captured import graph
 from fastgen.decoding.captured.program import Program
 from fastgen.decoding.model_state import Seen
 from fastgen.ops import linear, packed_attention
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers import models
 from fastgen.optimizer.transformers.encoders import programs
+from tests.equivalence.captured import need_programs
 from tests.equivalence.encoder_models import OF_SEQ2SEQ, WITHOUT_PADDING, build, class_of, inputs
 
 TOLERANCE = 1e-5
@@ -28,9 +27,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(autouse=True)
 def recorded_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are recorded when they come for the second time, with FastGen's operators, and nothing is measured."""
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("programs are for the CPU, and need the compiled operators")
+    need_programs(device, monkeypatch)
     monkeypatch.setattr(programs, "PAYS_FROM", 2)
     monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 1.5))
     monkeypatch.setattr(packed_attention, "is_faster", lambda *shape: True)

@@ -9,21 +9,17 @@ import torch
 
 import fastgen
 from fastgen.decoding import host_memory
-from fastgen.decoding.captured import graph
 from fastgen.ops import linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
 from tests import near_ties
-from tests.equivalence.captured import record_from
+from tests.equivalence.captured import need_programs, record_from
 from tests.equivalence.models import BY_NAME
 
 
 @pytest.fixture(autouse=True)
 def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded as programs, in the first call."""
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("this is about memory of the host, and needs the compiled operators")
+    need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     monkeypatch.setattr(linear, "costs", lambda *shape, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5))
     graph_cache.drop_all()

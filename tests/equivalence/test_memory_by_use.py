@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.decoding.captured import graph
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
+from tests.equivalence.captured import need_programs
 from tests.equivalence.models import BY_NAME
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -42,9 +41,7 @@ def _bytes(name: str) -> int:
 @pytest.mark.skipif(not RESET.exists(), reason="only Linux says what a process has had at most")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_taken_by_use(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("programs are for the CPU, and need the compiled operators")
+    need_programs(device, monkeypatch)
     name, settings, options = CASES[case]
     model, inputs = BY_NAME[name].build(), BY_NAME[name].make_inputs(1)
     options = {"do_sample": False, "num_beams": 1, **options}

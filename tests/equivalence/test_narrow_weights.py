@@ -12,12 +12,20 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.decoding import narrow_weights, output_layer, products, weight_copies
-from fastgen.decoding.captured import graph
 from fastgen.decoding.narrow_weights import COUNTED_AS, NarrowPanels
 from fastgen.ops import linear, narrow, narrow_linear
-from fastgen.ops import triton as operators
 from fastgen.optimizer.transformers.captured import graph_cache
-from tests.equivalence.captured import BEAMS, FAMILIES, GREEDY, build, captures, reasons, record_from, two
+from tests.equivalence.captured import (
+    BEAMS,
+    FAMILIES,
+    GREEDY,
+    build,
+    captures,
+    need_programs,
+    reasons,
+    record_from,
+    two,
+)
 from tests.equivalence.check import check, run
 
 pytestmark = pytest.mark.sampled(3)
@@ -31,9 +39,7 @@ TYPES = pytest.mark.parametrize("dtype", [*narrow.TYPES, *narrow_linear.CODES], 
 @pytest.fixture(autouse=True)
 def recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is recorded for the first call already. Streamed products are the fastest, and faster with fewer bits."""
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("programs are for the CPU, and need the compiled operators")
+    need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     monkeypatch.setattr(narrow_weights, "_LEAST_NUMBERS", 0)
     # With sums in order, so that products without copies have the same bits.

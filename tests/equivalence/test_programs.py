@@ -32,6 +32,7 @@ from tests.equivalence.captured import (
     build,
     captures,
     every,
+    need_programs,
     reasons,
     record_from,
 )
@@ -51,9 +52,7 @@ def programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     The largest outputs are found with a copy of the weight.
     """
-    monkeypatch.setattr(operators, "is_interpreted", lambda: False)
-    if device.type != "cpu" or graph.unavailable(device) is not None:
-        pytest.skip("programs are for the CPU, and need the compiled operators")
+    need_programs(device, monkeypatch)
     record_from(monkeypatch, 0)
     monkeypatch.setattr(
         linear, "costs", lambda rows, *more, **options: linear.Costs(2.0, 3.0, 1.0, 1.0, 0.5 if rows <= 4 else 1.5)

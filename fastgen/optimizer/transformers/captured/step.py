@@ -308,6 +308,9 @@ class CapturedStep:
 
     def clear(self) -> None:
         """K and V of the last call are of no use any more. On a CPU they take no memory then."""
+        if not self._present:  # done since the last call
+            return
+        self._present = 0
         if all([kv.clear() for kv in (*self._own, *self._cross)]):
             self._state.begin()
 
