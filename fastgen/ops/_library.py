@@ -44,11 +44,16 @@ def load(device: str) -> str:
 _has_warned = False
 
 
-def warn_if_missing() -> None:
-    """Warns, once, that an accelerated call had to do without the compiled operators, unless that was asked for."""
+def warn_if_missing(device: torch.device) -> None:
+    """Warns, once, that an accelerated call had to do without the compiled operators, unless that was asked for.
+
+    On a GPU alone, what is built for the CPU is not missed.
+    """
     global _has_warned
+    if _has_warned or device.type != "cpu" or _is_left_out():
+        return
     reason = load("CPU")
-    if not reason or _is_left_out() or _has_warned:
+    if not reason:
         return
     _has_warned = True
     warnings.warn(

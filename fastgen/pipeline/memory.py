@@ -155,30 +155,32 @@ class MemoryModel:
 
         Of a layer, its input and output, a norm, and the feed-forward part before and after its activation are there
         at the same time, and the embeddings with their positions; or else its queries, keys, values and context, and on
-        a GPU the mask as numbers. For every pair of tokens there is a byte of a mask, and for every head what attention
-        adds or makes: a bias, or scores before and after the softmax.
+        a GPU the mask as numbers. For every pair of tokens there is a byte of a mask, and for every head the bias that
+        attention adds; while it runs also the scores before and after the softmax, where it makes them. On a GPU, torch
+        makes them where there is a bias.
         """
         inner = max(3 if self.gated else 2, _IN_PARTS.get(self.activation, 0) if self.on_gpu else 0)
-        attention = 7 * self.hidden + (width if self.on_gpu else 0)
-        layer = self.element * max(5 * self.hidden + inner * self.inner, attention)
-        pairs = 1 + self.heads * (self.element if self.biased else 0)
-        pairs += self.heads * (2 * self.element + 4 if self.eager else 0)
-        forward = layer + width * pairs
+        feed_forward = self.element * (5 * self.hidden + inner * self.inner)
+        attention = self.element * (7 * self.hidden + (width if self.on_gpu else 0))
+        kept = width * (1 + self.heads * (self.element if self.biased else 0))
+        scores = 2 * self.element if self.eager or (self.biased and self.on_gpu) else 0
+        attention += width * self.heads * (scores + (4 if self.eager else 0))
+        forward = kept + max(feed_forward, attention)
         prefix = self.layers * self.kv_bytes
         # What is too short to be worth sharing is repeated.
         stored = prefix * (self.beams if width < MIN_SHARED_PREFIX else 1)
         output = self.hidden * self.element if self.encoder_decoder else 0
-        scores = self.beams * self._score_bytes()
+        choices = self.beams * self._score_bytes()
         capacities = self._suffix_capacities()
         suffix = self.beams * prefix * sum(capacities)
         # Without an encoder, K/V may hold on to a projection that the queries are in as well.
         encode = Need(0, forward + (output if self.encoder_decoder else 1.5 * prefix))
         repeated = output * self.beams
         if not self.captured:
-            return encode, Need(scores + suffix, stored + repeated)
+            return encode, Need(choices + suffix, stored + repeated)
         # Every step that was outgrown is kept for the next call, with a prefix of its own.
         padding = len(capacities) * prefix * CAPTURED_PREFIX
-        return encode, Need(scores + suffix + padding, len(capacities) * prefix + stored + repeated)
+        return encode, Need(choices + suffix + padding, len(capacities) * prefix + stored + repeated)
 
     def _suffix_capacities(self) -> list[int]:
         """Positions that are allocated for what a sequence generates: one number, or one for each captured step."""

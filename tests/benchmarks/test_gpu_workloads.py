@@ -24,6 +24,8 @@ from benchmarks.workloads.gpu_ablation import Ablation
 from benchmarks.workloads.gpu_host_time import HostTime
 from benchmarks.workloads.gpu_largest import LargestBatch
 from benchmarks.workloads.gpu_models import news_lengths, sentence_lengths
+from fastgen import settings
+from fastgen.ops import triton as operators
 from tests.benchmarks.tiny_gpu import GENERATION, ON_CPU, WORKLOADS, tiny
 from tests.pipeline import tiny as pipeline_models
 
@@ -131,6 +133,14 @@ class TestHostTime:
         assert record.metrics["waits_per_step"] == 0
         assert record.metrics["wall_ms_per_step"] == pytest.approx(record.metrics["host_ms_per_step"], abs=1e-6)
 
+    def test_what_it_replaces_does_not_stop_capturing(self, monkeypatch):
+        monkeypatch.setattr(operators, "is_interpreted", lambda: False)
+        workload = WORKLOADS["gpu-host-time"]
+        workload = replace(workload, work=tiny(workload.work, batch=1, new_tokens=48), short=24, repetitions=1)
+        with settings.changed(captured_step="always"):
+            record = run_workload(workload, ON_CPU)
+        assert record.errors == [] and not record.fallbacks and record.accelerated is True
+
     def test_what_waits_is_left_out(self, monkeypatch):
         class Event:
             def synchronize(self):
@@ -149,9 +159,9 @@ class TestHostTime:
         def attributes():
             return [(name in vars(holder), getattr(holder, name)) for holder, name in gpu_host_time._WAITING]
 
-        before, item = attributes(), torch.Tensor.item
+        before, synchronize = attributes(), torch.cuda.synchronize
         with gpu_host_time.waits():
-            assert torch.Tensor.item is not item
+            assert torch.cuda.synchronize is not synchronize
         assert attributes() == before
 
 

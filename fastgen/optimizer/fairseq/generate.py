@@ -56,7 +56,7 @@ def generate(wrapped: Any, generator: Any, args: tuple[Any, ...], kwargs: dict[s
                     context.enter_context(FastLayers.of(model))
                 result = wrapped(*args, **kwargs)
             counters.count_accelerated(ENTRY_POINT)
-            warn_if_missing()
+            warn_if_missing(device)
             return result
         except (counters.FallbackError, torch.OutOfMemoryError):
             raise  # the original code needs more memory, not less

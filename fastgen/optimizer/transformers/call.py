@@ -170,7 +170,7 @@ class Call:
         else:
             self.store.restore()
         counters.count_accelerated(ENTRY_POINT)
-        warn_if_missing()
+        warn_if_missing(self.model.device)
 
     def abandon(self) -> None:
         """FastGen's part of the call failed: everything back as it was before."""

@@ -179,7 +179,7 @@ def run(forward: Callable[[], Any], model: Any, given: dict[str, Any], padding: 
             counters.count_failure(ENTRY_POINT, failure)
             return result
         counters.count_accelerated(ENTRY_POINT if padding == "exact" else f"{ENTRY_POINT}, padding {padding}")
-        warn_if_missing()
+        warn_if_missing(model.device)
         return result
 
 
