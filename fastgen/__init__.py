@@ -121,23 +121,30 @@ def reset_stats() -> None:
     counters.reset()
 
 
-def compare(model: Any, inputs: Any, **generate_kwargs: Any) -> Comparison:
-    """Runs `model.generate` with the original code and with FastGen, and compares the results, the time and the memory.
+def compare(model: Any, inputs: Any, *, tokenizer: Any = None, **generate_kwargs: Any) -> Comparison:
+    """Generates with the original code and with FastGen, and compares the results, the times and the memory.
 
-    Both runs start from the same random state, after a short warm-up of each.
+    Each side has a first call, after a short warm-up, and later ones, both sides in turn, once FastGen's calls capture
+    nothing more. All start from the same random state. There are five calls at least.
 
     Args:
-        model: a Transformers model.
-        inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), or a tensor that is
-            passed as its first argument.
-        **generate_kwargs: passed to `generate`.
+        model: a Transformers model, or a pipeline that generates.
+        inputs: a mapping that is passed to `generate` as keywords (what a tokenizer returns), a tensor that is passed
+            as its first argument, or a text or a list of texts. For a pipeline, whatever it takes.
+        tokenizer: of the texts. Decoder-only models get them padded on the left.
+        **generate_kwargs: passed to `generate`, or to the pipeline.
 
     Returns:
-        A `Comparison`: `identical`, `first_difference`, `speedup`, seconds and peak memory of both; prints as a table.
+        A `Comparison`: `identical`, `first_difference`, `first_speedup`, `speedup`, seconds and peak memory of both
+        sides; prints as a table.
+
+    Raises:
+        TypeError: texts without a tokenizer.
+        ValueError: a pipeline that does not generate.
     """
     from fastgen.comparison import compare as run
 
-    return run(model, inputs, generate_kwargs)
+    return run(model, inputs, tokenizer, generate_kwargs)
 
 
 if not settings.current().disabled:

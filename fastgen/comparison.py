@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import inspect
+import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +17,29 @@ from typing import Any
 import torch
 
 from fastgen import counters, memory, patching
-from fastgen.counters import DRAFTS, GENERATE, Drafts
+from fastgen.counters import CAPTURED_STEP, DRAFTS, GENERATE, Drafts
+from fastgen.decoding.captured import graph
 from fastgen.decoding.randomness import RandomState
+
+# Calls of FastGen before the later ones are measured, until there is nothing more to capture: at the most so many.
+# Short ones are captured once there were many, so a few are made in any case, as long as they take so many seconds.
+_MOST_SETTLING, _LEAST_SETTLING, _LEAST_SECONDS = 24, 12, 3.0
+# Later calls of each side.
+_LATER = 5
+# Of neither kind there are further ones once they have taken so many seconds together.
+_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of `generate`."""
+    """The calls of one side."""
 
+    first: float
+    """Seconds of the first call. FastGen may capture steps in it."""
     seconds: float
-    """Wall time of the call, without the warm-up."""
+    """Seconds of a later call, when nothing more is captured: their median."""
     peak_memory: int | None
-    """Bytes in use at the most during the call beyond what was in use before it: device memory on CUDA, resident memory
+    """Bytes in use at the most during a call beyond what was in use before it: device memory on CUDA, resident memory
     of the process elsewhere; None where the system does not tell."""
 
 
@@ -34,30 +48,38 @@ class Comparison:
     """The result of `fastgen.compare`. `print` gives a table."""
 
     identical: bool
-    """Whether both runs gave the same token ids."""
+    """Whether all calls of both sides gave the same token ids; of a pipeline, the same results."""
     first_difference: tuple[int, int] | None
     """(row, position) of the first token that differs, or None. A position behind the end of one of the results means
-    that they have different lengths; (-1, -1), that they have different numbers of rows."""
+    that they have different lengths; (-1, -1), that they have different numbers of rows. Of a pipeline, the position is
+    -1: the result of that input differs."""
     original: Run
     fastgen: Run
     accelerated: bool
-    """Whether FastGen accelerated the call; if not, both runs were the original code."""
+    """Whether FastGen accelerated the call; if not, both sides were the original code."""
     fallback: str | None
     """Why it was not accelerated, or None."""
     drafts: Drafts | None = None
-    """Tokens that speculative decoding drafted and accepted, or None if there were none."""
+    """Tokens that speculative decoding drafted and accepted in the last call, or None if there were none."""
     not_drafted: str | None = None
     """Why a call that could have had drafts went without them, or None."""
 
     @property
     def speedup(self) -> float:
-        """How many times faster FastGen was."""
+        """How many times faster FastGen's later calls were."""
         return self.original.seconds / self.fastgen.seconds
 
+    @property
+    def first_speedup(self) -> float:
+        """How many times faster FastGen's first call was."""
+        return self.original.first / self.fastgen.first
+
     def __str__(self) -> str:
+        sides = self.original, self.fastgen
         rows: list[tuple[str, ...]] = [("", "original", "fastgen", "ratio")]
-        rows.append(("seconds", *(f"{s.seconds:.3f}" for s in (self.original, self.fastgen)), f"{self.speedup:.2f}x"))
-        before, after = self.original.peak_memory, self.fastgen.peak_memory
+        rows.append(("first call", *(f"{side.first:.3f} s" for side in sides), f"{self.first_speedup:.2f}x"))
+        rows.append(("later calls", *(f"{side.seconds:.3f} s" for side in sides), f"{self.speedup:.2f}x"))
+        before, after = (side.peak_memory for side in sides)
         if before is not None and after is not None:
             share = f"{after / before:.2f}" if before else "-"
             rows.append(("peak memory", *(f"{size / 2**20:.1f} MiB" for size in (before, after)), share))
@@ -71,28 +93,180 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(model: Any, inputs: Any, generate_kwargs: dict[str, Any]) -> Comparison:
+def compare(model: Any, inputs: Any, tokenizer: Any, generate_kwargs: dict[str, Any]) -> Comparison:
     """See `fastgen.compare`."""
-    arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **generate_kwargs}
-    arguments.pop("streamer", None)  # it would be fed twice
-    random_state = RandomState(model.device)
-    runs, tokens = [], []
-    for context in (patching.suspended, contextlib.nullcontext):
-        with context():
-            _warm_up(model, arguments)
-            random_state.restore()
-            before = counters.snapshot()
-            run, result = _measured(model, arguments)
-            after = counters.snapshot()
-        runs.append(run)
-        tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
-    difference = _first_difference(*tokens)
+    is_pipeline = hasattr(model, "preprocess") and hasattr(model, "postprocess")
+    work: _Generate | _Pipeline = (
+        _Pipeline(model, inputs, generate_kwargs)
+        if is_pipeline
+        else _Generate(model, inputs, tokenizer, generate_kwargs)
+    )
+    original, fastgen = _Side(work, patching.suspended), _Side(work, contextlib.nullcontext)
+    for side in (original, fastgen):
+        side.warm_up()
+        side.call()
+    fastgen.settle()
+    start = time.perf_counter()
+    for number in range(_LATER):
+        if number and time.perf_counter() - start > _SECONDS:
+            break
+        original.call()
+        fastgen.call()
+    difference = _first_difference_of(work.differs, original.results[0], [*original.results[1:], *fastgen.results])
+    before, after = fastgen.counted
     accelerated = _count(after, GENERATE, "accelerated") > _count(before, GENERATE, "accelerated")
     fallback = None if accelerated else _reasons(before, after, GENERATE, "fallback") or "FastGen is disabled"
     return Comparison(
-        difference is None, difference, runs[0], runs[1], accelerated, fallback, Drafts.between(before, after),
-        _reasons(before, after, DRAFTS, "not used"),
+        difference is None, difference, original.run(), fastgen.run(), accelerated, fallback,
+        Drafts.between(before, after), _reasons(before, after, DRAFTS, "not used"),
     )  # fmt: skip
+
+
+class _Side:
+    """The calls of one side.
+
+    Attributes:
+        results: of all of its calls.
+        counted: what FastGen had counted before and after the last one.
+    """
+
+    def __init__(self, work: _Generate | _Pipeline, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._work, self._context = work, context
+        self._random_state = RandomState(work.device)
+        self._seconds: list[float] = []
+        self._peaks: list[int | None] = []
+        self.results: list[Any] = []
+        self.counted: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+    def warm_up(self) -> None:
+        """The first call of a process pays for threads, kernels and memory that later ones find ready."""
+        with self._context():
+            self._work.warm_up()
+
+    def call(self) -> None:
+        """One that is measured, from the random state that all have."""
+        with self._context():
+            seconds, peak, result = self._called()
+        self._seconds.append(seconds)
+        self._peaks.append(peak)
+        self.results.append(result)
+
+    def settle(self) -> None:
+        """Calls until one captures nothing, and none will."""
+        start = time.perf_counter()
+        for number in range(1, _MOST_SETTLING + 1):
+            made = graph.made
+            with self._context():
+                self.results.append(self._called()[2])
+            reasons = [_reasons(*self.counted, entry_point, "not used") for entry_point in (CAPTURED_STEP, DRAFTS)]
+            seconds = time.perf_counter() - start
+            captures = graph.made > made or counters.NOT_YET in reasons
+            may_capture = number < _LEAST_SETTLING and seconds < _LEAST_SECONDS
+            if seconds > _SECONDS or not (captures or may_capture):
+                return
+
+    def run(self) -> Run:
+        """What was measured."""
+        first, *later = self._seconds
+        peaks = [peak for peak in self._peaks if peak is not None]
+        return Run(first, statistics.median(later), max(peaks, default=None))
+
+    def _called(self) -> tuple[float, int | None, Any]:
+        self._random_state.restore()
+        arguments, before = self._work.arguments(), counters.snapshot()
+        peak_memory = _peak_memory(self._work.device)
+        start = time.perf_counter()
+        result = self._work.call(arguments)
+        if self._work.device.type == "cuda":
+            torch.cuda.synchronize(self._work.device)
+        seconds = time.perf_counter() - start
+        self.counted = before, counters.snapshot()
+        return seconds, peak_memory(), result
+
+
+class _Generate:
+    """`model.generate` with these inputs."""
+
+    def __init__(self, model: Any, inputs: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+        self._model, self.device = model, model.device
+        if isinstance(inputs, str) or (isinstance(inputs, (list, tuple)) and all(isinstance(i, str) for i in inputs)):
+            inputs = _tokenized(model, tokenizer, [inputs] if isinstance(inputs, str) else list(inputs))
+        self._arguments = {**(inputs if isinstance(inputs, Mapping) else {"inputs": inputs}), **options}
+        self._arguments.pop("streamer", None)  # it would be fed several times
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: _copied(value) for name, value in self._arguments.items()}
+
+    def warm_up(self) -> None:
+        """Two tokens."""
+        lengths = ("max_length", "min_length", "min_new_tokens")
+        short = {name: value for name, value in self.arguments().items() if name not in lengths}
+        self._model.generate(**{**short, "max_new_tokens": 2})
+
+    def call(self, arguments: dict[str, Any]) -> torch.Tensor:
+        result = self._model.generate(**arguments)
+        return result if isinstance(result, torch.Tensor) else result.sequences
+
+    @staticmethod
+    def differs(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int] | None:
+        return _first_difference(first, second)
+
+
+class _Pipeline:
+    """A pipeline of Transformers with these inputs."""
+
+    def __init__(self, pipeline: Any, inputs: Any, options: dict[str, Any]) -> None:
+        if not pipeline.model.can_generate():
+            raise ValueError(f"fastgen.compare takes pipelines that generate, which {type(pipeline).__name__} does not")
+        self._pipeline, self._inputs, self._options = pipeline, inputs, options
+        self.device = pipeline.model.device
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: _copied(value) for name, value in self._options.items()}
+
+    def warm_up(self) -> None:
+        """A whole call of the original code: what shortens one is another option in each pipeline."""
+        if not patching.is_active():
+            self.call(self.arguments())
+
+    def call(self, arguments: dict[str, Any]) -> Any:
+        return _plain(self._pipeline(copy.deepcopy(self._inputs), **arguments))
+
+    @staticmethod
+    def differs(first: Any, second: Any) -> tuple[int, int] | None:
+        if not isinstance(first, list) or not isinstance(second, list):
+            return None if first == second else (0, -1)
+        if len(first) != len(second):
+            return -1, -1
+        return next(((row, -1) for row, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]), None)
+
+
+def _tokenized(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, torch.Tensor]:
+    """The inputs of the model for texts, padded on the side that it generates from."""
+    if tokenizer is None:
+        raise TypeError("fastgen.compare needs tokenizer= to take texts")
+    if len(texts) > 1 and tokenizer.pad_token is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    side = tokenizer.padding_side if model.config.is_encoder_decoder else "left"
+    encoded = tokenizer(texts, padding=len(texts) > 1, padding_side=side, return_tensors="pt")
+    known = inspect.signature(model.forward).parameters
+    return {name: value.to(model.device) for name, value in encoded.items() if name in known}
+
+
+def _plain(result: Any) -> Any:
+    """The result of a pipeline, with tensors and arrays as lists, which can be compared."""
+    if isinstance(result, Mapping):
+        return {name: _plain(value) for name, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [_plain(value) for value in result]
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
+def _first_difference_of(
+    differs: Callable[[Any, Any], tuple[int, int] | None], expected: Any, results: list[Any]
+) -> tuple[int, int] | None:
+    return next(filter(None, (differs(expected, result) for result in results)), None)
 
 
 def _count(stats: dict[str, Any], entry_point: str, what: str) -> Any:
@@ -103,23 +277,6 @@ def _reasons(before: dict[str, Any], after: dict[str, Any], entry_point: str, wh
     """Those that have been counted in between."""
     known, found = (_count(stats, entry_point, what) or {} for stats in (before, after))
     return "; ".join(reason for reason, calls in found.items() if calls > known.get(reason, 0)) or None
-
-
-def _warm_up(model: Any, arguments: dict[str, Any]) -> None:
-    """Two tokens: the first call of a process pays for threads, kernels and memory that later ones find ready."""
-    lengths = ("max_length", "min_length", "min_new_tokens")
-    short = {name: _copied(value) for name, value in arguments.items() if name not in lengths}
-    model.generate(**{**short, "max_new_tokens": 2})
-
-
-def _measured(model: Any, arguments: dict[str, Any]) -> tuple[Run, Any]:
-    arguments = {name: _copied(value) for name, value in arguments.items()}
-    peak_memory = _peak_memory(model.device)
-    start = time.perf_counter()
-    result = model.generate(**arguments)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return Run(time.perf_counter() - start, peak_memory()), result
 
 
 def _copied(value: Any) -> Any:

@@ -20,6 +20,9 @@ DRAFTS = "transformers.speculation"
 OF_FAIRSEQ = "fairseq.generate"
 ENCODER = "transformers.encoder"
 
+# Why a call goes without a captured step that a later call like it will have.
+NOT_YET = "too few steps so far to pay for recording one, on the CPU"
+
 Value = TypeVar("Value")
 _PACKAGE = __file__.rpartition("counters")[0]
 

@@ -1,10 +1,13 @@
 """`fastgen.compare` and `fastgen.status` as a user sees them."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 
 import fastgen
-from fastgen import settings
+from fastgen import comparison, patching, settings
 from fastgen.comparison import Comparison, Run, _first_difference
 from fastgen.decoding.captured import graph
 
@@ -32,9 +35,110 @@ def test_identical_and_accelerated(model):
     prompt = torch.randint(3, 60, (2, 12))
     result = fastgen.compare(model, prompt, num_beams=3, max_new_tokens=10)
     assert result.identical and result.accelerated and result.first_difference is None
-    assert result.original.seconds > 0 and result.speedup > 0
+    assert result.original.seconds > 0 and result.speedup > 0 and result.first_speedup > 0
     text = str(result)
-    assert "tokens: identical" in text and "accelerated: yes" in text and "seconds" in text
+    assert "tokens: identical" in text and "accelerated: yes" in text
+    assert "first call" in text and "later calls" in text
+
+
+def letters(padding_side):
+    """A tokenizer of letters, without padding."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 2, **{chr(ord("a") + i): 3 + i for i in range(26)}}, "<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", eos_token="</s>", padding_side=padding_side
+    )
+
+
+def calls_made(monkeypatch):
+    """What each call, or warm-up, was: whether FastGen was active, how many graphs it made, and its arguments."""
+    calls, generate, warm_up = [], comparison._Generate.call, comparison._Generate.warm_up
+
+    def counted(self, arguments):
+        made = graph.made
+        result = generate(self, arguments)
+        calls.append((patching.is_active(), graph.made - made, arguments))
+        return result
+
+    def warmed_up(self):
+        warm_up(self)
+        calls.append((patching.is_active(), 0, {}))
+
+    monkeypatch.setattr(comparison._Generate, "call", counted)
+    monkeypatch.setattr(comparison._Generate, "warm_up", warmed_up)
+    return calls
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Steps are recorded where that pays, and short calls are not given the time that real ones take."""
+    monkeypatch.setattr(graph.operators, "is_interpreted", lambda: False)
+    with settings.changed(captured_step="auto", linear_products="measured"):
+        yield
+
+
+def test_later_calls_capture_nothing(model, records, monkeypatch):
+    """Short calls are captured once there were many: later calls begin after that, both sides in turn."""
+    calls = calls_made(monkeypatch)
+    result = fastgen.compare(copy.deepcopy(model), torch.randint(3, 60, (1, 12)), max_new_tokens=20, min_new_tokens=20)
+    assert result.identical and result.accelerated
+    sides = [side for side, *_ in calls]
+    assert sides[:4] == [False, False, True, True], "each side has a warm-up and a first call"
+    assert sides[-10:] == [False, True] * 5
+    made = [number for number, (_, made, _) in enumerate(calls) if made]
+    assert made and max(made) < len(calls) - 10, "nothing is captured any more when later calls are measured"
+
+
+def test_calls_that_take_long_are_few(model, monkeypatch):
+    clock = itertools.count(step=30.0)
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: float(next(clock)))
+    calls = calls_made(monkeypatch)
+    fastgen.compare(model, torch.randint(3, 60, (1, 12)), max_new_tokens=4)
+    assert [side for side, *_ in calls] == [False, False, True, True, True, False, True]
+
+
+def test_texts_with_a_tokenizer(model, monkeypatch):
+    tokenizer = letters(padding_side="right")
+    calls = calls_made(monkeypatch)
+    texts = ["a b c d", "b"]
+    assert fastgen.compare(model, texts, tokenizer=tokenizer, max_new_tokens=4).identical
+    ids, mask = calls[1][2]["input_ids"], calls[1][2]["attention_mask"]
+    assert ids.shape == (2, 4) and mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]], "padded on the left"
+    assert tokenizer.pad_token is None and tokenizer.padding_side == "right", "the tokenizer is left as it is"
+    assert fastgen.compare(model, "a b", tokenizer=tokenizer, max_new_tokens=4).identical
+    with pytest.raises(TypeError, match="needs tokenizer="):
+        fastgen.compare(model, texts)
+
+
+def test_a_pipeline(model, monkeypatch):
+    tokenizer = letters(padding_side="left")
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = ["a b c d", "b"]
+    result = fastgen.compare(pipeline, texts, max_new_tokens=6, do_sample=True)
+    assert result.identical and result.accelerated
+    wrong = iter(range(100))
+    postprocess = type(pipeline).postprocess
+
+    def different(self, *args, **kwargs):
+        found = postprocess(self, *args, **kwargs)
+        found[0]["generated_text"] += "." if next(wrong) % 2 else ""
+        return found
+
+    monkeypatch.setattr(type(pipeline), "postprocess", different)
+    result = fastgen.compare(pipeline, ["a b c d"], max_new_tokens=6)
+    assert not result.identical and result.first_difference == (0, -1)
+
+
+def test_a_pipeline_that_does_not_generate():
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    bert = transformers.BertForSequenceClassification(config)
+    pipeline = transformers.pipeline("text-classification", model=bert, tokenizer=letters(padding_side="right"))
+    with pytest.raises(ValueError, match="does not"):
+        fastgen.compare(pipeline, ["a"])
 
 
 def test_mapping_of_inputs_sampling_and_dict_results(model):
@@ -95,7 +199,7 @@ def test_first_difference():
     assert _first_difference(a, b) == (1, 2)
     assert _first_difference(a, a[:, :2]) == (0, 2)
     assert _first_difference(a, a[:1]) == (-1, -1)
-    side = Run(1.0, None)
+    side = Run(1.0, 1.0, None)
     assert "DIFFERENT, first at row 1, position 2" in str(Comparison(False, (1, 2), side, side, True, None))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,12 +128,18 @@ def backend() -> str:
     return "CUDA graphs" if device.type == "cuda" else "recorded programs"
 
 
+_made = itertools.count(1)
+made = 0  # graphs and programs of this process: while calls make more, they are not alike
+
+
 def new(device: torch.device, growing: Growing | None = None) -> Graph | Program:
     """What captures on this device.
 
     Args:
         growing: buffers that a program may go on with when they get other memory.
     """
+    global made
+    made = next(_made)
     return Program(growing=growing) if device.type == "cpu" else Graph(device)
 
 

@@ -65,7 +65,7 @@ class DoesNotPay(CannotBeCaptured):
     """The call is too short for recording its step. `note` gets how many tokens it has generated."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
-        super().__init__("too few steps so far to pay for recording one, on the CPU")
+        super().__init__(counters.NOT_YET)
         self.note = note
 
 

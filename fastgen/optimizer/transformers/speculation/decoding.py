@@ -141,7 +141,7 @@ class SpeculativeDecoding(Decoding):
         # There are several parts to be recorded: it takes more steps until they have paid.
         parts = 1 if at_once_from is not None else _PARTS
         if not self._ledger.has_asked_for(self._key, -(-self._steps_asked_for() // parts), PAYS_FROM):
-            raise CannotBeCaptured("too few steps so far to pay for recording one, on the CPU")
+            raise CannotBeCaptured(counters.NOT_YET)
         return 0
 
     def _step_with(self, made: list[CapturedProcessor] | None) -> SpeculativeStep:
