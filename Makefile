@@ -2,7 +2,7 @@
 # the compiler the operators run on their torch reference.
 
 PYTHON ?= python3
-# What pip is asked for as torch, or `installed` for the torch that PYTHON already has.
+# What pip is asked for as torch; `cpu` for the build without CUDA; `installed` for the torch that PYTHON already has.
 TORCH ?= torch
 PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
@@ -23,9 +23,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: .venv/.built ## make the virtual environment .venv and build the operators
+setup: .venv/.dependencies .venv/.built ## make the virtual environment .venv and build the operators
 
-demo: setup ## generate for 500 real sources, unpatched and patched, and compare
+demo: .venv/.built ## install what the commands need, generate for 500 real sources without and with FastGen, and compare
 	@$(BIN)/python examples/demo.py
 
 test: setup lint ## run all tests; PYTEST_ARGS="--device cuda tests/ops" for some of them or elsewhere
@@ -88,24 +88,34 @@ clean: ## remove everything that was built or installed
 	find fastgen fastgen_cli tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f fastgen/ops/libfastgen_*
 
-# Pins of torch and of what torch itself pins hold for the default torch only.
-UNPINNED := $(if $(filter-out torch,$(TORCH)),torch|triton|setuptools,none)
+# Pins of torch and of what torch itself pins hold for the default release only.
+UNPINNED := $(if $(filter-out torch cpu,$(TORCH)),torch|triton|setuptools,none)
+WANTED_TORCH = $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu torch,$(filter-out installed,$(TORCH)))
+SIZE = $(if $(filter torch,$(TORCH)),3 GB to download on Linux$(,) where pip takes the CUDA build of torch; \
+	make demo TORCH=cpu downloads 0.4 GB and takes about five minutes,0.4 GB to download and about five minutes)
+, := ,
 CHECK_PYTHON = import sys; sys.exit("make: Python 3.11 or later is needed, and $(PYTHON) is %d.%d; \
 	name another one: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)
 FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch = find("torch"); \
 	sys.exit("make: TORCH=installed, but $(PYTHON) has no torch") if torch is None else \
 	print(os.path.dirname(os.path.dirname(torch.origin)))
 
-# FairSeq is installed without its dependencies, because no current pip can install the releases that it asks for, and
-# it is built in isolation, because it builds extensions that its release lacks where it finds torch.
-.venv/.dependencies: constraints.txt pyproject.toml
+# What the demo needs: what a user of the commands has. The tests add the rest to it.
+.venv/.demo: constraints.txt pyproject.toml
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
-	@echo "Installing into .venv what constraints.txt names, which takes minutes"
-	@$(if $(filter torch,$(TORCH)),echo "(on Linux torch is the CUDA build, 3 GB to download; README says how to use another one)")
+	@echo "Installing FastGen and what its commands need into .venv: $(SIZE)"
 	@$(PYTHON) -m venv .venv
 	@$(if $(filter installed,$(TORCH)),$(PYTHON) -c '$(FIND_TORCH)' > "$$(echo .venv/lib/python*/site-packages)/torch.pth")
 	@grep -vE '^($(UNPINNED))==' constraints.txt > .venv/constraints.txt
-	@$(BIN)/pip install -q -c .venv/constraints.txt setuptools $(patsubst installed,torch,$(TORCH))
+	@$(BIN)/pip install -q --upgrade pip
+	@$(BIN)/pip install -c .venv/constraints.txt setuptools $(WANTED_TORCH)
+	@FASTGEN_NO_EXT=1 $(BIN)/pip install -c .venv/constraints.txt --no-build-isolation -e '.[transformers,cli]'
+	@touch $@
+
+# FairSeq is installed without its dependencies, because no current pip can install the releases that it asks for, and
+# it is built in isolation, because it builds extensions that its release lacks where it finds torch.
+.venv/.dependencies: .venv/.demo
+	@echo "Installing what the tests need as well, which takes minutes"
 	@FASTGEN_NO_EXT=1 $(BIN)/pip install -q -c .venv/constraints.txt --no-build-isolation \
 		-e '.[transformers,fairseq,cli,dev,bench]'
 	@PIP_CONSTRAINT=.venv/constraints.txt $(BIN)/pip install --no-deps $(FAIRSEQ) > .venv/fairseq.log 2>&1 \
@@ -113,7 +123,7 @@ FIND_TORCH = from importlib.util import find_spec as find; import os, sys; torch
 	@touch $@
 
 # The libraries are built in place by a step of its own: when their sources change, nothing else is made again.
-.venv/.built: .venv/.dependencies setup.py $(shell find fastgen/csrc -type f)
+.venv/.built: .venv/.demo setup.py $(shell find fastgen/csrc -type f)
 	@echo "Compiling the operators (fastgen/csrc)"
 	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
@@ -138,7 +148,7 @@ $(VERSION_TESTS): test-version-%: .venvs/%/.dependencies .venv/.built
 .venvs/%/.dependencies: constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venvs/$*
 	grep -vE '^(transformers|tokenizers|huggingface_hub|$(UNPINNED))==' constraints.txt > .venvs/$*/constraints.txt
-	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools $(patsubst installed,torch,$(TORCH))
+	.venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt setuptools $(or $(WANTED_TORCH),torch)
 	FASTGEN_NO_EXT=1 .venvs/$*/bin/pip install -q -c .venvs/$*/constraints.txt --no-build-isolation -e '.[dev]' \
 		transformers==$* $(HUB)
 	touch $@

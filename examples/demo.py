@@ -10,6 +10,7 @@ token differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +29,11 @@ REFERENCES = HERE / "data" / "heldout.ref.txt"
 RESTORE = HERE / "models" / "kjv-bart"
 CONTINUE = HERE / "models" / "kjv-gpt2"
 WAYS = {"unpatched": ["--no-fastgen"], "patched": []}
+NAMES = {"unpatched": "Transformers", "patched": "with FastGen"}
+NEXT = """Next, your own model (a folder, or a name of the hub):  .venv/bin/fastgen-generate MODEL in.txt out.txt
+or one line in your own script:  import fastgen   (docs/recipes.md has more)"""
 PROMPT_WORDS = 8
+_SECONDS_TO_END = 20.0
 EXAMPLES = 3
 
 
@@ -39,7 +45,7 @@ def generate(model: Path, source: Path, folder: Path, name: str, options: list[s
         report = folder / f"{name}.{way}.report.json"
         command = [sys.executable, "-m", "fastgen_cli.generate", str(model), str(source), str(output), "--overwrite",
                    "--token-ids", "--report", str(report), *options, *flag]  # fmt: skip
-        print(f"{name}, {way} ...", file=sys.stderr)
+        print(f"{name}, {NAMES[way]} ...", file=sys.stderr)
         status = run(command)
         if status != 0:
             sys.exit(f"demo: fastgen-generate ended with status {status}")
@@ -56,6 +62,12 @@ def run(command: list[str]) -> int:
     with subprocess.Popen(command, cwd=HERE.parent) as process:
         try:
             return process.wait()
+        except KeyboardInterrupt:
+            # A terminal interrupts the command as well, which then ends in order, and frees its semaphores.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_SECONDS_TO_END)
+            process.terminate()
+            raise
         except BaseException:
             process.terminate()
             raise
@@ -73,7 +85,7 @@ def table(console: Console, title: str, results: dict[str, Any], metrics: dict[s
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for way in WAYS:
-        shown.add_column(way, justify="right")
+        shown.add_column(NAMES[way], justify="right")
     reports = [results[way]["report"] for way in WAYS]
     rows = {
         "samples per second": [f"{report['samples_per_second']:.2f}" for report in reports],
@@ -90,6 +102,15 @@ def table(console: Console, title: str, results: dict[str, Any], metrics: dict[s
     shown.add_section()
     shown.add_row("identical outputs, token for token", "", f"{same} of {count}")
     shown.add_row("speed-up", "", f"{speed_up:.2f} times")
+    console.print(shown)
+
+
+def picture(console: Console, title: str, results: dict[str, Any]) -> None:
+    """The seconds of both ways as bars."""
+    shown = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 1))
+    seconds = {way: results[way]["report"]["seconds"]["generate"] for way in WAYS}
+    for way, taken in seconds.items():
+        shown.add_row(NAMES[way], Bar(max(seconds.values()), 0, taken, width=60), f"{taken:.1f} s")
     console.print(shown)
 
 
@@ -133,8 +154,8 @@ def main() -> int:
     prompts = arguments.output / "prompts.txt"
     starts = [" ".join(text.split()[:PROMPT_WORDS]) for text in references[: arguments.prompts]]
     prompts.write_text("\n".join(starts) + "\n", encoding="utf-8")
-    options = ["--num-beams", "4", "--no-repeat-ngram-size", "3", "--max-new-tokens", "48", "--batch-size", "16",
-               "--include-prompt"]  # fmt: skip
+    options = ["--num-beams", "4", "--no-repeat-ngram-size", "2", "--repetition-penalty", "1.4",
+               "--max-new-tokens", "48", "--batch-size", "16", "--include-prompt"]  # fmt: skip
     continued = generate(CONTINUE, prompts, arguments.output, "continue", options)
 
     console.print()
@@ -143,9 +164,12 @@ def main() -> int:
     console.print(f"For comparison, the BLEU of copying the source: {copying(sources, references):.2f}")
     console.print("Speeds count generation alone, without imports and loading the model.\n")
     examples(console, restored["patched"]["rows"], {"input": "source", "reference": "reference", "text": "output"})
-    title = f"Continuing a text: {len(starts)} prompts, decoder-only, 4 beams, no 3-gram twice, 48 new tokens, fp32"
+    title = f"Continuing a text: {len(starts)} prompts, decoder-only, 4 beams, no 2-gram twice, 48 new tokens, fp32"
     table(console, title, continued, {})
     examples(console, continued["patched"]["rows"], {"input": "prompt", "text": "output"})
+    picture(console, "Seconds of generation: restoring", restored)
+    picture(console, "Seconds of generation: continuing", continued)
+    console.print(NEXT, highlight=False, soft_wrap=True)
     for results in (restored, continued):
         same, count = identical(results)
         if same != count:
@@ -155,4 +179,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        status = 130
+    sys.exit(status)

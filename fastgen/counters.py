@@ -116,9 +116,33 @@ def level_of_caller() -> int:
     return level
 
 
-def snapshot() -> dict[str, dict[str, int | dict[str, int]]]:
+class Stats(dict[str, dict[str, Any]]):
+    """Counts by entry point. A dict; `print` gives a table with a line for each reason."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no call so far"
+        rows: list[tuple[str, ...]] = [("", "accelerated", "fallback", "not used")]
+        for name, entry in self.items():
+            others = {what: entry.get(what, {}) for what in ("fallback", "not used")}
+            totals = (sum(reasons.values()) for reasons in others.values())
+            rows.append((name, *(str(calls or "-") for calls in (entry["accelerated"], *totals))))
+            for column, reasons in enumerate(others.values(), 2):
+                for reason, calls in reasons.items():
+                    cells = ["", "", "", ""]
+                    cells[0], cells[column] = f"  {reason}", str(calls)
+                    rows.append(tuple(cells))
+            sums = [f"{what} {amount}" for what, amount in entry.items() if isinstance(amount, int)][1:]
+            if sums:
+                rows.append((f"  {', '.join(sums)}", "", "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def snapshot() -> Stats:
     """The counts since the start or the last reset, as `fastgen.stats()` returns them."""
-    found: dict[str, dict[str, Any]] = {}
+    found = Stats()
     with _lock:
         for (name, outcome, reason), calls in sorted(_counts.items()):
             entry = found.setdefault(name, {"accelerated": 0, "fallback": {}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -39,9 +40,38 @@ class Status:
     notes: list[str] = field(default_factory=list)
     """Anything the user should know, such as an untested version."""
 
-    def __str__(self) -> str:
+    @property
+    def _head(self) -> str:
         switch = "enabled" if self.enabled else "disabled"
-        lines = [f"FastGen {self.versions['fastgen']}: {switch}{', strict' if self.strict else ''}"]
+        return f"FastGen {self.versions['fastgen']}: {switch}{', strict' if self.strict else ''}"
+
+    def summary(self) -> str:
+        """A few lines: versions, the instruction set, how many operators and patches are in place, and notes."""
+        import torch
+
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "fastgen")
+        states = Counter(state.partition(":")[0] for state in self.patches.values())
+        refused = [f"  {name}: {state}" for name, state in self.patches.items() if state.startswith("not applied")]
+        on_reference = {
+            name: self.operators[name] for name in ops.OPERATORS if "torch reference" in self.operators[name]
+        }
+        operators = f"{len(ops.OPERATORS) - len(on_reference)} compiled for {torch.backends.cpu.get_cpu_capability()}"
+        if on_reference:
+            operators += f"; on torch: {', '.join(on_reference)} ({next(iter(on_reference.values()))})"
+        return "\n".join(
+            [
+                self._head,
+                f"versions: {versions}",
+                f"operators: {operators}",
+                f"captured steps: {self.operators['captured_step']}",
+                f"patches: {', '.join(f'{count} {state}' for state, count in states.items())}",
+                *refused,
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
+
+    def __str__(self) -> str:
+        lines = [self._head]
         for title, rows in (("versions", self.versions), ("patches", self.patches), ("operators", self.operators)):
             width = max(map(len, rows))
             lines += ["", f"{title}:", *(f"  {name:<{width}}  {value}" for name, value in rows.items())]

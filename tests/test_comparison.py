@@ -1,13 +1,15 @@
 """`fastgen.compare` and `fastgen.status` as a user sees them."""
 
 import copy
+import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
 
 import fastgen
-from fastgen import comparison, patching, settings
+from fastgen import comparison, counters, patching, settings
 from fastgen.comparison import Comparison, Run, _first_difference
 from fastgen.decoding.captured import graph
 
@@ -216,3 +218,34 @@ def test_status_names_versions_patches_and_operators():
     assert status.operators["attention"] and status.operators["no_repeat_ngram"]
     text = str(status)
     assert "FastGen" in text and "patches:" in text and "operators:" in text
+
+
+def test_the_summary_is_short_and_names_what_is_missing():
+    status = fastgen.status()
+    text = status.summary()
+    assert len(text.splitlines()) < 10 and torch.backends.cpu.get_cpu_capability() in text
+    assert f"torch {torch.__version__}" in text and "patches:" in text and " applied" in text
+    patches = {**status.patches, "transformers.X.y": "not applied: no such function"}
+    operators = {**status.operators, "linear": "torch reference: the extension was not built"}
+    text = dataclasses.replace(status, patches=patches, operators=operators, notes=["one"]).summary()
+    assert "transformers.X.y: not applied: no such function" in text and "1 not applied" in text
+    assert "on torch: linear (torch reference: the extension was not built)" in text and "note: one" in text
+
+
+def test_stats_print_as_a_table(model):
+    fastgen.reset_stats()
+    assert str(fastgen.stats()) == "no call so far" and fastgen.stats() == {}
+    prompt = torch.randint(3, 60, (1, 5))
+    model.generate(prompt, max_new_tokens=4)
+    model.generate(prompt, max_new_tokens=4, use_cache=False)
+    stats = fastgen.stats()
+    assert isinstance(stats, dict) and json.loads(json.dumps(stats)) == stats == copy.deepcopy(stats)
+    (reason,) = stats["transformers.generate"]["fallback"]
+    lines = str(stats).splitlines()
+    assert lines[0].split("  ")[-3:] == ["accelerated", "fallback", "not used"]
+    row = next(number for number, line in enumerate(lines) if line.startswith("transformers.generate "))
+    assert lines[row].split() == ["transformers.generate", "1", "1", "-"]
+    assert lines[row + 1].split() == [*reason.split(), "1"]
+    assert len({line.rstrip()[: len(lines[0])] for line in lines}) == len(lines)
+    counters.add("transformers.speculation", drafted=7, checks=3)
+    assert "checks 3, drafted 7" in str(fastgen.stats())

@@ -50,7 +50,13 @@ def options_of_the_commands() -> set[str]:
     parsers += [encode.build_parser(command) for command in (embed.COMMAND, classify.COMMAND)]
     found = {name for parser in parsers for name in parser._option_string_actions}
     sources = [
-        ROOT / path for path in ("tests/conftest.py", "benchmarks/__main__.py", "benchmarks/ordinary_session.py")
+        ROOT / path
+        for path in (
+            "tests/conftest.py",
+            "benchmarks/__main__.py",
+            "benchmarks/ordinary_session.py",
+            "fastgen/__main__.py",
+        )
     ]
     sources += [path for folder in ("tools", "fastgen_cli", "examples") for path in (ROOT / folder).glob("*.py")]
     for source in sources:
