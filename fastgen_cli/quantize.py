@@ -1,13 +1,15 @@
-"""`fastgen-quantize MODEL OUT --calibration FILE`: a model in 4 or 8 bits, and a report of what that changes.
+"""`fastgen-quantize MODEL OUT`: a model in 4 or 8 bits, and a report of what that changes.
 
 Exit status: 0 done, 2 the run could not be done, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastgen.counters import GENERATE
 from fastgen.pipeline.quantizing import QuantizeOptions, quantize_model
@@ -29,7 +31,7 @@ _EXAMPLES = """\
 Quantise the linear layers of a model to 4 or 8 bits.
 
   fastgen-quantize HuggingFaceTB/SmolLM2-135M-Instruct smollm2-w4 --calibration prompts.txt
-  fastgen-quantize facebook/bart-large-cnn bart-w8 --calibration articles.txt --bits 8 --evaluate heldout.txt
+  fastgen-quantize llama.Q8_0.gguf llama-w4 --method rtn
 """
 _EPILOG = """\
 text:     CALIBRATION and EVALUATE are read as fastgen-generate reads its INPUT. For an encoder-decoder, a line is a
@@ -48,12 +50,12 @@ def build_parser(shows_all: bool = False) -> Parser:
 
     parser = Parser(
         prog=PROGRAM,
-        usage="%(prog)s MODEL OUT --calibration FILE [options]",
+        usage="%(prog)s MODEL OUT [--calibration FILE] [options]",
         description=_EXAMPLES,
         epilog=_EPILOG,
         shows_all=shows_all,
     )
-    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, or hub name")
+    parser.add_argument("model", metavar="MODEL", help="directory written by save_pretrained, hub name, or GGUF file")
     parser.add_argument("output", metavar="OUT", help="directory to write")
     parser.add_usual(PROGRAM, build_parser, __version__)
     add_options(parser, QuantizeOptions)
@@ -90,7 +92,15 @@ def _run(words: Sequence[str]) -> int:
 
         Console().print(table(report))
         print(f"tokens per second: {acceleration(fastgen.stats(), GENERATE)}", file=sys.stderr)
+        print(f"{PROGRAM}: written to {options.output}, load it with {_loads(options.output)}", file=sys.stderr)
     return DONE
+
+
+def _loads(folder: str) -> str:
+    """The line of Python that loads what was written."""
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
+    return f"{kind}.from_pretrained({folder!r})"
 
 
 if __name__ == "__main__":

@@ -107,14 +107,17 @@ def read_model(
     check_path(settings.model, gguf=True)
     device = choose_device(settings.device)
     local, gguf = Path(settings.model).is_dir(), is_gguf(settings.model)
-    name = str(Path(settings.model, folder)) if local and folder else settings.model
-    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    if gguf:
-        name, options["gguf_file"] = str(Path(name).parent), Path(name).name
-    elif not local:
+    name, file = address(settings.model)
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, **file}
+    if local and folder:
+        name = str(Path(settings.model, folder))
+    elif not (local or gguf):
         options["subfolder"] = folder
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[settings.dtype]
-    with explained(f"model {settings.model} cannot be loaded"), switches.changed(keep_bits=settings.keep_bits):
+    with (
+        explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)),
+        switches.changed(keep_bits=settings.keep_bits),
+    ):
         config = AutoConfig.from_pretrained(name, **options)
         stored = getattr(config, "quantization_config", None)
         chosen = kind(config)
@@ -139,6 +142,24 @@ def read_model(
 def is_gguf(model: str) -> bool:
     """Whether a model is named by its GGUF file."""
     return model.lower().endswith(".gguf") and Path(model).is_file()
+
+
+def address(model: str) -> tuple[str, dict[str, str]]:
+    """What the library's `from_pretrained` takes for a model: a name, and options; a GGUF file is one of the latter."""
+    if is_gguf(model):
+        return str(Path(model).parent), {"gguf_file": Path(model).name}
+    return model, {}
+
+
+def why_not_loaded(model: str) -> Callable[[Exception], str]:
+    """What says why loading has failed. Of a name that is no folder here, the library says where it looked instead."""
+
+    def reason(error: Exception) -> str:
+        if isinstance(error, OSError) and not Path(model).exists() and "connect" in str(error):
+            return "there is no such folder, and the hub cannot be reached to look for it there"
+        return one_line(error)
+
+    return reason
 
 
 def _how_loaded(model: Any, stored: Any) -> str:

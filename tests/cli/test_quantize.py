@@ -12,7 +12,10 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import fastgen
 from fastgen.pipeline.quantizing import QuantizeOptions
 from fastgen.pipeline.quantizing import run as running
 from fastgen_cli.quantize import build_parser, main
@@ -108,7 +111,7 @@ def test_errors_of_models_and_places_are_one_line(bart, pairs, tmp_path, capsys)
             "shares its weight with layers other than plain embeddings",
         ),
     ):
-        assert call(*words) == 2
+        assert call(*words, "--quiet") == 2
         assert message in one_line(capsys)
         assert not out.exists() and not out.with_name("out.partial").exists()
 
@@ -119,16 +122,74 @@ def test_a_run(bart, pairs, tmp_path, capsys):
     said = capsys.readouterr()
     for word in ("weights", "bleu", "tokens per second", "Relative output errors", "mean of all", "gptq, 4 bits"):
         assert word in " ".join(said.out.split())  # a title is wrapped where the path is long
-    assert re.fullmatch(r"tokens per second: accelerated by FastGen: .*calls.*", said.err.splitlines()[-1])
+    *stages, speed, last = said.err.splitlines()
+    assert stages[0] == f"fastgen-quantize: loading {bart}" and len(stages) >= 5, "progress from the first second"
+    assert re.fullmatch(r"tokens per second: accelerated by FastGen: .*calls.*", speed)
+    loads = f"AutoModelForSeq2SeqLM.from_pretrained({str(out)!r})"
+    assert last == f"fastgen-quantize: written to {out}, load it with {loads}"
     files = "config.json model.safetensors report.json report.png tokenizer.json generation_config.json".split()
     assert set(files) <= {path.name for path in out.iterdir()}
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 4
     assert (out / "generation_config.json").read_bytes() == (bart / "generation_config.json").read_bytes()
     assert call(bart, out, "--calibration", pairs, "--resume", *FAST) == 0
-    assert f"all blocks were done before: {out} is complete" in one_line(capsys)
+    assert f"all blocks were done before: {out} is complete" in capsys.readouterr().err.splitlines()[-1]
     assert call(bart, out, "--calibration", pairs, "--overwrite", "--bits", 8, "--quiet", *FAST) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_rounding_to_nearest_needs_no_text(tmp_path, pairs, capsys):
+    """Its weights are those of a run with text: they depend on none."""
+    for name, folder in (("gpt2", tiny.gpt2(tmp_path / "gpt2")), ("bart", tiny.bart(tmp_path / "bart"))):
+        out, other = tmp_path / f"{name}-out", tmp_path / f"{name}-other"
+        assert call(folder, out, "--method", "rtn", *FAST) == 0
+        assert "no --calibration was given" in " ".join(capsys.readouterr().out.split())
+        assert call(folder, other, "--method", "rtn", "--calibration", pairs, "--quiet", *FAST) == 0
+        found, expected = (load_file(path / "model.safetensors") for path in (out, other))
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+        capsys.readouterr()
+
+
+def test_what_measures_layers_needs_text(capsys):
+    assert call("m", "o", "--method", "rtn", "--max-error", "0.1") == 2
+    assert "max-error measures layers on calibration text: --calibration FILE" in one_line(capsys)
+
+
+def test_a_gguf_file_is_unpacked_and_rounded(tmp_path, capsys):
+    """As the model that Transformers unpacks it to, and saves."""
+    pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases before 5.17 lack
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.cli.test_keep_bits import write
+
+    file = write(tmp_path / "model.gguf")
+    given = {"gguf_file": file.name}
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **given)
+    if getattr(read, "hf_quantizer", None) is not None:  # the library does not save what comes from such a file
+        read.hf_quantizer.remove_quantization_config(read)
+    read.save_pretrained(tmp_path / "unpacked")
+    AutoTokenizer.from_pretrained(tmp_path, **given).save_pretrained(tmp_path / "unpacked")
+    for model, out in ((file, "out"), (tmp_path / "unpacked", "other")):
+        assert call(model, tmp_path / out, "--method", "rtn", "--dtype", "fp32", *FAST) == 0
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["bytes"]["before"] == file.stat().st_size
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"load it with AutoModelForCausalLM.from_pretrained({str(tmp_path / 'other')!r})")
+    prompt = torch.arange(3, 20)[None]
+    with fastgen.disabled(), torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(prompt).logits for name in ("out", "other")]
+    torch.testing.assert_close(*logits)
+
+
+def test_a_folder_that_is_missing_is_no_connection_that_failed(tmp_path, capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
+    assert call("smollm", "out", "--method", "rtn", "--quiet") == 2
+    assert "model smollm cannot be loaded: there is no such folder, and the hub cannot be reached" in one_line(capsys)
 
 
 def test_an_interrupt_says_how_to_continue(bart, pairs, tmp_path, capsys, monkeypatch):

@@ -17,13 +17,13 @@ _LEAST_GROUP = 8  # inputs, whose numbers of 4 bits fill a word
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What to quantise, and how. Only `model`, `output` and `calibration` are needed.
+    """What to quantise, and how. Only `model`, `output` and `calibration` are needed, and the latter not by `rtn`.
 
     Raises `SetupError` for a value that an option cannot have, and for options that do not fit together.
     """
 
     model: str
-    """A directory written by `save_pretrained`, or a hub name."""
+    """A directory written by `save_pretrained`, a hub name, or a GGUF file, whose weights are unpacked first."""
     output: str
     """The directory to write."""
 
@@ -46,7 +46,9 @@ class QuantizeOptions:
     output_layer: bool = option(False, "quantise the output layer too, and embeddings with the same weight")
 
     calibration: str = option(
-        "", "text that the model should do well on: .txt, .jsonl, .csv, .tsv, .parquet or a data set", group="text"
+        "",
+        "text that the model should do well on: .txt, .jsonl, .csv, .tsv, .parquet or a data set; rtn needs none",
+        group="text",
     )
     calibration_reference: str | None = option(
         None, "encoder-decoder: file of targets, a line each; otherwise they follow the sources after a TAB, or the "
@@ -102,8 +104,10 @@ class QuantizeOptions:
             raise SetupError("autoround has no zero points with 8 bits: use gptq, or leave asymmetric out")
         if self.method == "autoround" and self.max_error is not None:
             raise SetupError("max-error is for gptq and rtn: with autoround, use bits-per-weight")
-        if not self.calibration:
-            raise SetupError("give a file of calibration text: --calibration FILE")
+        if not self.calibration and mixed:
+            raise SetupError(f"{mixed} measures layers on calibration text: --calibration FILE")
+        if not self.calibration and self.method != "rtn":
+            raise SetupError("give a file of calibration text: --calibration FILE (--method rtn needs none)")
         if STANDARD_STREAM in (self.calibration, self.evaluate, self.output):
             raise SetupError("standard input and output cannot be used: give files and a directory")
         if self.reference and not self.evaluate:

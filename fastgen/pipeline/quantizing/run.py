@@ -19,7 +19,7 @@ from fastgen.pipeline.loading import LoadedModel, check_path
 from fastgen.pipeline.quantizing import evaluation
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.saving import load_model, save, weight_bytes
-from fastgen.pipeline.quantizing.texts import Text, Texts, samples
+from fastgen.pipeline.quantizing.texts import PlainTexts, Text, Texts, samples
 from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
 from fastgen.pipeline.running import SECONDS_BETWEEN_LINES
 
@@ -48,26 +48,32 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     """
     start = time.perf_counter()
     check_output(options)
-    check_path(options.model)
+    check_path(options.model, gguf=True)
     for package in ("rich", "matplotlib"):
         check_installed(package, "the report")
     if options.method == "autoround":
         for package in AUTOROUND:
             check_installed(package, "--method autoround", "pip install auto-round==0.16.1")
-    calibration = Texts(options.reading(options.calibration, options.calibration_reference))
+    calibration = _calibration(options)
     held_out = Texts(options.reading(options.evaluate, options.reference)) if options.evaluate else None
+    say = _say if not options.quiet else lambda line: None
+    say(f"loading {options.model}")
     loaded = load_model(options)
     texts = evaluation.check_texts(held_out, held_out.name, loaded.encoder_decoder) if held_out else None
     prompts = list(itertools.islice(texts or calibration, _PROMPTS))
     given = samples(loaded, calibration, options.samples, options.sample_length)
+    say(f"looking for its layers, with text of {calibration.name}")
     blocks, forward = _blocks(loaded, given, options)
     identity = {"text": calibration.identity(), "model": content(loaded.model, loaded.tokenizer)}
     with closing(Work(options, options.decisive() | identity)) as work:
         if work.complete:
             return None
         begins()
+        say("measuring the model as it is")
         before = _measured(loaded, texts, prompts, work, held_out.identity() if held_out else None)
+        say(f"rounding its layers to {options.bits} bits")
         layers = _quantise(loaded.model.config, blocks, forward, len(given), work, options)
+        say("measuring it again, and writing it")
         with explained(f"model {options.model} cannot be measured"):
             quality = evaluation.quality(loaded, texts) if texts else None
         before["bytes"] = weight_bytes(options.model, loaded.model)  # saving takes the weights out of the layers
@@ -79,11 +85,23 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
         rate, note = _speed_after(options, work.model, prompts)
         report = _report(options, before, quality, rate, layers, left_out)
         report.samples, report.notes = len(given), [note] if note else []
+        if not options.calibration:
+            report.notes.append("errors of layers are on eight built-in sentences: no --calibration was given")
         report.bytes.after = weight_bytes(work.model)
         report.seconds = time.perf_counter() - start
         _write(report, work)
         work.finish()
     return report
+
+
+def _say(line: str) -> None:
+    print(f"fastgen-quantize: {line}", file=sys.stderr, flush=True)
+
+
+def _calibration(options: QuantizeOptions) -> Texts | PlainTexts:
+    if not options.calibration:
+        return PlainTexts()
+    return Texts(options.reading(options.calibration, options.calibration_reference))
 
 
 def _blocks(

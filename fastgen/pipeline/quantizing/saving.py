@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.pipeline.errors import SetupError, explained
-from fastgen.pipeline.loading import LoadedModel, file_of, load
+from fastgen.pipeline.loading import (
+    LoadedModel,
+    address,
+    file_of,
+    is_gguf,
+    load,
+    quiet_transformers,
+    why_not_loaded,
+)
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.work import Work, saving
-from fastgen.pipeline.settings import DTYPES, RunOptions
+from fastgen.pipeline.settings import DTYPES, STANDARD_STREAM, RunOptions
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block
@@ -27,22 +35,34 @@ def load_model(options: QuantizeOptions, name: str | Path | None = None) -> Load
 
     Raises `SetupError` where it cannot be loaded, or is quantised already although it is the one to quantise.
     """
-    settings = options.reading(options.calibration, None)
-    if name is not None:
+    quiet_transformers(options.quiet)
+    settings = options.reading(options.calibration or STANDARD_STREAM, None)
+    if name is None:
+        settings = dataclasses.replace(settings, keep_bits=False)  # of a GGUF file, the numbers that its bits stand for
+    else:
         settings = dataclasses.replace(settings, model=str(name))
     loaded = load(dataclasses.replace(settings, dtype=_dtype(settings, options.dtype, of_floats=name is None)))
     if name is None:
         from fastgen.pipeline.quantizing.conv1d import conv1d_as_linear
 
+        _forget_the_file(loaded.model)
         conv1d_as_linear(loaded.model)
     return loaded
+
+
+def _forget_the_file(model: Any) -> None:
+    """A model from a GGUF file holds floats, and yet says that it is quantised: the library would not save it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
 
 
 def _dtype(settings: RunOptions, wanted: str, of_floats: bool) -> str:
     from transformers import AutoConfig
 
-    with explained(f"model {settings.model} cannot be loaded"):
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    name, options = address(settings.model)
+    with explained(f"model {settings.model} cannot be loaded", why_not_loaded(settings.model)):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code, **options)
     if of_floats and getattr(config, "quantization_config", None) is not None:
         raise SetupError(f"model {settings.model} is quantised already")
     if wanted != "auto":
@@ -87,7 +107,8 @@ def save(loaded: LoadedModel, blocks: Sequence[Block], work: Work, options: Quan
         state = {key: tensor for key, tensor in model.state_dict().items() if key.rpartition(".")[0] not in tied}
         model.save_pretrained(work.model, state_dict=_as_stored(state))
         # A fresh one: that of the run remembers how it has truncated.
-        tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        name, file = address(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code, **file)
         tokenizer.save_pretrained(work.model)
         own_generation = file_of(options.model, _GENERATION)
         if own_generation:
@@ -116,8 +137,11 @@ def _as_stored(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_bytes(name: str | Path, model: Any = None) -> int:
-    """The bytes of the files of weights in a directory; of a model of the hub, of its parameters in memory."""
+    """The bytes of a GGUF file, or of the files of weights in a directory; of a model of the hub, of its parameters in
+    memory."""
     folder = Path(name)
+    if is_gguf(str(name)):
+        return folder.stat().st_size
     for pattern in ("*.safetensors", "*.bin"):
         if folder.is_dir() and (files := list(folder.glob(pattern))):
             return sum(file.stat().st_size for file in files)

@@ -46,7 +46,30 @@ class Texts:
                 yield Text(source, target)
 
 
-def samples(loaded: LoadedModel, texts: Texts, count: int, length: int) -> list[Sample]:
+class PlainTexts:
+    """Sentences that stand in for calibration text where the method needs none: they show which layers there are, and
+    what rounding them changes."""
+
+    name = "the built-in text"
+    _SENTENCES = (
+        "The train to the coast leaves at nine, and the last one back is at half past six.",
+        "Water boils at a lower temperature on a mountain, because the air presses on it less.",
+        "She wrote the report in the morning, read it again after lunch, and sent it before the meeting.",
+        "def area(width, height): return width * height",
+        "Prices rose by two percent in May, after they had been stable for most of the year.",
+        "Put the flour in a bowl, add three eggs and a cup of milk, and stir until it is smooth.",
+        "Which of the two routes is shorter depends on where you start and how you travel.",
+        "The museum is closed on Mondays; on other days it opens at ten and costs nothing.",
+    )
+
+    def identity(self) -> dict[str, Any]:
+        return {"text": self.name}
+
+    def __iter__(self) -> Iterator[Text]:
+        return map(Text, self._SENTENCES)
+
+
+def samples(loaded: LoadedModel, texts: Texts | PlainTexts, count: int, length: int) -> list[Sample]:
     """At most `count` samples of at most `length` tokens, on the model's device.
 
     Raises `SetupError` where the file has no text, or text that the tokenizer refuses.
