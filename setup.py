@@ -27,8 +27,9 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -183,16 +184,26 @@ def quiet_unless_failing() -> Iterator[None]:
                 sys.stderr.write(printed.read().decode(errors="replace"))
 
 
-def side_by_side(compiler: Any) -> None:
-    """Makes a compiler of setuptools, which takes one file after the other, use all cores."""
+def side_by_side(compiler: Any, shown: TextIO) -> None:
+    """Makes a compiler of setuptools, which takes one file after the other, use all cores, and say how far it is.
+
+    Args:
+        shown: where a line for each file goes.
+    """
     compile_all = compiler.compile
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = int(os.environ.get("MAX_JOBS") or cores)
 
     def compile(sources: list[str], *arguments: Any, **options: Any) -> list[str]:
+        number = count(1)
+
+        def compile_one(source: str) -> list[str]:
+            built = compile_all([source], *arguments, **options)
+            shown.write(f"fastgen: compiled {Path(source).name} ({next(number)} of {len(sources)})\n")
+            return list(built)
+
         with ThreadPoolExecutor(jobs) as pool:
-            found = pool.map(lambda source: compile_all([source], *arguments, **options), sources)
-            return [built for objects in found for built in objects]
+            return [built for objects in pool.map(compile_one, sources) for built in objects]
 
     compiler.compile = compile
 
@@ -204,8 +215,10 @@ class BuildLibraries(build_ext):
         lacking = missing()
         if lacking:
             raise SystemExit(f"fastgen: {lacking}")
-        side_by_side(self.compiler)
-        super().build_extensions()
+        # What compilers print is kept back below; this goes to where it went.
+        with os.fdopen(os.dup(2), "w", buffering=1) as shown:
+            side_by_side(self.compiler, shown)
+            super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + (".dll" if WINDOWS else ".so")

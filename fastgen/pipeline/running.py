@@ -18,12 +18,12 @@ from fastgen.pipeline.inputs import Inputs
 from fastgen.pipeline.layouts import Layout
 from fastgen.pipeline.loading import Loaded
 from fastgen.pipeline.planner import Batch, Prepared, Resumed, Rules, Window, plan
+from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.records import BadRecord, Record, Result
 from fastgen.pipeline.settings import DataOptions
 from fastgen.pipeline.stages import Timing, run_stages
 from fastgen.pipeline.writers import FileOutput, Output, StreamOutput, write_json
 
-SECONDS_BETWEEN_LINES = 30.0
 _RESUMED_ELSEWHERE = (
     "resumed in another environment ({}): the last digits of numbers, and outputs whose best two candidates are nearly "
     "equal, may not be those of a run without interruption"
@@ -125,7 +125,7 @@ def run_through(settings: DataOptions, inputs: Inputs, job: Job, output: Output,
         if settings.strict:
             raise StrictError(f"{settings.input}, line {bad.line}: {bad.problem.message}")
 
-    progress = Progress(inputs.total, already, settings.quiet)
+    progress = Progress("samples", inputs.total, already, settings.quiet)
     stage, device = job.stage, job.loaded.device
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -209,6 +209,7 @@ class Steps:
     samples: int = 0
     tokens: int = 0
     batches: int = 0
+    _start: float = field(default_factory=time.perf_counter)
 
     def run(self, plan: Iterator[Window | Batch]) -> Timing:
         return run_stages(plan, self._compute, self._post, self._record, self._report)
@@ -228,7 +229,7 @@ class Steps:
     def _record(self, item: Window | tuple[Computed[Any], Results]) -> None:
         if isinstance(item, Window):
             self.output.window(item)
-            self.progress.add(len(item.bad), 0)
+            self._add(len(item.bad))
             return
         computed, waited_for = item
         results = waited_for()
@@ -238,37 +239,10 @@ class Steps:
         self.tokens += tokens
         results += [row.record.skipped(problem).result() for row, problem in computed.failures]
         self.output.batch(computed.batch.window, computed.batch.index, results)
-        self.progress.add(len(results), tokens)
+        self._add(len(results))
         for result in failed:
             self.on_bad(BadRecord.of(result))
 
-
-class Progress:
-    """Shows rates and the time left on standard error: a bar on a terminal, otherwise a line every 30 seconds."""
-
-    def __init__(self, total: int | None, already: int = 0, quiet: bool = False) -> None:
-        from tqdm import tqdm
-
-        self._total, self._already, self._done, self._tokens = total, already, already, 0
-        self._start = self._last_line = time.perf_counter()
-        self._lines = not (quiet or sys.stderr.isatty())
-        hidden = quiet or self._lines
-        options = {"unit": " samples", "dynamic_ncols": True, "smoothing": 0.1}
-        self._bar = tqdm(total=total, initial=already, disable=hidden, **options)
-
-    def add(self, samples: int, tokens: int) -> None:
-        self._done += samples
-        self._tokens += tokens
-        now = time.perf_counter()
-        seconds = max(now - self._start, 1e-9)
-        rate = f"{self._tokens / seconds:.0f} tokens/s"
-        self._bar.set_postfix_str(rate, refresh=False)
-        self._bar.update(samples)
-        if self._lines and now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            counts = {"n": self._done, "total": self._total, "initial": self._already}
-            line = self._bar.format_meter(**counts, elapsed=seconds, ncols=0, unit=" samples", postfix=rate)
-            print(line.strip(), file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()
+    def _add(self, samples: int) -> None:
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        self.progress.add(samples, f"{self.tokens / seconds:.0f} tokens/s")

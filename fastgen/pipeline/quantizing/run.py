@@ -8,20 +8,20 @@ import itertools
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.pipeline.errors import PipelineError, check_installed, explained
 from fastgen.pipeline.identity import content
 from fastgen.pipeline.loading import LoadedModel, check_path
+from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.quantizing import evaluation
 from fastgen.pipeline.quantizing.options import QuantizeOptions
 from fastgen.pipeline.quantizing.saving import load_model, save, weight_bytes
 from fastgen.pipeline.quantizing.texts import PlainTexts, Text, Texts, samples
 from fastgen.pipeline.quantizing.work import REPORT, Work, check_output, report_text, saving
-from fastgen.pipeline.running import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
     from fastgen.quantization.blocks import Block, Carried, Forward
@@ -175,7 +175,9 @@ def _quantise(
     # The model as it was, block by block: what AutoRound comes near to.
     before = Carried(forward, count) if options.method == "autoround" else None
     layers: list[Layer] = []
-    with _progress(sum(len(block.linears) for block in blocks), options.quiet) as step:
+    progress = Progress("layers", sum(len(block.linears) for block in blocks), quiet=options.quiet)
+    with closing(progress):
+        step = progress.add
         for number, block in enumerate(blocks):
             path = work.block(number)
             with explained(f"{block.name} cannot be quantised"):
@@ -215,29 +217,6 @@ def _of_8_bits(
             chosen = calibration.most_gaining(choices, options.bits_per_weight)
         work.keep({**work.measured, "eight": sorted(chosen)})
     return frozenset(work.measured["eight"])
-
-
-@contextmanager
-def _progress(layers: int, quiet: bool) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal, otherwise a line every 30 seconds; quiet, nothing. Yields what counts layers."""
-    from tqdm import tqdm
-
-    start = last = time.perf_counter()
-    done = 0
-    lines = not (quiet or sys.stderr.isatty())
-    with tqdm(total=layers, unit=" layers", disable=quiet or lines, dynamic_ncols=True) as bar:
-
-        def step(count: int = 1) -> None:
-            nonlocal done, last
-            done += count
-            bar.update(count)
-            now = time.perf_counter()
-            if lines and now - last >= SECONDS_BETWEEN_LINES:
-                last = now
-                line = bar.format_meter(done, layers, now - start, ncols=0, unit=" layers")
-                print(line.strip(), file=sys.stderr)
-
-        yield step
 
 
 def _speed_after(options: QuantizeOptions, folder: Path, prompts: list[Text]) -> tuple[float | None, str | None]:

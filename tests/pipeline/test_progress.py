@@ -1,0 +1,88 @@
+"""How far a run is, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fastgen.pipeline import progress
+
+SCRIPT = """
+from fastgen.pipeline.progress import Progress
+shown = Progress("samples", {total}, already=2, quiet={quiet})
+shown._last = 0.0
+for _ in range(4):
+    shown.add(2, "7 tokens/s")
+shown.close()
+"""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (10, ["4 of 10 samples (40%), 1 min 10 s so far, about 3 min 30 s left, 7 tokens/s"]),
+        (None, ["4 samples, 1 min 10 s so far, 7 tokens/s"]),
+    ],
+)
+def test_a_log_has_a_line_a_minute(
+    total: int | None, expected: list[str], clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = progress.Progress("samples", total, already=2)
+    for seconds, count in ((30.0, 1), (70.0, 1), (100.0, 1), (129.0, 1)):
+        clock[0] = seconds
+        shown.add(count, "7 tokens/s")
+    shown.close()
+    assert capsys.readouterr().err.splitlines() == expected
+    clock[0] = 4000.0
+    shown.add(0)
+    assert "1 h 6 min so far" in capsys.readouterr().err
+
+
+def test_quiet_is_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = progress.Progress("samples", 10, quiet=True)
+    clock[0] = 1000.0
+    shown.add(5)
+    shown.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_standard_error_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    shown = progress.Progress("samples", 10)
+    shown.add(5)
+    shown.close()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pseudo terminals")
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("total", [10, None])
+def test_a_terminal_has_a_bar(total: int | None, quiet: bool) -> None:
+    import pty
+
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-c", SCRIPT.format(total=total, quiet=quiet)]
+    done = subprocess.run(command, stderr=end, stdout=subprocess.PIPE, env=environment, text=True)
+    os.close(end)
+    said = b""
+    try:
+        while piece := os.read(terminal, 65536):
+            said += piece
+    except OSError:  # all of it was read
+        pass
+    finally:
+        os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
+    assert done.returncode == 0 and done.stdout == ""
+    assert ("10/10 samples" if total else "10/? samples") in text and "7 tokens/s" in text if not quiet else not text
