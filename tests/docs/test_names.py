@@ -126,6 +126,10 @@ def test_targets_of_make_exist(name):
     assert set(named) <= targets, f"{name}: {set(named) - targets}"
 
 
+def test_readme_has_the_two_commands():
+    assert {"make demo", "make test"} <= {line.partition(" #")[0].strip() for line in read("README.md").splitlines()}
+
+
 def test_every_page_is_in_the_navigation():
     pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
     assert pages == set(re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE))
