@@ -60,7 +60,7 @@ def options_of_the_commands() -> set[str]:
 
 # Options of other programs: pip, pytest, FairSeq's commands.
 FOREIGN = {
-    *"--index-url --no-build-isolation --no-deps --strict --check".split(),
+    *"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split(),
 }
 
 
@@ -124,6 +124,16 @@ def test_targets_of_make_exist(name):
     named = re.findall(r"`make ([a-z][\w-]*)", text)
     named += [word for block in blocks(ROOT / name) for word in re.findall(r"^make ([a-z][\w-]*)", block.text, re.M)]
     assert set(named) <= targets, f"{name}: {set(named) - targets}"
+
+
+def test_reasons_of_the_troubleshooting_page_exist():
+    """Those in the first column of its tables of reasons, as far as they are the same in every call."""
+    tables = re.findall(r"^\| reason \| .*\n\|.*\n((?:\|.*\n)+)", read("docs/troubleshooting.md"), re.MULTILINE)
+    cells = [row.removeprefix("| ").partition(" | ")[0] for table in tables for row in table.splitlines()]
+    reasons = {reason for cell in cells for reason in re.split(r"; |\.\.\. ?", cell) if reason.strip()}
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastgen").rglob("*.py"))
+    assert len(reasons) > 20
+    assert not {reason for reason in reasons if reason.strip() not in sources}
 
 
 def test_readme_has_the_two_commands():
