@@ -99,7 +99,7 @@ def test_the_page_of_fairseq_leads_from_text_to_outputs(tmp_path, programs):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_says_what_it_is(name):
-    indented = re.findall(r"^\s+```.*", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+    indented = re.findall(r"^[ \t]+```.*", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
     assert not indented, f"{name}: blocks that would not be run: {indented}"
     for block in blocks(ROOT / name):
         assert block.language in ("sh", "python", "text"), f"{name}:{block.line}: {block.language!r}"
