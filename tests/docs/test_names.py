@@ -140,6 +140,18 @@ def test_readme_has_the_two_commands():
     assert {"make demo", "make test"} <= {line.partition(" #")[0].strip() for line in read("README.md").splitlines()}
 
 
+# A page for those who change FastGen, and three that are not yet so.
+OTHER_SHAPES = {f"docs/{name}.md" for name in ("contributing", "dataset", "checking", "quantize")}
+
+
+@pytest.mark.parametrize("name", sorted({name for name in NAMES if name.startswith("docs/")} - OTHER_SHAPES))
+def test_a_page_begins_with_what_it_is_for_and_ends_with_limits(name):
+    title, _, rest = read(name).partition("\n")
+    assert title.startswith("# ")
+    assert re.match(r"\n[A-Z`][^|]*?[.:]\s", rest), f"{name}: {rest[:80]}"
+    assert re.findall(r"^## (.*)$", rest, re.MULTILINE)[-1] == "Limits"
+
+
 def test_every_page_is_in_the_navigation():
     pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
     assert pages == set(re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), re.MULTILINE))
