@@ -18,7 +18,20 @@ from benchmarks.measure import format_seconds
 from benchmarks.record import Record
 
 _FASTER, _SLOWER, _MISSED, _OTHER = "#2a6f97", "#b08968", "#ae2012", "#9aa0a6"
-_COLUMNS = 2  # of the chart of tokens per second
+# What the libraries call themselves, by the names of the backends.
+_NAMES = {
+    "transformers": "Transformers",
+    "transformers-compile": "Transformers, compiled",
+    "fairseq": "FairSeq",
+    "ctranslate2": "CTranslate2",
+    "openvino": "OpenVINO",
+    "llama.cpp": "llama.cpp",
+    "fastgen": "FastGen",
+    "fastgen-tier1": "FastGen, no captured step",
+    "fastgen-fairseq-plain": "FastGen, torch's products",
+}
+_WIDTH = 11  # inches
+_NARROW = 7  # of the chart of tokens per second, which is on a page that telephones show
 
 
 def png(about: dict[str, Any], records: list[Record]) -> bytes | None:
@@ -52,22 +65,24 @@ def rates_png(about: dict[str, Any], records: list[Record]) -> bytes:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _figure(0.6 + sum(0.5 + 0.24 * len(rates(record)) for record in records) / _COLUMNS)
-    grid = figure.subplots(-(-len(records) // _COLUMNS), _COLUMNS, squeeze=False)
-    for axes in grid.flat[len(records) :]:
-        axes.set_visible(False)
-    for axes, record in zip(grid.flat, records, strict=False):
+    heights = [0.6 + 0.24 * len(rates(record)) for record in records]
+    figure = _figure(0.6 + sum(heights), _NARROW)
+    grid = figure.subplots(len(records), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for axes, record in zip(grid[:, 0], records, strict=True):
         _draw_rates(axes, record)
-    figure.suptitle(_title(about, records) + "\nnew tokens per second", fontsize=9)
+    figure.suptitle(_title(about, records, 90) + "\nnew tokens per second", fontsize=9)
     return _saved(figure, {"Description": json.dumps(all_rates(records))})
 
 
 def rates(record: Record) -> dict[str, float]:
-    """New tokens per second of each backend, over all sequences that a caller gets; the slowest first."""
+    """New tokens per second of each backend, over all sequences that a caller gets.
+
+    In the order of the tables: the library alone, other libraries, FastGen.
+    """
     parameters = record.parameters
     sequences = parameters["batch"] * parameters["options"].get("num_return_sequences", 1)
-    found = {name: sequences * parameters["new_tokens"] / times["median"] for name, times in record.backends.items()}
-    return dict(sorted(found.items(), key=lambda entry: entry[1]))
+    names = sorted(record.backends, key=lambda name: (name.startswith(SUBJECT), name != record.baseline))
+    return {name: sequences * parameters["new_tokens"] / record.backends[name]["median"] for name in names}
 
 
 def all_rates(records: list[Record]) -> dict[str, dict[str, float]]:
@@ -87,26 +102,37 @@ def _draw_rates(axes: Any, record: Record) -> None:
     found = rates(record)
     names, values = list(found), list(found.values())
     colours = [_FASTER if n.startswith(SUBJECT) else _SLOWER if n == record.baseline else _OTHER for n in names]
-    bars = axes.barh(names, values, color=colours, height=0.7)
+    bars = axes.barh([_shown(name) for name in names], values, color=colours, height=0.7)
+    axes.invert_yaxis()  # the first one is on top
     axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3, fontsize=7.5)
     axes.set_xlim(0, max(values) * 1.15)
-    axes.set_title(record.title, fontsize=9, loc="left")
+    axes.set_title("\n".join(textwrap.wrap(record.title, 70)), fontsize=9, loc="left")
     axes.tick_params(labelsize=7.5)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(height: float) -> Any:
+def _shown(backend: str) -> str:
+    """The name of a backend as its library spells it: "openvino-int8" is "OpenVINO, int8"."""
+    known = max((name for name in _NAMES if f"{backend}-".startswith(f"{name}-")), key=len, default=None)
+    if known is None:
+        return backend
+    rest = backend.removeprefix(known).lstrip("-")
+    return f"{_NAMES[known]}, {rest}" if rest else _NAMES[known]
+
+
+def _figure(height: float, width: float = _WIDTH) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _saved(figure: Any, metadata: dict[str, str] | None = None) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, metadata=metadata)
+    # What is drawn outside of the axes is in the picture, too.
+    figure.savefig(buffer, format="png", dpi=130, metadata=metadata, bbox_inches="tight", pad_inches=0.1)
     return buffer.getvalue()
 
 
@@ -127,7 +153,7 @@ def _bars(record: Record) -> list[_Bar]:
     if record.group == "generation":
         for backend, found in record.backends.items():
             if backend not in (record.baseline, record.subject):
-                bars.append(_Bar(record, backend, baseline / found["median"], backend, 0.7))
+                bars.append(_Bar(record, backend, baseline / found["median"], _shown(backend), 0.7))
     return bars
 
 
@@ -137,7 +163,7 @@ def _draw(axes: Any, bars: list[_Bar]) -> None:
     places = [end - bar.height / 2 for end, bar in zip(ends, bars, strict=True)]
     ratios = [bar.ratio for bar in bars]
     axes.barh(places, ratios, color=[_colour(bar) for bar in bars], height=[bar.height * 0.66 for bar in bars])
-    axes.set_yticks(places, [bar.label for bar in bars])
+    axes.set_yticks(places, ["\n".join(textwrap.wrap(bar.label, 60)) for bar in bars])
     for label, bar in zip(axes.get_yticklabels(), bars, strict=True):
         label.set_fontsize(_font_size(bar))
     axes.set_ylim(ends[-1] + 0.1, -0.1)
@@ -188,7 +214,7 @@ def _colour(bar: _Bar) -> str:
     return _FASTER if record.metrics["ratio"] >= 1 else _SLOWER
 
 
-def _title(about: dict[str, Any], records: list[Record]) -> str:
+def _title(about: dict[str, Any], records: list[Record], width: int = 130) -> str:
     machine, versions, settings = about["machine"], about["versions"], about["settings"]
     dtypes = sorted({record.parameters["dtype"] for record in records if "dtype" in record.parameters})
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
@@ -196,4 +222,4 @@ def _title(about: dict[str, Any], records: list[Record]) -> str:
         f"{where}, {settings['threads']} threads, {', '.join(dtypes) or 'float32'}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}, fastgen {versions['fastgen']}"
     )
-    return "\n".join(textwrap.wrap(text, 130))
+    return "\n".join(textwrap.wrap(text, width))

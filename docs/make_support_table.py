@@ -1,11 +1,11 @@
-"""Writes docs/support.md: what is accelerated and what falls back, found out by running the equivalence grid.
+"""Writes the tables of docs/support.md: what is accelerated and what falls back, by running the equivalence grid.
 
     python docs/make_support_table.py            # writes it
     python docs/make_support_table.py --check    # exit status 1 if it is out of date
 
 Every model of tests/equivalence is run with every way of decoding, unpatched and patched (tests/survey.py). A cell is
-what `fastgen.stats()` counted; a case whose results differ stops the script. Nothing is written by hand but the names
-of the cases, and what was installed where: docs/installations.csv.
+what `fastgen.stats()` counted; a case whose results differ stops the script. Nothing in them is written by hand but the
+names of the cases, and what was installed where: docs/installations.csv.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tests.markdown import table  # noqa: E402
 
 _OUTCOMES = f"{survey.ACCELERATED}$|{survey.CAPTURED}$|original: |not captured: |refused by Transformers$"
 INSTALLATIONS = ROOT / "docs" / "installations.csv"
+# What is between these on the page is made here; the rest is written by hand.
+BEGIN, END = "<!-- tables -->", "<!-- /tables -->"
 
 
 def model_rows(families: Iterable[Family]) -> list[list[str]]:
@@ -97,17 +99,23 @@ Only one row had a GPU.
 """
 
 
-def make() -> str:
-    """The text of docs/support.md."""
+def make(page: str) -> str:
+    """The text of docs/support.md, with the tables as they should be."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, "the markers are missing"
+    return f"{before}{begin}\n{tables()}{end}{after}"
+
+
+def tables() -> str:
+    """What is between the markers."""
     header = ["model", *survey.WAYS, survey.CAPTURED_STEP]
-    return f"""# What is accelerated
+    return f"""## Models that must be accelerated
 
 Made by `python docs/make_support_table.py` from the equivalence tests, with transformers {transformers.__version__}.
 Every cell was run, unpatched and patched, with the same result. "original" means that the call ran on Transformers' own
 code, for the reason that `fastgen.stats()` gives; "one sequence" is greedy search, and sampling of one sequence per
 input. The last column is all of them with `captured_step="always"`.
-
-## Models that must be accelerated
 
 The tests run them with FASTGEN_STRICT=1.
 
@@ -139,13 +147,14 @@ def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     with survey.surveying():
-        path, page = ROOT / "docs" / "support.md", make()
-    if path.exists() and path.read_text() == page:
+        path = ROOT / "docs" / "support.md"
+        page = make(path.read_text(encoding="utf-8"))
+    if path.read_text(encoding="utf-8") == page:
         return 0
     if arguments.check:
         print("docs/support.md is out of date")
         return 1
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,8 +40,12 @@ def missing() -> str | None:
 
 
 def silence() -> None:
-    """Leaves out warnings about FairSeq's own code, about which its users can do nothing. For a command's process."""
+    """Leaves out what FairSeq says about its own code, about which its users can do nothing. For a command's process.
+
+    Called before FairSeq is imported: a task of speech asks for tensorboardX when it is, whatever is done with FairSeq.
+    """
     warnings.filterwarnings("ignore", rf"\s*({_WARNINGS})")
+    logging.getLogger("fairseq.tasks.text_to_speech").addFilter(lambda record: "tensorboardX" not in str(record.msg))
 
 
 @contextlib.contextmanager

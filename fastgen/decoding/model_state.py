@@ -3,7 +3,7 @@
 A user may change a model between two calls: exchange modules or parameters, switch adapters by attributes, set scales,
 register hooks, exchange forward passes and functions. What is written into the memory of a parameter needs no look: a
 recording reads it there. An attribute that no code of the model's names changes nothing. What is more than the
-libraries' own code has no recording at all (`fastgen.decoding.library_code`). docs/captured-step.md says what is not
+libraries' own code has no recording at all (`fastgen.decoding.library_code`). docs/architecture.md says what is not
 seen.
 """
 

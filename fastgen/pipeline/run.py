@@ -36,17 +36,28 @@ def generate_dataset(
     tokenizer: Any = None,
     **options: Any,
 ) -> RunReport:
-    """Run a model over a data set and write its outputs, in input order.
-
-    `model` is a directory or hub name, or a model in memory with its `tokenizer`. `options` are the fields of
-    `RunOptions`; `generation` holds options of `generate`:
+    """Runs a model over a data set and writes its outputs, in input order.
 
         generate_dataset("facebook/bart-large-cnn", "articles.jsonl", "summaries.jsonl", input_column="article",
                          generation={"num_beams": 4, "no_repeat_ngram_size": 3}, batch_size=16)
 
     Detokenising and metrics start worker processes, so a script that asks for them needs the usual
-    `if __name__ == "__main__":` (or `workers=0`). Raises `SetupError` where something given cannot work and
-    `StrictError` for the first bad record under `strict`; after a KeyboardInterrupt, `resume=True` continues.
+    `if __name__ == "__main__":` (or `workers=0`). After a KeyboardInterrupt, `resume=True` continues.
+
+    Args:
+        model: a directory or hub name, or a model in memory.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write, or "-" for standard output.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `RunOptions`; `generation` holds options of `generate`.
+
+    Returns:
+        What the run did: counts, seconds, metrics.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
     """
     in_memory = not isinstance(model, str | os.PathLike)
     name = (getattr(model, "name_or_path", "") or type(model).__name__) if in_memory else os.fspath(model)

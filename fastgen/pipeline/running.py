@@ -37,23 +37,35 @@ class RunReport:
     """What a run did. Counts are of the whole output; rates and seconds are of this run, which may have resumed one."""
 
     samples: int
+    """Records in the output."""
     skipped: int
+    """Records that were bad, and are in the error file."""
     tokens: int
     """Generated tokens, of all returned sequences; of a command that does not generate, those of the inputs."""
     metrics: dict[str, float]
+    """The value of each metric that was asked for, by name, on the scale of the package that computes it."""
     metrics_samples: int
+    """Records that the metrics are over."""
     seconds: dict[str, float]
     """`load`: imports and model; `generate`: from the first record read to the last batch out of the model;
     `model`: spent in calls of the model; `waiting_for_input` and `waiting_for_output`: the model stage had nothing
     to do, or could not hand over what it had done; `finish`: from then until the output was in place."""
     samples_per_second: float
+    """Records of this run over the seconds of `generate`."""
     tokens_per_second: float
+    """The same of tokens."""
     waiting_for_input_share: float
+    """The part of `generate`, 0 to 1, in which the model waited for input."""
     waiting_for_output_share: float
+    """The part in which it waited for what comes behind it."""
     resumed_samples: int
+    """Records that an interrupted run had finished."""
     batches: int
+    """Calls of the model."""
     batch_size: int
+    """Rows in a batch, at most."""
     max_tokens: int | None
+    """Input tokens in a batch, at most; None without a limit."""
     out_of_memory: int
     """How many batches did not fit in memory and were split."""
     truncated: int
@@ -61,13 +73,19 @@ class RunReport:
     peak_memory_bytes: int | None
     """The largest resident set of the process, worker processes not counted."""
     peak_device_memory_bytes: int | None
+    """The most that torch had allocated on the GPU; None on a CPU."""
     model: str
+    """The directory or name that it was loaded from."""
     device: str
+    """Where it ran."""
     dtype: str
+    """The type of its weights."""
     errors_file: str | None = None
+    """The file of skipped records, or None if there are none."""
     notes: list[str] = field(default_factory=list)
     """What else there is to know, such as that the run was resumed in another environment."""
     versions: dict[str, str] = field(default_factory=dict)
+    """Releases of Python, torch, Transformers and FastGen."""
     fastgen: dict[str, Any] = field(default_factory=dict)
     """What `fastgen.stats()` counted, under `stats`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,11 +93,17 @@ def png(report: Report) -> bytes:
     sides = figure.subplots(1, 2, width_ratios=[1, 2])
     _draw_changes(sides[0], report)
     _draw_layers(sides[1], report)
-    figure.suptitle(f"{report.model}: {_kind(report)}", fontsize=10, parse_math=False)
+    figure.suptitle(_title(report), fontsize=10, parse_math=False)
     target = io.BytesIO()
-    # Nothing in it depends on when it was made.
-    figure.savefig(target, format="png", dpi=130, metadata={"Software": None})
+    # Nothing in it depends on when it was made, and whatever is drawn outside of the axes is in it.
+    figure.savefig(target, format="png", dpi=130, metadata={"Software": None}, bbox_inches="tight")
     return target.getvalue()
+
+
+def _title(report: Report) -> str:
+    """The model's name, without the folders that it lies in, and what was done."""
+    name = report.model.rstrip("/").rpartition("/")[2] or report.model
+    return "\n".join(textwrap.wrap(f"{name}: {_kind(report)}", 110))
 
 
 def _kind(report: Report) -> str:
@@ -120,16 +127,18 @@ def _percent(values: Any) -> str:
 
 
 def _draw_changes(axes: Any, report: Report) -> None:
-    rows = {"weights": report.bytes, "tokens per second": report.tokens_per_second}
+    rows = {"weights": report.bytes}
     if report.measure:
         rows[report.measure] = report.quality
+    rows["tokens per second"] = report.tokens_per_second
     shown = {name: values for name, values in rows.items() if values.before and values.after is not None}
     for place, (name, values) in enumerate(shown.items()):
         part = float(values.after or 0) / float(values.before or 1)
         axes.barh(place, part, color=_AFTER, height=0.5)
-        axes.annotate(f"{name}: x {part:.3f}", (0.02, place + 0.3), fontsize=8, va="bottom")
+        axes.annotate(f"{name}: x {part:.3f}", (0.02, place - 0.3), fontsize=8, va="bottom")
     axes.axvline(1, color=_BEFORE, linestyle="--", linewidth=1)
-    axes.set(yticks=[], xlabel="after, as a part of before", ylim=(-0.6, len(shown) - 0.2))
+    # From top to bottom, as in the table.
+    axes.set(yticks=[], xlabel="after, as a part of before", ylim=(len(shown) - 0.4, -0.8))
 
 
 def _draw_layers(axes: Any, report: Report) -> None:

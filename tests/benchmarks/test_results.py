@@ -135,11 +135,44 @@ def test_chart_of_tokens_per_second_says_what_it_shows(tmp_path):
     records[1].backends["openvino"] = summary([8.0])
     path = tmp_path / "rates.png"
     path.write_bytes(results_module.chart.rates_png(ABOUT, records))
-    assert results_module.chart.shown_rates(path) == {
+    shown = results_module.chart.shown_rates(path)
+    assert shown == {
         "Title of a": {"transformers": 12.0, "fastgen": 24.0},
-        "Title of b": {"openvino": 3.0, "transformers": 48.0, "fastgen": 96.0},
+        "Title of b": {"transformers": 48.0, "openvino": 3.0, "fastgen": 96.0},
         "Title of c": {"transformers": 6.0, "fastgen": 12.0},
     }
+    assert list(shown["Title of b"]) == ["transformers", "openvino", "fastgen"]  # as in the tables
+
+
+@pytest.mark.parametrize("draw", ["png", "rates_png"])
+def test_charts_cut_nothing(draw, tmp_path):
+    """Nothing touches the edge, however long a title is and however far a bar reaches."""
+    image = pytest.importorskip("PIL.Image")
+    sizes = {"batch": 3, "new_tokens": 4, "options": {}}
+    records = [
+        record("a name of a workload that is much longer than its part of the chart is wide " * 2, parameters=sizes)
+    ]
+    records.append(record("far", 1e-4, parameters=sizes, group="generation"))
+    path = tmp_path / "chart.png"
+    path.write_bytes(getattr(results_module.chart, draw)(ABOUT, records))
+    with image.open(path) as opened:
+        picture = opened.convert("L")
+    width, height = picture.size
+    for edge in ((0, 0, width, 5), (0, height - 5, width, height), (0, 0, 5, height), (width - 5, 0, width, height)):
+        assert picture.crop(edge).getextrema() == (255, 255), edge
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("openvino", "OpenVINO"),
+        ("openvino-int8", "OpenVINO, int8"),
+        ("fastgen-tier1", "FastGen, no captured step"),
+        ("x", "x"),
+    ],
+)
+def test_charts_name_libraries_as_they_spell_themselves(backend, name):
+    assert results_module.chart._shown(backend) == name
 
 
 def test_results_from_before_there_were_further_backends(tmp_path):

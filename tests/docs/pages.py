@@ -1,10 +1,10 @@
-"""The pages of the documentation, taken apart: their fenced blocks and their paragraphs."""
+"""The pages of the documentation, taken apart into their fenced blocks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,6 +14,8 @@ PAGES = sorted(
         *(ROOT / "docs").glob("*.md"),
     ]
 )
+# The first line of a block that shows what the block in front of it prints. The site shows the title.
+OUTPUT = 'text title="Output"'
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -24,17 +26,23 @@ class Block:
     language: str
     line: int
     text: str
+    output: str | None = None
+    """What the block prints: the text of the `text` block titled "Output" behind it, or None if there is none."""
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    found = []
+    """The fenced blocks of a page, in order, but for outputs, which belong to the block in front of them."""
+    found: list[Block] = []
     inside: list[str] | None = None
     language, start = "", 0
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
             if inside is None:
                 inside, language, start = [], line[3:].strip(), number + 1
+            elif language == OUTPUT:
+                assert found, f"{page}: the output at line {start} is that of no block"
+                found[-1] = replace(found[-1], output="\n".join(inside) + "\n")
+                inside = None
             else:
                 found.append(Block(language, start, "\n".join(inside) + "\n"))
                 inside = None
@@ -50,19 +58,3 @@ def commands(block: Block) -> Iterator[str]:
         command = line.partition(" #")[0].strip()
         if command and not command.startswith("#"):
             yield command
-
-
-def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
-    """Paragraphs, list items and rows of tables, each with the number of its first line. Code is left out."""
-    fenced = False
-    start, words = 0, []
-    for number, line in enumerate([*page.read_text(encoding="utf-8").splitlines(), ""], 1):
-        fence = line.lstrip().startswith("```")
-        fenced ^= fence
-        item = re.match(r"\s*([-*+]|\d+\.|\||#|!!!)", line) is not None
-        if words and (fence or fenced or item or not line.strip()):
-            yield start, " ".join(words)
-            words = []
-        if not (fence or fenced) and line.strip():
-            start = start if words else number
-            words += line.split()

@@ -66,7 +66,7 @@ def options_of_the_commands() -> set[str]:
 
 # Options of other programs: pip, pytest, FairSeq's commands.
 FOREIGN = {
-    *"--index-url --no-build-isolation --no-deps --strict --check".split(),
+    *"--index-url --no-build-isolation --no-deps --strict --check --force-reinstall".split(),
 }
 
 
@@ -130,6 +130,32 @@ def test_targets_of_make_exist(name):
     named = re.findall(r"`make ([a-z][\w-]*)", text)
     named += [word for block in blocks(ROOT / name) for word in re.findall(r"^make ([a-z][\w-]*)", block.text, re.M)]
     assert set(named) <= targets, f"{name}: {set(named) - targets}"
+
+
+def test_reasons_of_the_troubleshooting_page_exist():
+    """Those in the first column of its tables of reasons, as far as they are the same in every call."""
+    tables = re.findall(r"^\| reason \| .*\n\|.*\n((?:\|.*\n)+)", read("docs/troubleshooting.md"), re.MULTILINE)
+    cells = [row.removeprefix("| ").partition(" | ")[0] for table in tables for row in table.splitlines()]
+    reasons = {reason for cell in cells for reason in re.split(r"; |\.\.\. ?", cell) if reason.strip()}
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fastgen").rglob("*.py"))
+    assert len(reasons) > 20
+    assert not {reason for reason in reasons if reason.strip() not in sources}
+
+
+def test_readme_has_the_two_commands():
+    assert {"make demo", "make test"} <= {line.partition(" #")[0].strip() for line in read("README.md").splitlines()}
+
+
+# A page for those who change FastGen, and three that are not yet so.
+OTHER_SHAPES = {f"docs/{name}.md" for name in ("contributing", "dataset", "checking", "quantize")}
+
+
+@pytest.mark.parametrize("name", sorted({name for name in NAMES if name.startswith("docs/")} - OTHER_SHAPES))
+def test_a_page_begins_with_what_it_is_for_and_ends_with_limits(name):
+    title, _, rest = read(name).partition("\n")
+    assert title.startswith("# ")
+    assert re.match(r"\n[A-Z`][^|]*?[.:]\s", rest), f"{name}: {rest[:80]}"
+    assert re.findall(r"^## (.*)$", rest, re.MULTILINE)[-1] == "Limits"
 
 
 def test_every_page_is_in_the_navigation():

@@ -152,7 +152,10 @@ class UniLMForSeq2SeqLM(PreTrainedModel, GenerationMixin):
     def from_published(cls, path: str | os.PathLike[str], **changes: Any) -> UniLMForSeq2SeqLM:
         """The model of a checkpoint as the authors publish or s2s-ft writes it, in float32 and ready for inference.
 
-        Arguments are those of `published.read`.
+        Args:
+            path: a file of weights, or a directory with one and perhaps a `config.json`.
+            **changes: to the `UniLMConfig`, such as the special tokens of another vocabulary, or a larger
+                `max_position_embeddings`: positions from the last one on then repeat those from the first.
 
         Raises:
             FileNotFoundError: there are no weights at `path`.

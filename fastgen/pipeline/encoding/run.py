@@ -53,12 +53,22 @@ def embed_dataset(
 ) -> RunReport:
     """Writes a vector for every text of a data set, in input order.
 
-    `model` is a directory or hub name, or a model in memory with its `tokenizer`. `options` are the fields of
-    `EmbedOptions`:
-
         embed_dataset("sentence-transformers/all-MiniLM-L6-v2", "texts.txt", "vectors.npy")
 
-    Raises as `generate_dataset` does.
+    Args:
+        model: a directory or hub name, or a model in memory.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write. A .npy file holds [records, size] numbers in `output_dtype`, float32 by default.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `EmbedOptions`.
+
+    Returns:
+        What the run did: counts and seconds.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
     """
     return _over_dataset(EmbedOptions, embed, model, tokenizer, input, output, options)
 
@@ -73,7 +83,20 @@ def classify_dataset(
 ) -> RunReport:
     """Writes labels and scores for every text of a data set, in input order.
 
-    As `embed_dataset`, with the fields of `ClassifyOptions`, for a model with a classification head.
+    Args:
+        model: a directory or hub name, or a model in memory, with a classification head.
+        input: a file, a data set, or "-" for standard input.
+        output: the file to write.
+        tokenizer: that of a model in memory; otherwise it is loaded with the model.
+        **options: the fields of `ClassifyOptions`.
+
+    Returns:
+        What the run did: counts and seconds.
+
+    Raises:
+        SetupError: something given cannot work.
+        StrictError: the first bad record, under `strict`.
+        PipelineError: a file cannot be written.
     """
     return _over_dataset(ClassifyOptions, classify, model, tokenizer, input, output, options)
 

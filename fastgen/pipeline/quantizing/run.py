@@ -37,6 +37,7 @@ def quantize_model(options: QuantizeOptions, begins: Callable[[], None] = lambda
     """Quantises the linear layers of a model and writes OUT.
 
     Args:
+        options: what to quantise, and how.
         begins: called when all is checked and loaded, and the first file is about to be written.
 
     Returns:

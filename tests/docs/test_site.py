@@ -1,0 +1,127 @@
+"""The site in a real browser, wide and as on a telephone: nothing is cut, and tables break no names.
+
+Needs selenium, and chromium with its driver (`apt-get install chromium chromium-driver`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+MISSING = [
+    *([] if importlib.util.find_spec("selenium") else ["the package selenium"]),
+    *([] if importlib.util.find_spec("mkdocs") else ["the package mkdocs"]),
+    *([] if CHROMIUM else ["chromium"]),
+    *([] if DRIVER else ["chromedriver"]),
+]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
+
+WIDTHS = (1280, 390)  # of a laptop, and of a telephone
+HEIGHT = 844
+# What is wrong with the page that is shown, a line each. A table or a block of code that is too wide scrolls by itself.
+FAULTS = """
+const faults = [];
+const width = document.documentElement.clientWidth;
+if (document.documentElement.scrollWidth > window.innerWidth)
+    faults.push(`the page is ${document.documentElement.scrollWidth} wide`);
+const scrolls = element => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
+for (const element of document.querySelectorAll("article *")) {
+    const box = element.getBoundingClientRect();
+    if (box.width === 0 || (box.left >= -1 && box.right <= width + 1)) continue;
+    let outer = element;
+    while (outer !== null && !scrolls(outer)) outer = outer.parentElement;
+    if (outer === null)
+        faults.push(`${element.tagName} from ${box.left} to ${box.right}: ${element.textContent.slice(0, 60)}`);
+}
+for (const code of document.querySelectorAll("td code, th code")) {
+    const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode())
+        for (const word of texts.currentNode.data.matchAll(/\\S+/g)) {
+            const range = document.createRange();
+            range.setStart(texts.currentNode, word.index);
+            range.setEnd(texts.currentNode, word.index + word[0].length);
+            if (new Set(Array.from(range.getClientRects(), line => Math.round(line.top))).size > 1)
+                faults.push(`a table breaks ${word[0]}`);
+        }
+}
+for (const image of document.querySelectorAll("article img"))
+    if (!image.complete || image.naturalWidth === 0) faults.push(`no picture: ${image.src}`);
+return faults;
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def faults(browser: Any, page: Path, width: int) -> list[str]:
+    metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(page.as_uri())
+    return browser.execute_script(FAULTS)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_fit_and_tables_break_no_names(site, browser, width):
+    pages = sorted(path for path in site.glob("*.html"))
+    assert len(pages) > 20
+    found = {page.name: wrong for page in pages if (wrong := faults(browser, page, width))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ('<p style="width: 3000px">wide</p>', "the page is"),
+        ('<div style="overflow: hidden"><p style="width: 3000px">cut</p></div>', "from"),
+        (
+            '<table><td style="width: 40px; max-width: 40px"><code>--batch-size</code></td></table>',
+            "breaks --batch-size",
+        ),
+        ('<img src="nowhere.png" width="10">', "no picture"),
+        ('<pre style="overflow: auto"><code style="display: block; width: 3000px">scrolls</code></pre>', None),
+    ],
+)
+def test_faults_are_noticed(browser, tmp_path, body, wrong):
+    page = tmp_path / "page.html"
+    page.write_text(f"<!doctype html><meta name=viewport content=width=device-width><article>{body}</article>")
+    found = faults(browser, page, WIDTHS[1])
+    assert any(wrong in fault for fault in found) if wrong else not found, found
+
+
+def test_nothing_is_fetched_from_another_site(site):
+    for page in site.glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for attribute in ('src="http', "src=//", '<link rel="stylesheet" href="http'):
+            assert attribute not in text, page.name
