@@ -74,6 +74,35 @@ def rates_png(about: dict[str, Any], records: list[Record]) -> bytes:
     return _saved(figure, {"Description": json.dumps(all_rates(records))})
 
 
+def sessions_png(title: str, sessions: list[tuple[str, dict[str, float]]]) -> bytes:
+    """The chart of sessions: how many times as fast as the library each backend ran the same calls.
+
+    The numbers that it shows are also written into the file, for `shown_rates`.
+
+    Args:
+        sessions: by model, the times as fast of each backend by its name, FastGen the last one.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = _figure(0.6 + 0.55 * len(sessions), _NARROW)
+    axes = figure.subplots()
+    most = max(max(found.values()) for _, found in sessions)
+    for number, (_, found) in enumerate(sessions):
+        for place, (name, times) in enumerate(found.items()):
+            colour = _FASTER if name == "FastGen" else _OTHER
+            axes.barh(number + 0.4 * (place - 0.5), times, color=colour, height=0.38)
+            axes.bar_label(axes.containers[-1], [f"{name} {times:.1f}"], padding=3, fontsize=8)
+    axes.axvline(1, color=_SLOWER, linewidth=1)
+    axes.set_yticks(range(len(sessions)), [model for model, _ in sessions], fontsize=8)
+    axes.set_xlim(0, most * 1.25)
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=9)
+    return _saved(figure, {"Description": json.dumps(dict(sessions))})
+
+
 def rates(record: Record) -> dict[str, float]:
     """New tokens per second of each backend, over all sequences that a caller gets.
 

@@ -1,4 +1,6 @@
-"""Writes the tables of docs/benchmarks.md and README.md, and docs/small-models.png, from the results of the benchmarks.
+"""Writes the tables of docs/benchmarks.md and README.md, and their charts, from the results of the benchmarks.
+
+Sessions come from docs/sessions.csv: each is some minutes of `python -m benchmarks.ordinary_session`.
 
 python docs/make_benchmark_tables.py            # writes the tables between the <!-- numbers --> markers
 python docs/make_benchmark_tables.py --check    # exit status 1 if a table or the chart is out of date
@@ -7,6 +9,7 @@ python docs/make_benchmark_tables.py --check    # exit status 1 if a table or th
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
@@ -21,23 +24,10 @@ from benchmarks.record import Record  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon-processor-2-core" / "results.json"
 RESULTS_OF_SMALL_MODELS = RESULTS
 CHART = ROOT / "docs" / "small-models.png"
-BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
-IN_README = (
-    "bart-base-b16-s1024",
-    "gpt2-b4-p512",
-    "t5-base-b16-s128",
-    "fairseq-gpt2-b4-p512",
-    "llama-1b-greedy-b16-p128",
-)
+SESSIONS = ROOT / "docs" / "sessions.csv"
+CHART_OF_SESSIONS = ROOT / "docs" / "sessions.png"
+MACHINE_OF_SESSIONS = "two cores of an AMD EPYC (Zen 4), torch 2.13.0, Transformers 5.24.0"
 SMALL_MODELS = ("smollm2-", "opus-mt-")
-SMALL_MODELS_IN_README = (
-    "smollm2-b1",
-    "smollm2-b16",
-    "smollm2-b4-beam4",
-    "smollm2-b1-bfloat16",
-    "opus-mt-b1",
-    "opus-mt-b8",
-)
 HEAD = ["workload", "against", "its time", "with FastGen", "times as fast", "K/V memory", "peak memory"]
 
 # Ways to run FastGen that are not its defaults.
@@ -48,8 +38,6 @@ VARIANTS = {
     "fastgen-tier1": " (no captured step)",
     "fastgen-captured": " (captured from the first call on)",
 }
-# Of weights with fewer bits than the model has.
-OTHER_PRECISIONS = ("-int8", "-q8_0", "-q4_1")
 
 
 def read(path: Path) -> tuple[dict[str, object], list[Record]]:
@@ -97,17 +85,6 @@ def machine(results: dict[str, dict[str, object]]) -> str:
     )
 
 
-def best_other(record: Record) -> str:
-    """The time of the fastest of the other libraries in the model's own precision, with its name."""
-    times = {
-        name: found["median"]
-        for name, found in record.backends.items()
-        if name != record.baseline and not name.startswith(record.subject) and not name.endswith(OTHER_PRECISIONS)
-    }
-    best = min(times, key=times.__getitem__)
-    return f"{format_seconds(times[best])} ({best})"
-
-
 def read_small_models() -> tuple[dict[str, object], list[Record]]:
     """As `read`, of the models whose steps are short."""
     results, records = read(RESULTS_OF_SMALL_MODELS)
@@ -119,7 +96,6 @@ def make(path: Path = RESULTS) -> dict[Path, str]:
     results, records = read(path)
     large = [record for record in records if not record.name.startswith(("small-", *SMALL_MODELS))]
     small = [record for record in records if record.name.startswith("small-")]
-    by_name = {record.name: record for record in records}
     of_small_models, small_models = read_small_models()
     page = "\n\n".join(
         [
@@ -134,21 +110,46 @@ def make(path: Path = RESULTS) -> dict[Path, str]:
             table(HEAD[:5], [line[:5] for record in small_models for line in rows(record)]),
         ]
     )
-    short = [[line[0], *line[2:]] for line in (rows(by_name[name])[0] for name in IN_README)]
-    by_name = {record.name: record for record in small_models}
-    lines = [(by_name[name], rows(by_name[name])[0]) for name in SMALL_MODELS_IN_README]
-    short_of_small_models = [[line[0], line[2], best_other(record), *line[3:5]] for record, line in lines]
-    readme = [
-        machine(results),
-        table(["workload", "library alone", *HEAD[3:]], short),
-        f"Small models in small batches, also against the fastest other library. {machine(of_small_models)}",
-        table(["workload", "library alone", "other library", *HEAD[3:5]], short_of_small_models),
-    ]
-    parts = {
-        ROOT / "README.md": "\n\n".join(readme),
-        ROOT / "docs" / "benchmarks.md": page,
+    readme, benchmarks = (
+        path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs/benchmarks.md")
+    )
+    head, lines = sessions_table()
+    return {
+        ROOT / "README.md": _between_markers(readme, table(head[:5], [line[:5] for line in lines]), "sessions"),
+        ROOT / "docs" / "benchmarks.md": _between_markers(
+            _between_markers(benchmarks, table(head, lines), "sessions"), page, "numbers"
+        ),
     }
-    return {path: _between_markers(path.read_text(encoding="utf-8"), text) for path, text in parts.items()}
+
+
+def read_sessions() -> list[dict[str, str]]:
+    """A row for each model: seconds of 24 calls, and ratios."""
+    with open(SESSIONS, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def sessions_table() -> tuple[list[str], list[list[str]]]:
+    """Its head and its lines."""
+    head = ["24 calls that all differ", "Transformers", "with FastGen", "times as fast", "first five calls"]
+    head += ["slowest call", "another library", "against it", "peak memory"]
+    lines = []
+    for row in read_sessions():
+        library, other, fastgen = (float(row[name]) for name in ("library", "other", "fastgen"))
+        line = [row["model"], f"{library:.1f} s", f"{fastgen:.1f} s", f"**{library / fastgen:.1f}**", row["first_five"]]
+        lines.append(
+            [*line, row["slowest"], f"{row['other_name']} {other:.1f} s", f"{other / fastgen:.1f}", row["memory"]]
+        )
+    return head, lines
+
+
+def times_of_sessions() -> list[tuple[str, dict[str, float]]]:
+    """What their chart shows."""
+    found = []
+    for row in read_sessions():
+        library, other, fastgen = (float(row[name]) for name in ("library", "other", "fastgen"))
+        times = {row["other_name"]: round(library / other, 1), "FastGen": round(library / fastgen, 1)}
+        found.append((row["model"], times))
+    return found
 
 
 def is_chart_stale() -> bool:
@@ -157,10 +158,16 @@ def is_chart_stale() -> bool:
     return json.dumps(shown) != json.dumps(chart.all_rates(read_small_models()[1]))  # in this order
 
 
-def _between_markers(page: str, text: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, "the markers are missing"
+def is_chart_of_sessions_stale() -> bool:
+    """Whether it shows other numbers than those of the file."""
+    shown = chart.shown_rates(CHART_OF_SESSIONS) if CHART_OF_SESSIONS.exists() else None
+    return json.dumps(shown) != json.dumps(dict(times_of_sessions()))
+
+
+def _between_markers(page: str, text: str, name: str) -> str:
+    before, begin, rest = page.partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    assert begin and end, f"the markers of {name} are missing"
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
@@ -178,7 +185,15 @@ def main() -> int:
         print(f"{CHART.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
         if not arguments.check:
             CHART.write_bytes(chart.rates_png(*read_small_models()))
-    return 1 if arguments.check and (stale or stale_chart) else 0
+    stale_sessions = is_chart_of_sessions_stale()
+    if stale_sessions:
+        print(f"{CHART_OF_SESSIONS.relative_to(ROOT)} {'is out of date' if arguments.check else 'written'}")
+        if not arguments.check:
+            title = (
+                f"Times as fast as Transformers: 24 calls that all differ, in a fresh process; {MACHINE_OF_SESSIONS}"
+            )
+            CHART_OF_SESSIONS.write_bytes(chart.sessions_png(title, times_of_sessions()))
+    return 1 if arguments.check and (stale or stale_chart or stale_sessions) else 0
 
 
 if __name__ == "__main__":

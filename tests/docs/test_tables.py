@@ -31,15 +31,11 @@ def test_chart_of_small_models_is_up_to_date(tables, monkeypatch):
     assert tables.is_chart_stale()
 
 
-def test_the_best_other_library_has_the_same_precision(tables):
-    record = next(record for record in tables.read_small_models()[1] if record.name == "smollm2-b1")
-    seconds = {
-        "transformers": 1,
-        "fastgen": 1,
-        "fastgen-tier1": 1,
-        "llama.cpp-q4_1": 1,
-        "openvino": 3,
-        "llama.cpp-f32": 2,
-    }
-    record.backends = {name: {"median": float(value)} for name, value in seconds.items()}
-    assert tables.best_other(record) == "2.00 s (llama.cpp-f32)"
+def test_chart_of_sessions_is_up_to_date(tables, monkeypatch):
+    assert not tables.is_chart_of_sessions_stale(), (
+        f"{tables.CHART_OF_SESSIONS.name}: run docs/make_benchmark_tables.py"
+    )
+    rows = tables.read_sessions()
+    rows[0]["fastgen"] = "1.0"
+    monkeypatch.setattr(tables, "read_sessions", lambda: rows)
+    assert tables.is_chart_of_sessions_stale()
