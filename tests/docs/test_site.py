@@ -44,8 +44,8 @@ for (const element of document.querySelectorAll("article *")) {
     if (outer === null)
         faults.push(`${element.tagName} from ${box.left} to ${box.right}: ${element.textContent.slice(0, 60)}`);
 }
-for (const code of document.querySelectorAll("td code, th code")) {
-    const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+for (const cell of document.querySelectorAll("td, th")) {
+    const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
     while (texts.nextNode())
         for (const word of texts.currentNode.data.matchAll(/\\S+/g)) {
             const range = document.createRange();
