@@ -42,10 +42,11 @@ lint: setup ## ruff, mypy, the import contracts and the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(if $(wildcard mkdocs.yml),$(BIN)/mkdocs build --strict --quiet)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: setup ## build the documentation into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
