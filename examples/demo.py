@@ -34,6 +34,7 @@ NEXT = """Next, your own model (a folder, or a name of the hub):  .venv/bin/fast
 or one line in your own script:  import fastgen   (docs/recipes.md has more)"""
 PROMPT_WORDS = 8
 _SECONDS_TO_END = 20.0
+INTERRUPTED = 130
 EXAMPLES = 3
 
 
@@ -65,7 +66,8 @@ def run(command: list[str]) -> int:
         except KeyboardInterrupt:
             # A terminal interrupts the command as well, which then ends in order, and frees its semaphores.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_SECONDS_TO_END)
+                if process.wait(timeout=_SECONDS_TO_END) == INTERRUPTED:
+                    sys.exit(INTERRUPTED)  # it has said so
             process.terminate()
             raise
         except BaseException:
@@ -183,5 +185,5 @@ if __name__ == "__main__":
         status = main()
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr)
-        status = 130
+        status = INTERRUPTED
     sys.exit(status)

@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct, a trained language model, on prompts of a chat: what one user or a few get.
 
-The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits, so they are not those
-of its published checkpoint, which is stored in bfloat16. Workloads with "from-bfloat16" in their names round them to
-bfloat16 and compute in float32: what a user has who loads that checkpoint with `dtype=torch.float32`.
+The model comes from `python -m benchmarks.smollm2 FOLDER`. Its weights are unpacked from 4 bits, and FastGen would read
+them in these 4 bits again. So workloads in float32 have weights that need 32 bits, "from-bfloat16" in a name says that
+they are numbers of bfloat16 in float32 (what a user has who loads the published checkpoint with `dtype=torch.float32`),
+and a file in few bits is a workload of its own (`python -m benchmarks.few_bits`).
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ class Chat(Generation):
 
 def _workload(batch: int, beams: int, dtype: str, times: float, than_openvino: float) -> Chat:
     how = "greedy" if beams == 1 else f"{beams} beams"
+    kind = "32-bit weights" if dtype == "float32" else dtype
     return Chat(
         name=f"smollm2-b{batch}{'' if beams == 1 else f'-beam{beams}'}{'' if dtype == 'float32' else f'-{dtype}'}",
-        title=f"SmolLM2-135M, batch {batch}, {how}, chat{'' if dtype == 'float32' else f', {dtype}'}",
-        shape=smollm2_instruct,
+        title=f"SmolLM2-135M, {kind}, batch {batch}, {how}, chat",
+        shape=smollm2_of_32_bits if dtype == "float32" else smollm2_instruct,
         batch=batch,
         length=40,
         new_tokens=96,
@@ -124,7 +126,7 @@ def _from_bfloat16(work: Chat, times: float, than_openvino: float) -> Chat:
     return replace(
         work,
         name=f"{work.name}-from-bfloat16",
-        title=f"{work.title}, float32 from a checkpoint in bfloat16",
+        title=work.title.replace("32-bit weights", "bfloat16 weights in float32"),
         shape=smollm2_instruct_from_bfloat16,
         further_backends=("openvino",),
         targets=(NEVER_SLOWER, faster_on_cpu(times), faster_than("openvino", than_openvino)),

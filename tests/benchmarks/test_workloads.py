@@ -392,9 +392,19 @@ def test_a_chat_with_weights_of_bfloat16(batch, tmp_path, monkeypatch):
     llama_small(**CONFIGS["llama"]).save_pretrained(tmp_path)
     monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
     model = _ALL[f"smollm2-b{batch}-from-bfloat16"].make_model(torch.device("cpu"))
-    other = _ALL[f"smollm2-b{batch}"].make_model(torch.device("cpu"))
-    for weight, wanted in zip(model.parameters(), other.parameters(), strict=True):
+    for weight, wanted in zip(model.parameters(), smollm2_chat.smollm2_instruct().parameters(), strict=True):
         assert weight.dtype is torch.float32 and torch.equal(weight, wanted.bfloat16().float())
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_chat_in_float32_has_weights_that_need_32_bits(batch, tmp_path, monkeypatch):
+    """FastGen would read others in the bits that they need, and the row would compare these with float32."""
+    llama_small(**CONFIGS["llama"]).bfloat16().float().save_pretrained(tmp_path)
+    monkeypatch.setenv(smollm2.VARIABLE, str(tmp_path))
+    work = _ALL[f"smollm2-b{batch}"]
+    assert "32-bit weights" in work.title
+    for weight in work.make_model(torch.device("cpu")).parameters():
+        assert weight.dtype is torch.float32 and not torch.equal(weight, weight.bfloat16().float())
 
 
 def test_a_chat_without_its_model(monkeypatch):
