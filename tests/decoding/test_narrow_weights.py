@@ -20,7 +20,7 @@ from fastgen.ops import _plan, fingerprint, linear, narrow, narrow_linear
 
 pytestmark = [
     pytest.mark.skipif(not narrow_linear.is_available(), reason="there are no kernels in this process"),
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(5),
 ]
 
 OUTPUTS, INPUTS = 60, 64

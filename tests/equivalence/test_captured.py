@@ -34,7 +34,7 @@ from tests.equivalence.check import check, run
 from tests.equivalence.models import BY_NAME, EOS, Family
 from tests.models import tiny_unilm
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 OPTIONS = {
     "greedy": GREEDY,

@@ -31,7 +31,7 @@ DECODINGS = {
 }
 decodings = pytest.mark.parametrize("decoding", DECODINGS.values(), ids=DECODINGS)
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from tests.equivalence.encoder_models import (
 )
 from tests.equivalence.models import BY_NAME
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 LENGTHS = [7, LONGEST, 20, 6, 21, 7, 2]
 # The architectures whose heads read padded positions: a last position, or an average that multiplies them with zero.

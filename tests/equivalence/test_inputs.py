@@ -17,7 +17,7 @@ from tests.equivalence.check import accelerated, assert_same, check, run
 from tests.equivalence.models import BY_NAME, LONG, VOCABULARY, Family
 from tests.equivalence.options import SCORES, any_decoding, beam_and_sample, checked, decoders, every, seq2seq
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 
 @pytest.mark.parametrize("decoding", [SAMPLE, {}, {"num_beams": 3, "num_return_sequences": 3}], ids=["s", "g", "b"])

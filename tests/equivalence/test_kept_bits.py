@@ -30,7 +30,7 @@ pytest.importorskip("transformers.quantizers.quantizer_gguf")  # which releases 
 from tests.optimizer.transformers.quantized.test_gguf import VOCABULARY, write_gpt2, write_llama
 from tests.quantization.test_products import used  # noqa: F401 (the fixture)
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

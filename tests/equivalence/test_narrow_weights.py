@@ -28,7 +28,7 @@ from tests.equivalence.captured import (
 )
 from tests.equivalence.check import check, run
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CPU = torch.device("cpu")
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "num_beams": 1}

@@ -41,7 +41,7 @@ from tests.equivalence.models import EOS, VOCABULARY
 from tests.equivalence.test_captured import NOT_ACCELERATED, NOT_CAPTURED
 from tests.equivalence.test_models import test_decoding, test_shapes  # noqa: F401 (collected here as well)
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ from tests import near_ties
 from tests.equivalence.models import EOS, LONG, SHORT, VOCABULARY, Weights, enliven
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
-pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
 DECODERS = ["llama", "gpt2", "bloom", "qwen2", "gemma", "opt", "gpt-neox", "mixtral"]
 WITH_ENCODER = ["bart", "t5", "marian", "whisper", "m2m100"]
 

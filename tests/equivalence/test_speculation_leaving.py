@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers.speculation.decoding import ENTRY_POINT
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, disturbed, same
 
-pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(6)]
 TOKENS = 36
 DRAFTS: dict[str, dict[str, Any]] = {
     "int8": {},

@@ -19,7 +19,7 @@ from tests import near_ties
 from tests.equivalence.models import SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, disturbed, same
 
-pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
 RETURNS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 

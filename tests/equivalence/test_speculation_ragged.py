@@ -13,7 +13,7 @@ from fastgen.optimizer.transformers.speculation.ragged_step import RaggedStep
 from tests.equivalence.models import LONG, SHORT
 from tests.equivalence.speculation import GREEDY, KNOWN, assert_speculates, counts, same
 
-pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.usefixtures("speculates_at_once"), pytest.mark.sampled(4)]
 MODELS = ["llama", "gpt2", "qwen2", "gemma", "gpt-neox", "mixtral"]
 
 

@@ -24,7 +24,7 @@ from tests.decoding.speculation.markov import chi_square
 from tests.equivalence.models import Weights, enliven
 from tests.equivalence.speculation import assert_speculates, counts, disturbed
 
-pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.usefixtures("speculates_at_once", "any_lengths"), pytest.mark.sampled(4)]
 
 VOCABULARY, TOKENS = 5, 3
 DRAWS, ROWS = 100_000, 5_000

@@ -17,7 +17,7 @@ from fastgen.optimizer.fairseq.scores import step
 from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 # Options of SequenceGenerator. Those that begin with an underscore are made by `generator_for`.
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from tests.fairseq import models
 from tests.fairseq.check import accelerated, check
 from tests.fairseq.test_generate import OPTIONS, generator_for
 
-pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.usefixtures("strict"), pytest.mark.sampled(5)]
 
 
 @pytest.fixture(scope="module")

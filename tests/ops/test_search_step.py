@@ -17,7 +17,7 @@ from tests.decoding.captured.test_program import Replayed
 
 pytestmark = [
     pytest.mark.skipif(bool(_library.load("CPU")), reason="there are no kernels in this process"),
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(5),
 ]
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from fastgen.quantization.writing import load_block
 from tests.pipeline import tiny
 from tests.quantization import tiny as families
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 def _saved(build, folder: Path) -> Path:

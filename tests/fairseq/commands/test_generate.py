@@ -31,7 +31,7 @@ from tests.fairseq.commands.world import (
     train_language_model,
 )
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 OPTIONS = [
     "--nbest 3",

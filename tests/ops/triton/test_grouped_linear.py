@@ -13,7 +13,7 @@ from fastgen.ops import grouped_linear as on_cpu
 from fastgen.ops import triton as package
 from fastgen.ops.triton import grouped_linear as operator
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the result, of the sum of the products' sizes, and of what rounding the weight to the type adds.
