@@ -83,9 +83,17 @@ def define(
         torch.library.register_fake(f"fastgen::{name}", fake, lib=_OPERATORS)
 
 
+_with_kernel: set[tuple[str, str]] = set()  # what a library has once, it keeps
+
+
 def has_kernel(operator: str, device: str = "CPU") -> bool:
     """Whether a library has a kernel of `operator` ("fastgen::name") for `device` ("CPU" or "CUDA")."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+    if (operator, device) in _with_kernel:
+        return True
+    there = torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+    if there:
+        _with_kernel.add((operator, device))
+    return there
 
 
 def backend(operator: str) -> str:

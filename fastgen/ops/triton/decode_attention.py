@@ -139,17 +139,33 @@ def decode_attention(
     Raises:
         ValueError: shapes or types are not as above.
     """
-    _check(query, (prefix_keys, prefix_values), (suffix_keys, suffix_values), suffix_length, ancestry, bias, owners)
-    _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
+    suits_cpu = _suits_cpu(query, starts, ends, suffix_length, bias)
+
+    def on_cpu() -> Tensor:
+        out = query.new_empty(*query.shape[:2], prefix_values.shape[-1])
+        torch.ops.fastgen.decode_attention_out(
+            out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
+            ancestry, bias, scale, window, queries, owners,
+        )  # fmt: skip
+        return out
+
+    def check() -> None:
+        prefix, suffix = (prefix_keys, prefix_values), (suffix_keys, suffix_values)
+        _check(query, prefix, suffix, suffix_length, ancestry, bias, owners)
+        _check_queries(query, prefix_keys, suffix_keys, window, queries, owners)
+
+    reaches = ancestry is None or suffix_keys is None or ancestry.shape[-1] >= suffix_keys.shape[2]
+    if suits_cpu and reaches and not package.is_interpreted():
+        try:
+            return on_cpu()  # which looks at its arguments itself, in less time than Python takes
+        except RuntimeError:
+            check()
+            raise
+    check()
     given = (query, prefix_keys, starts, ends, suffix_length, ancestry, bias)
     if owners is not None or query.dtype not in package.KERNEL_TYPES or not package.available(*given):
-        if _suits_cpu(query, starts, ends, suffix_length, bias):
-            out = query.new_empty(*query.shape[:2], prefix_values.shape[3])
-            torch.ops.fastgen.decode_attention_out(
-                out, query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts, ends, suffix_length,
-                ancestry, bias, scale, window, queries, owners,
-            )  # fmt: skip
-            return out
+        if suits_cpu:
+            return on_cpu()
         return reference(
             query, prefix_keys, prefix_values, suffix_keys, suffix_values, starts=starts, ends=ends,
             suffix_length=suffix_length, ancestry=ancestry, bias=bias, scale=scale, window=window, queries=queries,

@@ -22,6 +22,28 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     Raises:
         ValueError: shapes or types do not fit. Nothing has been written then.
     """
+    suits_cpu = keys.is_cpu and keys.dtype in package.KERNEL_TYPES and position.dtype == torch.int64
+    if suits_cpu and key_cache.shape[:3] == value_cache.shape[:3] and _has_cpu_kernel():
+        try:  # it looks at its arguments itself, in less time than Python takes
+            torch.ops.fastgen.kv_write(keys, values, key_cache, value_cache, position)
+        except RuntimeError:
+            _check(keys, values, key_cache, value_cache, position)
+            raise
+        return
+    _check(keys, values, key_cache, value_cache, position)
+    if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
+        on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
+        write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
+        write(keys, values, key_cache, value_cache, position)
+        return
+    _launch(keys, values, key_cache, value_cache, position)
+
+
+def _has_cpu_kernel() -> bool:
+    return not package.is_interpreted() and _library.has_kernel("fastgen::kv_write")
+
+
+def _check(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
     require = _library.checks("kv_write", ValueError)
     is_one_or_each = position.numel() == 1 or position.shape == keys.shape[:1]
     require(is_one_or_each and not position.is_floating_point(), "position must be one integer, or one for each row")
@@ -33,11 +55,9 @@ def kv_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
         require(is_contiguous, "the last dimension must be contiguous")
     same = key_cache.shape[2] == value_cache.shape[2] and keys.shape[:2] == values.shape[:2]
     require(same, "keys and values of different shapes")
-    if keys.dtype not in package.KERNEL_TYPES or not package.available(keys, values, key_cache, value_cache, position):
-        on_cpu = keys.device.type == "cpu" and _library.has_kernel("fastgen::kv_write")
-        write = torch.ops.fastgen.kv_write if on_cpu and position.dtype == torch.int64 else reference
-        write(keys, values, key_cache, value_cache, position)
-        return
+
+
+def _launch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor) -> None:
     from fastgen.ops.triton import _kernels as kernels
 
     rows, heads, dim = keys.shape

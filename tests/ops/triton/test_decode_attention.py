@@ -210,6 +210,7 @@ def test_true_float32(device, kernels):
     torch.testing.assert_close(result[0, 0, :2], wanted, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -226,7 +227,8 @@ def test_true_float32(device, kernels):
         ({"suffix_keys": torch.zeros(2, 2, 6, 8)}, "do not fit"),
     ],
 )
-def test_wrong_arguments(changes, message):
+def test_wrong_arguments(changes, message, interpreted, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     arguments = {
         "query": torch.zeros(4, 2, 8),
         "prefix_keys": torch.zeros(2, 2, 5, 8),

@@ -79,6 +79,7 @@ def some_arguments():
     }
 
 
+@pytest.mark.parametrize("interpreted", ["0", "1"])  # the kernel of the CPU, and Triton's
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -91,7 +92,8 @@ def some_arguments():
         ({"value_cache": torch.zeros(2, 3, 6, 8)}, "different shapes"),
     ],
 )
-def test_wrong_arguments(changes, message):
+def test_wrong_arguments(changes, message, interpreted, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     arguments = some_arguments() | changes
     with pytest.raises(ValueError, match=message):
         kv_write(**arguments)
