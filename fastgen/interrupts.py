@@ -53,6 +53,11 @@ class undoing:
         self._taken.append(self)
 
     def __exit__(self, *error: object) -> None:
+        """What was taken inside of this context, and an interrupt has kept from being undone, is undone first."""
+        taken = self._taken
+        if taken is _here.taken and self in taken:
+            while taken[-1] is not self:
+                taken[-1].close()
         self.close()
 
     def close(self) -> None:

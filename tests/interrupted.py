@@ -109,7 +109,7 @@ def what_is_taken(*models: torch.nn.Module) -> list[str]:
     checks = {
         "patches are suspended": patching.is_active(),
         "a call is open": Call.current() is None,
-        "something is recorded": not recording._recording,
+        "something is recorded": threading.get_ident() not in recording._recording,
         "memory is kept": not host_memory._inside,
         "no gradients": torch.is_grad_enabled(),
         "inference mode": not torch.is_inference_mode_enabled(),
@@ -139,7 +139,7 @@ def _locks_taken() -> list[str]:
 
     def look() -> None:
         for lock in (*locks._made, layers.FastLayers._lock):
-            if lock.acquire(timeout=5):
+            if lock.acquire(timeout=60):
                 lock.release()
             else:
                 found.append(f"the lock {lock}")

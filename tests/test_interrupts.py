@@ -74,6 +74,33 @@ def test_an_undo_that_is_interrupted_is_done_again() -> None:
     assert len(calls) == 3
 
 
+def test_what_is_inside_is_undone_first() -> None:
+    """Wherever the interrupt comes, also where the inner context waits in its end: in the end all is as outside."""
+    state = ["outside"]
+
+    def put(value: str) -> None:
+        state[0] = value
+
+    @guarded
+    def call() -> None:
+        with undoing(functools.partial(put, "outside")):
+            put("outer")
+            with undoing(functools.partial(put, "outer")):
+                put("inner")
+
+    def is_chosen(code: object) -> bool:
+        return code in {call.__wrapped__.__code__, put.__code__} or own(code)
+
+    own = in_files("interrupts.py")
+    came = 0
+    for point in points(call, is_chosen, None):
+        interrupter = Interrupter(is_chosen, point)
+        interrupter.run(call)
+        came += interrupter.error is not None
+        assert state == ["outside"] and not interrupts._here.taken, interrupter.place
+    assert came > 50
+
+
 def test_an_undo_that_fails_stops_no_other() -> None:
     calls = []
 
@@ -180,7 +207,7 @@ def test_an_undo_that_ends_the_program_is_done_again(error: type[BaseException])
 
     with pytest.raises(error):
         call()
-    assert calls == [1, 0, 1]
+    assert calls == [1, 1, 0]
 
 
 def test_a_decorated_handler_is_told_from_what_has_the_same_decorator() -> None:

@@ -376,7 +376,7 @@ class FastLayers:
         thread = threading.get_ident()
         last = next((user for user in reversed(self._users) if user.thread == thread), None)
         if last is not None:  # an interrupt may have let it leave
-            last.leaving.close()
+            last.leaving.__exit__(*exception)
 
     def enter(self) -> _User:
         """For who leaves by `leaving.close()`, which may be called again."""

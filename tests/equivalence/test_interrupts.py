@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.utils import import_utils
 
 import fastgen
 from fastgen.optimizer.transformers.captured import graph_cache
@@ -134,13 +135,15 @@ def test_signals_at_random_moments_beside_another_thread(signals: int, kind: typ
     for call in calls:
         call()
     seconds = (time.perf_counter() - started) / len(calls)
-    armed, raised, inside = False, 0, 0
+    armed, raised, inside, swallowed_by_library = False, 0, 0, 0
 
     def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal armed, raised, inside
+        nonlocal armed, raised, inside, swallowed_by_library
         if armed:
             armed = False
             raised += 1
+            # Its questions, such as whether something is traced, say no whatever is raised in them.
+            swallowed_by_library += frame is not None and frame.f_code.co_filename == import_utils.__file__
             while frame is not None and not frame.f_code.co_filename.startswith(str(interrupted.PACKAGE)):
                 frame = frame.f_back
             inside += frame is not None
@@ -168,6 +171,7 @@ def test_signals_at_random_moments_beside_another_thread(signals: int, kind: typ
                 which = number % len(calls)
                 killer = threading.Timer(draw.random() * 1.2 * seconds, os.kill, (os.getpid(), signal.SIGINT))
                 killer.start()
+                before = inside
                 try:
                     armed = True
                     result = calls[which]()
@@ -175,6 +179,8 @@ def test_signals_at_random_moments_beside_another_thread(signals: int, kind: typ
                     assert torch.equal(result, expected[which])
                 except kind:
                     caught += 1
+                    if inside == before:  # in the test's own `no_grad`, say
+                        torch.set_grad_enabled(True)
                 killer.join()
                 if number % 10 == 0:
                     assert not (found := interrupted.what_is_taken()), found
@@ -184,5 +190,5 @@ def test_signals_at_random_moments_beside_another_thread(signals: int, kind: typ
         done.set()
         thread.join(timeout=120)
     assert not thread.is_alive() and beside > 0 and not wrong
-    assert caught + len(in_destructors) >= raised
+    assert caught + len(in_destructors) + swallowed_by_library >= raised
     assert inside > signals / 10

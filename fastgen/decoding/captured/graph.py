@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -280,21 +281,12 @@ class LateFlag:
         self._flag = torch.zeros((), dtype=torch.bool, pin_memory=self._is_cuda)
         self._events: list[torch.cuda.Event] = []  # of steps under way
         self._spare: list[torch.cuda.Event] = []
-
-    def __del__(self) -> None:
-        # A replay copies to this memory without torch's knowing: it must not be given to others before that.
-        if self._events:
-            with contextlib.suppress(Exception):
-                self._wait()
-
-    def _wait(self) -> None:
-        for event in self._events[-1:]:
-            event.synchronize()
+        self._end: Any = None
 
     def reset(self) -> None:
-        self._wait()
+        _wait_for(self._events)
         self._spare += self._events
-        self._events = []
+        self._events.clear()
         self._flag.fill_(False)
 
     def send(self, flag: torch.Tensor) -> None:
@@ -304,6 +296,11 @@ class LateFlag:
     def is_set(self) -> bool:
         """To be called after each step has been started: whether the flag was set `late` steps ago, or since."""
         if self._is_cuda:
+            if self._end is None:
+                # A replay copies to this memory without torch's knowing: it must not be given to others before that.
+                # Made here, as an interrupt that comes in a destructor is lost: on the CPU there is none.
+                self._end = weakref.finalize(self, _let_end, self._events, self._flag)
+                self._end.atexit = False
             event = self._spare.pop() if self._spare else torch.cuda.Event()
             # The stream of this device, whichever the current one is.
             event.record(torch.cuda.current_stream(self._device))
@@ -314,3 +311,14 @@ class LateFlag:
             first.synchronize()
             self._spare.append(first)
         return bool(self._flag)
+
+
+def _wait_for(events: list[torch.cuda.Event]) -> None:
+    for event in events[-1:]:
+        event.synchronize()
+
+
+def _let_end(events: list[torch.cuda.Event], flag: torch.Tensor) -> None:
+    """What is under way still writes to the flag."""
+    with contextlib.suppress(Exception):
+        _wait_for(events)

@@ -134,7 +134,7 @@ class Call:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._leaving.close()
+        self._leaving.__exit__(*exception)
 
     def _leave(self, before: Call | None) -> None:
         Call._active.set(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,13 @@ def test_a_graph(device):
     again.capture(lambda: x.zero_())
     again.replay()
     assert x.tolist() == [0] * 4
+
+
+def test_a_late_flag_of_the_cpu_has_no_destructor():
+    """Python loses an interrupt that comes in one, and says that it has ignored it."""
+    flag = graph.LateFlag(torch.device("cpu"), late=2)
+    flag.is_set()
+    assert not hasattr(flag, "__del__") and not weakref.getweakrefs(flag)
 
 
 class _Torch:
